@@ -1,0 +1,51 @@
+"""Loss scaling for float16 training, blind to the framework: policies, states and the five verbs on NumPy.
+
+A policy (`DynamicScaling()`) is a frozen config; a state is a small NamedTuple of scalars; `policy.update(state,
+grads_finite)` is the only place where a loss scale changes. The packages `lossscale_torch`, `lossscale_jax` and
+`lossscale_tf` speak the same verbs on their framework's devices.
+"""
+
+from lossscale_core import errors, testing
+from lossscale_core._arrays import all_finite, init_state, scale, select, unscale
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
+from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._report import StepInfo, check_overflow_streak, diagnose, metrics, step_info
+from lossscale_core._schema import policy_schema
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._state import ScaleState, TolerantScaleState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "DynamicScaling",
+    "FixedScaling",
+    "NoScaling",
+    "ScaleState",
+    "ScalingPolicy",
+    "StepInfo",
+    "TolerantScaleState",
+    "TolerantScaling",
+    "__version__",
+    "all_finite",
+    "as_policy",
+    "check_overflow_streak",
+    "diagnose",
+    "dump_policy",
+    "errors",
+    "init_state",
+    "load_policy",
+    "metrics",
+    "policy_from_dict",
+    "policy_schema",
+    "policy_to_dict",
+    "scale",
+    "select",
+    "state_from_dict",
+    "state_to_dict",
+    "step_info",
+    "testing",
+    "unscale",
+]

@@ -1,0 +1,162 @@
+"""The thin array layer: which namespace an array belongs to, and the five verbs on NumPy and any array-API namespace.
+
+NumPy is the reference: what these functions do on it, every adapter does on its own framework.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from lossscale_core import _tree
+from lossscale_core._finite import all_finite_in
+from lossscale_core._state import AnyScaleState, Array
+
+Namespace = Any
+_HOST_SCALARS = (bool, int, float, complex, np.generic)
+_ON_HOST = (*_HOST_SCALARS, np.ndarray)
+
+
+class HOST:
+    """The namespace of host scalars, where a choice is made at once."""
+
+    @staticmethod
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        """Return `x` or `y`, in the NumPy type of whichever has one: a plain number is as weak here as in `np.where`."""
+        chosen, other = (x, y) if condition else (y, x)
+        return chosen if isinstance(chosen, np.generic) else type(other)(chosen)
+
+
+def namespace(array: Array) -> Namespace:
+    """Return the array-API namespace that `array` belongs to, or the private one of host scalars.
+
+    Raises `TypeError` where there is none; TensorFlow's tensors have none, so its adapter passes `xp=` itself.
+    """
+    if isinstance(array, _HOST_SCALARS):
+        return HOST
+    if isinstance(array, np.ndarray):
+        return np
+    import array_api_compat  # here, since who stays on NumPy never needs it
+
+    try:
+        return array_api_compat.array_namespace(array)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(array).__module__}.{type(array).__qualname__} has no array-API namespace; "
+            "pass an array of one, or its namespace as xp="
+        ) from error
+
+
+def init_state(policy: Any, *, xp: Namespace | None = None, device: Any = None) -> Any:
+    """Return the state before the first step under `policy`.
+
+    Host scalars by default; with `xp`, arrays of shape `()` in that namespace, on `device`. Does not synchronise.
+    """
+    state = policy.init_state()
+    if xp is None:
+        return state
+    return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)
+
+
+@np.errstate(over="ignore")
+def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
+    """Return `loss` times the loss scale: what to differentiate.
+
+    `loss` is an array of any shape and real dtype, or a nested structure of them. It is lifted to float32 first
+    (float64 stays), since a scale of 2**16 is already infinite in float16. `None` passes through. Does not
+    synchronise with the host.
+    """
+
+    def scale_leaf(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        array, leaf_xp = _with_namespace(leaf, xp)
+        return _lifted(array, leaf_xp) * _beside(state.loss_scale, leaf_xp)
+
+    return _tree.map_leaves(scale_leaf, loss)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
+    """Return whether every gradient element is finite, as a bool of shape `()`.
+
+    `grads` is a nested structure of arrays. NaN and both infinities are found in any position; a finite value is never
+    flagged, however large. `None` and integer leaves do not count, and nothing at all is finite. On NumPy the answer
+    is an `np.bool_`, found in one read that allocates at most 1 MiB; elsewhere it is an array of that namespace, and
+    nothing synchronises. Combine the flags of several devices with *all*.
+    """
+    on_host, on_device = True, None
+    for leaf in _tree.leaves(grads):
+        if leaf is None:
+            continue
+        array, leaf_xp = _with_namespace(leaf, xp)
+        if leaf_xp is np:
+            on_host = on_host and (not _is_gradient(array, np) or all_finite_in(array))
+        else:
+            finite = leaf_xp.all(leaf_xp.isfinite(array)) if _is_gradient(array, leaf_xp) else leaf_xp.asarray(True)
+            on_device = finite if on_device is None else on_device & finite
+    return np.bool_(on_host) if on_device is None else on_device & on_host
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def unscale(grads: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
+    """Return `grads` divided by the loss scale.
+
+    `grads` is a nested structure of arrays. float16 and bfloat16 leaves come back in float32, where small gradients
+    survive; float32, float64 and complex leaves keep their dtype; `None` and integer leaves pass through. Pass the
+    state that scaled the loss, not the one after `update`. Does not synchronise with the host.
+    """
+
+    def unscale_leaf(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        array, leaf_xp = _with_namespace(leaf, xp)
+        return _lifted(array, leaf_xp) / _beside(state.loss_scale, leaf_xp) if _is_gradient(array, leaf_xp) else leaf
+
+    return _tree.map_leaves(unscale_leaf, grads)
+
+
+def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = None) -> Any:
+    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+
+    `new` and `old` are nested structures of the same containers, keys and shapes: parameters, optimizer state,
+    counters, averages. A host bool picks the leaves of one side, untouched; an array bool of shape `()` selects where
+    the arrays live, without synchronising. Raises `ValueError` at the first place where the structures differ.
+    """
+    if isinstance(grads_finite, _ON_HOST):
+        return _tree.map_leaves(lambda a, b: a if grads_finite else b, new, old)
+    flag_xp = namespace(grads_finite) if xp is None else xp
+
+    def select_leaf(a: Any, b: Any) -> Any:
+        return None if a is None and b is None else flag_xp.where(grads_finite, flag_xp.asarray(a), flag_xp.asarray(b))
+
+    return _tree.map_leaves(select_leaf, new, old)
+
+
+def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
+    """Return `leaf` as an array with its namespace; what lives on the host belongs to NumPy, whatever `xp` says."""
+    if isinstance(leaf, _ON_HOST):
+        return np.asarray(leaf), np
+    return leaf, namespace(leaf) if xp is None else xp
+
+
+def _is_gradient(array: Array, xp: Namespace) -> bool:
+    """Return whether `array` holds floats, real or complex, rather than integers or bools."""
+    if xp is not np:
+        return not xp.isdtype(array.dtype, ("integral", "bool"))
+    is_extended_float = array.dtype.kind == "V" and array.dtype.names is None  # ml_dtypes' bfloat16 and its kin
+    if array.dtype.kind not in "biufc" and not is_extended_float:
+        raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass float arrays, integers or None")
+    return array.dtype.kind not in "biu"
+
+
+def _lifted(array: Array, xp: Namespace) -> Array:
+    """Return `array` in float32, or in its own dtype where that is wider."""
+    dtype = xp.result_type(array.dtype, xp.float32) if _is_gradient(array, xp) else xp.float32
+    return xp.astype(array, dtype, copy=False)
+
+
+def _beside(loss_scale: Array, xp: Namespace) -> Array:
+    """Return `loss_scale` so that it can stand in an expression beside arrays of `xp`."""
+    if xp is np or not isinstance(loss_scale, _ON_HOST):
+        return loss_scale
+    return xp.asarray(float(loss_scale), dtype=xp.float32)

@@ -1,0 +1,147 @@
+"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read."""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._settings import rules_of
+from lossscale_core.errors import PolicyError
+
+KINDS: dict[str, type[Any]] = {
+    "none": NoScaling,
+    "fixed": FixedScaling,
+    "dynamic": DynamicScaling,
+    "tolerant": TolerantScaling,
+}
+_WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
+
+
+def as_policy(source: Any) -> ScalingPolicy:
+    """Return the policy that `source` stands for.
+
+    `source` is a policy, `"dynamic"`, `"none"`, a number (a fixed scale), a dict as `policy_to_dict` makes it, or the
+    path of a `.toml` or `.json` file. Raises `PolicyError` for anything else, and `OSError` where a file cannot be
+    read.
+    """
+    if isinstance(source, ScalingPolicy) and not isinstance(source, type):
+        return source
+    if isinstance(source, Mapping):
+        return policy_from_dict(source)
+    if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
+        return FixedScaling(source)
+    if isinstance(source, str) and source in _WITHOUT_SETTINGS:
+        return _WITHOUT_SETTINGS[source]
+    if isinstance(source, str | os.PathLike) and Path(source).suffix in _PARSERS:
+        return load_policy(source)
+    raise PolicyError(
+        f"{source!r} is no loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
+        "a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
+    )
+
+
+def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
+    """Return `policy` as a dict of plain values: `"kind"`, then every field that is not None.
+
+    Raises `PolicyError` for a policy that is not one of this library's own.
+    """
+    for kind, policy_type in KINDS.items():
+        if type(policy) is policy_type:
+            values = {field.name: getattr(policy, field.name) for field, _ in rules_of(policy)}
+            return {"kind": kind, **{name: value for name, value in values.items() if value is not None}}
+    raise PolicyError(f"{policy!r} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written")
+
+
+def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
+    """Return the policy that `config` describes; `config` itself is left alone.
+
+    `"kind"` is `"none"`, `"fixed"`, `"dynamic"` or `"tolerant"`; the other keys are that policy's fields, and those
+    left out take their defaults. Raises `PolicyError` naming an unknown key or kind, and the nearest known one.
+    """
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"a policy's config must be a table of keys and values, not {config!r}; write kind = 'dynamic'")
+    if "kind" not in config:
+        raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
+    kind = config["kind"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PolicyError(f"kind={kind!r} is no kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
+    fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
+    values = {name: value for name, value in config.items() if name != "kind"}
+    for name in values:
+        if name not in fields:
+            raise PolicyError(f"{name!r} is no key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}")
+    if kind == "fixed" and "init_scale" not in values:
+        raise PolicyError("a 'fixed' policy needs its scale; add init_scale = 1024.0")
+    policy: ScalingPolicy = KINDS[kind](**values)
+    return policy
+
+
+def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
+    """Return the policy in a `.toml` or `.json` file.
+
+    Raises `PolicyError` where its content is not a policy's config, naming the file; `OSError` where it cannot be read.
+    """
+    path = Path(path)
+    try:
+        config = _parser_of(path)(path.read_text(encoding="utf-8"))
+        return policy_from_dict(config)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+    except ValueError as error:  # what tomllib, json and utf-8 raise
+        raise PolicyError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+
+
+def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
+    """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
+
+    Raises `PolicyError` for another suffix or a policy that is not one of this library's own.
+    """
+    path = Path(path)
+    write = _WRITERS[_known_suffix(path)]
+    path.write_text(write(policy_to_dict(policy)), encoding="utf-8")
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _write_json(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _write_toml(config: dict[str, Any]) -> str:
+    # A JSON string, number or bool is a TOML one too, and a policy has nothing else.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
+
+
+_PARSERS = {".toml": tomllib.loads, ".json": _parse_json}
+_WRITERS = {".toml": _write_toml, ".json": _write_json}
+
+
+def _known_suffix(path: Path) -> str:
+    if path.suffix not in _PARSERS:
+        raise PolicyError(f"{str(path)!r} must end in .toml or .json; rename it to say which of the two it is")
+    return path.suffix
+
+
+def _parser_of(path: Path) -> Any:
+    return _PARSERS[_known_suffix(path)]
+
+
+def _nearest(name: Any, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""
+
+
+def _known(names: Mapping[str, Any]) -> str:
+    return "known: " + (", ".join(names) or "none")

@@ -1,0 +1,292 @@
+"""The scaling policies, and the only place where a loss scale changes.
+
+Every `update` is two named transitions, one after a finite step and one after an overflow, and one select between
+them. It needs `xp.where` and operators, nothing else, so the same lines run on host scalars and on the arrays of any
+framework, eagerly or traced: no `if` on an array, no dtype or shape that changes from one step to the next.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from lossscale_core import _settings
+from lossscale_core._arrays import HOST, namespace
+from lossscale_core._settings import setting
+from lossscale_core._state import AnyScaleState, Array, ScaleState, TolerantScaleState
+
+Namespace: TypeAlias = Any
+Transition: TypeAlias = Callable[[Any, Namespace], Any]
+
+
+@runtime_checkable
+class ScalingPolicy(Protocol):
+    """What a facade needs of a policy: where to start, and what a step does to the state."""
+
+    def init_state(self) -> Any:
+        """Return the state before the first step: a NamedTuple of host scalars with the fields of `ScaleState`."""
+        ...
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step.
+
+        `grads_finite` is the framework's own bool of shape `()`, or a Python bool for a host state: True when every
+        gradient element is finite, already combined over devices and ranks. `xp` is the namespace of the state's
+        arrays, inferred when left out (TensorFlow's cannot be inferred). Pure; never synchronises with the host.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoScaling:
+    """Keep the loss scale at 1, and still skip the steps that overflow.
+
+    The policy for bfloat16 and float32, where gradients do not underflow but may well be infinite.
+    """
+
+    def init_state(self) -> ScaleState:
+        """Return the state before the first step, on the host."""
+        return _init_state(1.0)
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step: only the counters move. See `ScalingPolicy.update`."""
+        return _select(grads_finite, _count_finite, _count_overflow, state, xp)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FixedScaling:
+    """Keep the loss scale at `init_scale`, and skip the steps that overflow.
+
+    Raises `PolicyError` where `init_scale` is not a number from 2**-126 to 2**126. Factors other than powers of two
+    make unscaling inexact by an ulp.
+    """
+
+    init_scale: float = setting(_settings.SCALE)
+
+    def __post_init__(self) -> None:
+        _settings.settle(self)
+
+    def init_state(self) -> ScaleState:
+        """Return the state before the first step, on the host."""
+        return _init_state(self.init_scale)
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step: only the counters move. See `ScalingPolicy.update`."""
+        return _select(grads_finite, _count_finite, _count_overflow, state, xp)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """Raise the loss scale while gradients stay finite, lower it when they overflow.
+
+    ```
+    after a finite step:  growth_tracker + 1; when it reaches growth_interval:
+                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0, tolerance restored
+    after an overflow:    growth_tracker −cooldown; hysteresis_tracker − 1; when it reaches 0:
+                          loss_scale × backoff_factor (≥ min_scale)
+    ```
+
+    The step that makes the scale grow is still unscaled by the old scale. Micikevicius et al., "Mixed Precision
+    Training" (2018), section 3.2, is the source of the rule; hysteresis and cooldown are what Megatron-LM, DeepSpeed,
+    apex and tf.contrib added, each with its own way of restoring the tolerance:
+
+    | `refill_on_finite` | `refill_on_backoff` | as in |
+    |---|---|---|
+    | True  | False | apex (the default here) |
+    | False | False | Megatron-LM, DeepSpeed |
+    | True  | True  | Paddle |
+    | False | True  | tf.contrib |
+
+    Raises `PolicyError` naming the value, the rule and the mend. Factors other than powers of two make unscaling
+    inexact by an ulp. Change a policy with `dataclasses.replace(policy, growth_interval=500)`.
+    """
+
+    init_scale: float = setting(_settings.SCALE, 2.0**16)
+    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
+    growth_factor: float = setting(_settings.GROWTH_FACTOR, 2.0)
+    """Multiplies the scale when it grows; above 1."""
+    backoff_factor: float = setting(_settings.BACKOFF_FACTOR, 0.5)
+    """Multiplies the scale when it backs off; between 0 and 1."""
+    growth_interval: int = setting(_settings.COUNT, 2000)
+    """The scale grows on this many-th finite step in a row."""
+    hysteresis: int = setting(_settings.COUNT, 1)
+    """The scale backs off on this many-th overflow; 1 is at once."""
+    refill_on_finite: bool = setting(_settings.FLAG, True)
+    """Whether any finite step restores the tolerance (growth always does)."""
+    refill_on_backoff: bool = setting(_settings.FLAG, False)
+    """Whether backing off restores the tolerance; without it every further overflow backs off too."""
+    cooldown: int = setting(_settings.COUNT_OR_ZERO, 0)
+    """Finite steps that do not count toward growth, at the start and after an overflow."""
+    min_scale: float = setting(_settings.SCALE, 1.0)
+    """Backing off stops here; it never raises a scale that is below already."""
+    max_scale: float = setting(_settings.SCALE, 2.0**32)
+    """Growth stops here."""
+    max_overflow_streak: int | None = setting(_settings.COUNT_OR_NONE, None)
+    """Overflows in a row after which a facade that knows the flag on the host raises `OverflowStreakError`."""
+
+    def __post_init__(self) -> None:
+        _settings.settle(self)
+        _settings.require_ordered_scales(self)
+
+    def init_state(self) -> ScaleState:
+        """Return the state before the first step, on the host."""
+        return _init_state(self.init_scale, growth_tracker=-self.cooldown, hysteresis_tracker=self.hysteresis)
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step. See `ScalingPolicy.update`."""
+        return _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
+
+    def _after_finite(self, state: AnyScaleState, xp: Namespace) -> Any:
+        growth_tracker = state.growth_tracker + 1
+        grows = growth_tracker >= self.growth_interval
+        refilled = self.hysteresis if self.refill_on_finite else xp.where(grows, self.hysteresis, state.hysteresis_tracker)
+        return state._replace(
+            **_finite_counters(state),
+            loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
+            growth_tracker=xp.where(grows, 0, growth_tracker),
+            hysteresis_tracker=refilled,
+        )
+
+    def _after_overflow(self, state: AnyScaleState, xp: Namespace) -> Any:
+        hysteresis_tracker = _at_least(0, state.hysteresis_tracker - 1, xp)
+        backs_off = hysteresis_tracker <= 0
+        if self.refill_on_backoff:
+            hysteresis_tracker = xp.where(backs_off, self.hysteresis, hysteresis_tracker)
+        return state._replace(
+            **_overflow_counters(state),
+            loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
+            growth_tracker=-self.cooldown,
+            hysteresis_tracker=hysteresis_tracker,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TolerantScaling:
+    """Lower the loss scale only where the share of overflows reaches `tolerance`; raise it like `DynamicScaling`.
+
+    ```
+    after a finite step:  growth_tracker + 1; when it reaches growth_interval:
+                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0, steps_since_change 0
+    after an overflow:    growth_tracker 0; when overflows_since_backoff / steps_since_change ≥ tolerance:
+                          loss_scale × backoff_factor (≥ min_scale), both counters 0
+    ```
+
+    The share follows fairseq's `DynamicLossScaler` to the letter: it counts overflows since the last backoff over
+    steps since the last change of either kind, this step included, so that after growth it may exceed 1. It buys a
+    larger scale for a few skipped steps. Raises `PolicyError` naming the value, the rule and the mend.
+    """
+
+    tolerance: float = setting(_settings.SHARE, 0.05)
+    """The share of overflows at which the scale backs off; 0 is at once."""
+    init_scale: float = setting(_settings.SCALE, 2.0**16)
+    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
+    growth_factor: float = setting(_settings.GROWTH_FACTOR, 2.0)
+    """Multiplies the scale when it grows; above 1."""
+    backoff_factor: float = setting(_settings.BACKOFF_FACTOR, 0.5)
+    """Multiplies the scale when it backs off; between 0 and 1."""
+    growth_interval: int = setting(_settings.COUNT, 2000)
+    """The scale grows on this many-th finite step in a row."""
+    min_scale: float = setting(_settings.SCALE, 1.0)
+    """Backing off stops here; it never raises a scale that is below already."""
+    max_scale: float = setting(_settings.SCALE, 2.0**32)
+    """Growth stops here."""
+
+    def __post_init__(self) -> None:
+        _settings.settle(self)
+        _settings.require_ordered_scales(self)
+
+    def init_state(self) -> TolerantScaleState:
+        """Return the state before the first step, on the host."""
+        return TolerantScaleState(*_init_state(self.init_scale), np.float32(0), np.float32(0))
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step. See `ScalingPolicy.update`."""
+        return _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
+
+    def _after_finite(self, state: Any, xp: Namespace) -> Any:
+        growth_tracker = state.growth_tracker + 1
+        grows = growth_tracker >= self.growth_interval
+        return state._replace(
+            **_finite_counters(state),
+            loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
+            growth_tracker=xp.where(grows, 0, growth_tracker),
+            steps_since_change=xp.where(grows, 0.0, state.steps_since_change + 1.0),
+        )
+
+    def _after_overflow(self, state: Any, xp: Namespace) -> Any:
+        steps = state.steps_since_change + 1.0
+        overflows = state.overflows_since_backoff + 1.0
+        backs_off = overflows / steps >= self.tolerance
+        return state._replace(
+            **_overflow_counters(state),
+            loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
+            growth_tracker=0,
+            steps_since_change=xp.where(backs_off, 0.0, steps),
+            overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
+        )
+
+
+def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0) -> ScaleState:
+    return ScaleState(
+        loss_scale=np.float32(init_scale),
+        growth_tracker=np.int32(growth_tracker),
+        hysteresis_tracker=np.int32(hysteresis_tracker),
+        steps=np.int32(0),
+        skipped_steps=np.int32(0),
+        overflow_streak=np.int32(0),
+    )
+
+
+def _count_finite(state: AnyScaleState, _: Namespace) -> Any:
+    return state._replace(**_finite_counters(state))
+
+
+def _count_overflow(state: AnyScaleState, _: Namespace) -> Any:
+    return state._replace(**_overflow_counters(state))
+
+
+def _finite_counters(state: AnyScaleState) -> dict[str, Array]:
+    return {"steps": state.steps + 1, "overflow_streak": 0}
+
+
+def _overflow_counters(state: AnyScaleState) -> dict[str, Array]:
+    return {
+        "steps": state.steps + 1,
+        "skipped_steps": state.skipped_steps + 1,
+        "overflow_streak": state.overflow_streak + 1,
+    }
+
+
+def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
+    # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
+    highest = max(2.0 * policy.max_scale / policy.growth_factor, _settings.SMALLEST_SCALE)
+    return _at_most(policy.max_scale, _at_most(highest, scale, xp) * policy.growth_factor, xp)
+
+
+def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
+    floor = _at_most(policy.min_scale, scale, xp)  # an overflow never raises a scale, not even one below min_scale
+    lowered = scale * policy.backoff_factor
+    return xp.where(lowered > floor, lowered, floor)
+
+
+def _at_least(bound: float, x: Array, xp: Namespace) -> Array:
+    return xp.where(x > bound, x, bound)
+
+
+def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
+    return xp.where(x < bound, x, bound)
+
+
+def _select(
+    grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
+) -> Any:
+    """Return the state after the transition that `grads_finite` chooses, each field in the dtype it had."""
+    xp = namespace(state.loss_scale) if xp is None else xp
+    if xp is HOST:  # a choice made at once need not compute the step that did not happen
+        chosen = after_finite(state, xp) if grads_finite else after_overflow(state, xp)
+        return chosen._make(map(HOST.where, itertools.repeat(True), chosen, state))
+    choose = functools.partial(xp.where, grads_finite)
+    return state._make(map(choose, after_finite(state, xp), after_overflow(state, xp)))

@@ -1,0 +1,116 @@
+"""The rules for a policy's fields, as data: checked here, drawn as JSON Schema in `_schema`, shown by the command line."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lossscale_core.errors import PolicyError
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest loss scale any policy may reach: below it, float32 loses bits of the scale."""
+LARGEST_SCALE = 2.0**126
+"""The largest loss scale any policy may reach: above it, float32 loses bits of the reciprocal."""
+_LARGEST_INT32 = 2**31 - 1
+_INFINITE = (math.inf, -math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What one field accepts: a type and, for numbers, an inclusive range."""
+
+    type: type[float] | type[int] | type[bool]
+    text: str
+    mend: str
+    minimum: float | None = None
+    maximum: float | None = None
+    optional: bool = False
+
+    def settle(self, name: str, value: Any) -> Any:
+        """Return `value` as this rule's plain Python type, or raise a `PolicyError` that says how to mend it."""
+        if value is None and self.optional:
+            return None
+        settled = self._convert(value)
+        if settled is None or not self._in_range(settled):
+            raise PolicyError(f"{name}={value!r} must be {self.text}; {self.mend}")
+        return settled
+
+    def _convert(self, value: Any) -> Any:
+        """Return `value` as `self.type`, or None where it is not of that type; `True` is no number, 2000.0 is a whole one."""
+        if self.type is bool or isinstance(value, bool | np.bool_):
+            return bool(value) if self.type is bool and isinstance(value, bool | np.bool_) else None
+        if not isinstance(value, int | float | np.integer | np.floating) or value in _INFINITE:
+            return None
+        if self.type is int:
+            return int(value) if value == value and value == int(value) else None
+        return float(value)
+
+    def _in_range(self, value: Any) -> bool:
+        if self.type is bool:
+            return True
+        return bool((self.minimum is None or self.minimum <= value) and (self.maximum is None or value <= self.maximum))
+
+
+SCALE = Rule(
+    float,
+    "a number from 2**-126 to 2**126, where the scale and its reciprocal are both normal float32 numbers",
+    "pass a power of two such as 2.0**16",
+    minimum=SMALLEST_SCALE,
+    maximum=LARGEST_SCALE,
+)
+GROWTH_FACTOR = Rule(
+    float,
+    "above 1 (1 + 2**-23, the next float32, is the least) and at most 2**126",
+    "pass 2.0 to double the scale, or use FixedScaling to keep it",
+    minimum=1.0 + 2.0**-23,
+    maximum=LARGEST_SCALE,
+)
+BACKOFF_FACTOR = Rule(
+    float,
+    "between 0 and 1, both excluded (from 2**-126 to 1 - 2**-24, as float32 has it)",
+    "pass 0.5 to halve the scale, or use FixedScaling to keep it",
+    minimum=SMALLEST_SCALE,
+    maximum=1.0 - 2.0**-24,
+)
+SHARE = Rule(float, "a share from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0)
+COUNT = Rule(
+    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the least there is", minimum=1, maximum=_LARGEST_INT32
+)
+COUNT_OR_ZERO = Rule(
+    int, "a whole number from 0 to 2**31 - 1", "pass 0 to leave it out", minimum=0, maximum=_LARGEST_INT32
+)
+COUNT_OR_NONE = dataclasses.replace(
+    COUNT, text="None or a whole number from 1 to 2**31 - 1", mend="pass None for no limit", optional=True
+)
+FLAG = Rule(bool, "True or False", "pass one of the two")
+
+
+def setting(rule: Rule, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a dataclass field that obeys `rule`."""
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata={"rule": rule})
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
+    """Yield each field of a policy (or policy class) with its rule."""
+    for field in dataclasses.fields(policy):
+        yield field, field.metadata["rule"]
+
+
+def settle(policy: Any) -> None:
+    """Check every field of a new policy and store it as a plain Python number or bool."""
+    for field, rule in rules_of(policy):
+        object.__setattr__(policy, field.name, rule.settle(field.name, getattr(policy, field.name)))
+
+
+def require_ordered_scales(policy: Any) -> None:
+    """Require `min_scale` ≤ `init_scale` ≤ `max_scale`."""
+    for low, high in (("min_scale", "max_scale"), ("min_scale", "init_scale"), ("init_scale", "max_scale")):
+        if getattr(policy, low) > getattr(policy, high):
+            raise PolicyError(
+                f"{low}={getattr(policy, low)!r} must not exceed {high}={getattr(policy, high)!r}; "
+                f"lower {low} or raise {high}"
+            )

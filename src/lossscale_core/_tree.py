@@ -1,0 +1,62 @@
+"""Nested structures of leaves: dicts, lists, tuples and NamedTuples, nested in any way."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of `tree` in order; `None` is a leaf."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Return `tree` with each leaf replaced by `function(leaf, *leaves of others in the same place)`.
+
+    Containers keep their type. A `ValueError` names the first place where the structures differ.
+    """
+    return _map(function, "", tree, *others)
+
+
+def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
+    if not isinstance(tree, dict | list | tuple):
+        return function(tree, *others)
+    keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+    for other in others:
+        _require_same_keys(path, tree, other)
+    mapped = [_map(function, f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in keys]
+    return _rebuild(tree, keys, mapped)
+
+
+def _require_same_keys(path: str, tree: Any, other: Any) -> None:
+    same = type(tree) is type(other) and len(tree) == len(other)
+    if same and isinstance(tree, dict):
+        same = tree.keys() == other.keys()
+    if not same:
+        raise ValueError(
+            f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
+            "pass two trees of the same containers and keys"
+        )
+
+
+def _describe(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return f"{type(tree).__name__} with keys {list(tree)}"
+    return f"{type(tree).__name__}" + (f" of {len(tree)}" if isinstance(tree, list | tuple) else "")
+
+
+def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:
+    if isinstance(tree, dict):
+        rebuilt = copy.copy(tree)  # keeps an OrderedDict ordered and a defaultdict's factory
+        rebuilt.update(zip(keys, values, strict=True))
+        return rebuilt
+    if hasattr(tree, "_make"):
+        return tree._make(values)
+    return type(tree)(values)

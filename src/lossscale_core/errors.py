@@ -1,0 +1,37 @@
+"""What can go wrong; each error is also the built-in exception its users would expect.
+
+```
+LossScaleError
+├── PolicyError(ValueError)                  a policy, or the file or dict it came from, breaks a rule
+├── CallOrderError(RuntimeError)             calls came in an order that would corrupt gradients
+├── CheckpointError(ValueError)              a saved state cannot be restored
+└── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
+CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
+```
+
+A message names the value, the rule it broke and how to mend it.
+"""
+
+
+class LossScaleError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class PolicyError(LossScaleError, ValueError):
+    """A policy, or the file or dict it came from, breaks a rule."""
+
+
+class CallOrderError(LossScaleError, RuntimeError):
+    """Calls came in an order that would corrupt gradients."""
+
+
+class CheckpointError(LossScaleError, ValueError):
+    """A saved state cannot be restored."""
+
+
+class OverflowStreakError(LossScaleError, FloatingPointError):
+    """The policy's `max_overflow_streak` was reached: the run is not training."""
+
+
+class CheckpointWarning(UserWarning):
+    """A saved state was restored, but not under the policy it was saved with."""

@@ -1,0 +1,169 @@
+"""Unit-test a scaling policy on a CPU, with no framework and no training.
+
+```python
+trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
+trace.loss_scale_after  # 65536, 65536, 131072, 65536
+```
+"""
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lossscale_core._config import KINDS, as_policy
+from lossscale_core._policy import ScalingPolicy
+from lossscale_core._state import ScaleState
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = [
+    "LARGEST_NUMBER",
+    "Trace",
+    "assert_traces_equal",
+    "overflow_traces",
+    "policies",
+    "simulate",
+    "simulate_gradients",
+]
+
+LARGEST_NUMBER = {
+    "float16": 65504.0,
+    "bfloat16": (2.0 - 2.0**-7) * 2.0**127,
+    "float32": (2.0 - 2.0**-23) * 2.0**127,
+    "float64": (2.0 - 2.0**-52) * 2.0**1023,
+}
+"""The largest finite number of each dtype that gradients may have."""
+
+
+class Trace(NamedTuple):
+    """A simulated run: arrays of shape `(steps,)`, a row a step; the trackers are those after the step."""
+
+    loss_scale_used: NDArray[np.float32]
+    """float32: the scale this step's loss was multiplied by."""
+    loss_scale_after: NDArray[np.float32]
+    """float32: the scale of the next step."""
+    skipped: NDArray[np.bool_]
+    """bool: the step overflowed and was skipped."""
+    growth_tracker: NDArray[np.int32]
+    hysteresis_tracker: NDArray[np.int32]
+    steps: NDArray[np.int32]
+    skipped_steps: NDArray[np.int32]
+    overflow_streak: NDArray[np.int32]
+
+
+def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
+    """Return what `policy` does over steps whose gradients are finite or not.
+
+    `policy` is anything `as_policy` takes; `grads_finite` is a sequence of bools, one a step. A policy whose state has
+    trackers of its own gets a trace with a column for each of them too.
+    """
+    flags = [bool(flag) for flag in grads_finite]
+    return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
+
+
+def simulate_gradients(policy: Any, gradient_max: ArrayLike, dtype: str = "float16") -> Trace:
+    """Return what `policy` does over steps whose unscaled gradients have these largest magnitudes.
+
+    `policy` is anything `as_policy` takes; `gradient_max` has shape `(steps,)`. A step overflows when scale ×
+    `gradient_max` exceeds the largest number of `dtype` (`"float16"`, `"bfloat16"`, `"float32"`, `"float64"`), or when
+    `gradient_max` is not finite.
+    """
+    if dtype not in LARGEST_NUMBER:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(LARGEST_NUMBER)}; pass the gradients' own dtype")
+    magnitudes = np.abs(np.asarray(gradient_max, dtype=np.float64))
+    if magnitudes.ndim != 1:
+        raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
+    return _run(
+        as_policy(policy), len(magnitudes), lambda step, scale: bool(scale * magnitudes[step] <= LARGEST_NUMBER[dtype])
+    )
+
+
+def assert_traces_equal(actual: Any, expected: Any, *, rtol: float = 0.0, context: int = 3) -> None:
+    """Raise `AssertionError` showing the first step where two traces differ, and `context` steps around it.
+
+    The traces are compared column by column; all must have the same columns and length. `rtol` is the relative
+    tolerance of the two loss-scale columns; every other column is compared exactly.
+    """
+    if actual._fields != expected._fields:
+        raise AssertionError(f"the traces have different columns: {actual._fields} against {expected._fields}")
+    if len(actual[0]) != len(expected[0]):
+        raise AssertionError(f"the traces have different lengths: {len(actual[0])} against {len(expected[0])} steps")
+    differs = {
+        name: ~np.isclose(a, b, rtol=rtol, atol=0.0) if rtol and name.startswith("loss_scale") else a != b
+        for name, a, b in zip(actual._fields, actual, expected, strict=True)
+    }
+    bad_steps = np.flatnonzero(np.any(list(differs.values()), axis=0))
+    if len(bad_steps):
+        first = int(bad_steps[0])
+        columns = [name for name, column in differs.items() if column[first]]
+        raise AssertionError(_difference(actual, expected, first, columns, context))
+
+
+def policies(*kinds: str) -> "SearchStrategy[ScalingPolicy]":
+    """Return a hypothesis strategy for valid policies of these kinds (all kinds when none is named).
+
+    Half of them have powers of two for scales and factors, where every backend agrees bit for bit. Needs hypothesis.
+    """
+    return _strategies().policies_of(kinds or tuple(KINDS))
+
+
+def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
+    """Return a hypothesis strategy for `grads_finite`: runs of finite steps and of overflows. Needs hypothesis."""
+    return _strategies().runs_of_flags(max_steps)
+
+
+def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, float], bool]) -> Trace:
+    states = [policy.init_state()]
+    with np.errstate(over="ignore"):
+        for step in range(steps):
+            states.append(policy.update(states[-1], is_finite(step, float(states[-1].loss_scale))))
+    columns = {
+        name: np.array([getattr(state, name) for state in states], dtype=type(start))
+        for name, start in states[0]._asdict().items()
+    }
+    scales = columns.pop("loss_scale")
+    skipped = np.diff(columns["skipped_steps"]) > 0
+    trackers = [column[1:] for column in columns.values()]
+    trace: Trace = _trace_type(type(states[0]))(scales[:-1], scales[1:], skipped, *trackers)
+    return trace
+
+
+@functools.cache
+def _trace_type(state_type: Any) -> Any:
+    if state_type is ScaleState:
+        return Trace
+    trackers = (name for name in state_type._fields if name != "loss_scale")
+    return namedtuple("Trace", ("loss_scale_used", "loss_scale_after", "skipped", *trackers))
+
+
+def _difference(actual: Any, expected: Any, first: int, columns: list[str], context: int) -> str:
+    lines = [f"the traces differ first at step {first}, in {', '.join(columns)}:"]
+    for step in range(max(0, first - context), min(len(actual[0]), first + context + 1)):
+        mark = ">" if step == first else " "
+        cells = ", ".join(_cell(name, actual, expected, step) for name in ("skipped", *_shown(columns)))
+        lines.append(f"{mark} step {step}: {cells}")
+    return "\n".join(lines)
+
+
+def _shown(columns: list[str]) -> list[str]:
+    return [name for name in dict.fromkeys(["loss_scale_used", "loss_scale_after", *columns]) if name != "skipped"]
+
+
+def _cell(name: str, actual: Any, expected: Any, step: int) -> str:
+    a, b = getattr(actual, name)[step], getattr(expected, name)[step]
+    return f"{name} {a}" if a == b else f"{name} {a} (expected {b})"
+
+
+def _strategies() -> Any:
+    try:
+        from lossscale_core import _strategies
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "strategies for policies and traces need hypothesis; run: pip install hypothesis", name=error.name
+        ) from error
+    return _strategies
