@@ -21,7 +21,7 @@ class HOST:
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
-        """Return `x` or `y`, in the NumPy type of whichever has one: a plain number is as weak here as in `np.where`."""
+        """Return `x` or `y` in the NumPy type of whichever has one: a plain number is as weak as in `np.where`."""
         chosen, other = (x, y) if condition else (y, x)
         return chosen if isinstance(chosen, np.generic) else type(other)(chosen)
 
@@ -155,8 +155,8 @@ def _lifted(array: Array, xp: Namespace) -> Array:
     return xp.astype(array, dtype, copy=False)
 
 
-def _beside(loss_scale: Array, xp: Namespace) -> Array:
+def _beside(loss_scale: Any, xp: Namespace) -> Array:
     """Return `loss_scale` so that it can stand in an expression beside arrays of `xp`."""
     if xp is np or not isinstance(loss_scale, _ON_HOST):
         return loss_scale
-    return xp.asarray(float(loss_scale), dtype=xp.float32)
+    return xp.asarray(np.float32(loss_scale).item(), dtype=xp.float32)

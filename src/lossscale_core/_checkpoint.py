@@ -1,6 +1,5 @@
 """A state as a dict of plain numbers: the same keys for every framework, and all that is needed to go on exactly."""
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +48,9 @@ def state_from_dict(saved: Mapping[str, Any], policy: ScalingPolicy | None = Non
     differences = _policy_differences(saved.get("policy"), policy)
     differences += [f"{name} was not saved and starts at {getattr(start, name)}" for name in missing]
     if differences:
-        warnings.warn("the state goes on under another policy: " + "; ".join(differences), CheckpointWarning, stacklevel=2)
+        warnings.warn(
+            "the state goes on under another policy: " + "; ".join(differences), CheckpointWarning, stacklevel=2
+        )
     return start._make(
         _restored(name, saved[name], initial) if name in saved else initial for name, initial in start._asdict().items()
     )
@@ -62,9 +63,7 @@ def _plain_number(value: Any) -> int | float:
 def _require_version(saved: Mapping[str, Any]) -> None:
     version = saved.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(
-            f"version={version!r} is not that of a saved state; pass a dict that state_to_dict made"
-        )
+        raise CheckpointError(f"version={version!r} is not that of a saved state; pass a dict that state_to_dict made")
     if version > VERSION:
         raise CheckpointError(
             f"version={version} of the saved state is newer than {VERSION}, the newest this release reads; "
@@ -81,7 +80,7 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
 
 def _restored(name: str, value: Any, initial: Any) -> Any:
     """Return `value` in the type of `initial`, having checked that a state can hold it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2.0**127
     if name == "loss_scale":
         good, rule = is_number and SMALLEST_SCALE <= value <= LARGEST_SCALE, "a number from 2**-126 to 2**126"
     elif isinstance(initial, np.integer):

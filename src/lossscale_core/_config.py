@@ -35,7 +35,7 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        return FixedScaling(source)
+        return FixedScaling(float(source))
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     if isinstance(source, str | os.PathLike) and Path(source).suffix in _PARSERS:
@@ -65,7 +65,9 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     left out take their defaults. Raises `PolicyError` naming an unknown key or kind, and the nearest known one.
     """
     if not isinstance(config, Mapping):
-        raise PolicyError(f"a policy's config must be a table of keys and values, not {config!r}; write kind = 'dynamic'")
+        raise PolicyError(
+            f"a policy's config must be a table of keys and values, not {config!r}; write kind = 'dynamic'"
+        )
     if "kind" not in config:
         raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
     kind = config["kind"]

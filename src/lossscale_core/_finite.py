@@ -37,6 +37,6 @@ def _all_finite_by_bits(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _all_finite_by_chunks(array: np.ndarray[Any, Any]) -> bool:
-    """Ask `np.isfinite` a piece at a time, for the dtypes whose bits are not an IEEE float's in this machine's order."""
+    """Ask `np.isfinite` a piece at a time, for dtypes whose bits are no IEEE float's in this machine's order."""
     pieces = np.nditer(array, flags=["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=_CHUNK)
     return all(np.isfinite(piece).all() for piece in pieces)

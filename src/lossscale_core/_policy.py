@@ -142,7 +142,9 @@ class DynamicScaling:
     def _after_finite(self, state: AnyScaleState, xp: Namespace) -> Any:
         growth_tracker = state.growth_tracker + 1
         grows = growth_tracker >= self.growth_interval
-        refilled = self.hysteresis if self.refill_on_finite else xp.where(grows, self.hysteresis, state.hysteresis_tracker)
+        refilled = (
+            self.hysteresis if self.refill_on_finite else xp.where(grows, self.hysteresis, state.hysteresis_tracker)
+        )
         return state._replace(
             **_finite_counters(state),
             loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),

@@ -3,10 +3,12 @@
 from typing import Any
 
 from lossscale_core._config import KINDS
+from lossscale_core._policy import DynamicScaling
 from lossscale_core._settings import Rule, rules_of
 
 _TYPES = {float: "number", int: "integer", bool: "boolean"}
 _EXPONENTS = range(-126, 127)
+_ORDERED = "ordered_scales"
 
 
 def policy_schema() -> dict[str, Any]:
@@ -25,6 +27,7 @@ def policy_schema() -> dict[str, Any]:
         "allOf": [
             {"if": _is_kind(kind), "then": _policy_schema(kind, policy_type)} for kind, policy_type in KINDS.items()
         ],
+        "$defs": {_ORDERED: {"allOf": [_ordered_at(2.0**exponent) for exponent in _EXPONENTS]}},
     }
 
 
@@ -33,35 +36,33 @@ def _is_kind(kind: str) -> dict[str, Any]:
 
 
 def _policy_schema(kind: str, policy_type: type[Any]) -> dict[str, Any]:
-    fields = dict((field.name, (field, rule)) for field, rule in rules_of(policy_type))
-    defaults = {name: field.default for name, (field, _) in fields.items()}
-    properties = {name: _value_schema(rule) for name, (_, rule) in fields.items()}
+    properties = {field.name: _value_schema(rule) for field, rule in rules_of(policy_type)}
     schema: dict[str, Any] = {
         "properties": {"kind": {"const": kind}, **properties},
         "additionalProperties": False,
     }
     if kind == "fixed":
         schema["required"] = ["init_scale"]
-    if "min_scale" in fields:
-        schema["allOf"] = [_ordered_at(2.0**exponent, defaults) for exponent in _EXPONENTS]
+    if "min_scale" in properties:
+        schema["$ref"] = f"#/$defs/{_ORDERED}"
     return schema
 
 
 def _value_schema(rule: Rule) -> dict[str, Any]:
     name = _TYPES[rule.type]
     schema: dict[str, Any] = {"description": rule.text, "type": [name, "null"] if rule.optional else name}
-    if rule.minimum is not None:
+    if rule.type is not bool:
         schema.update(minimum=rule.minimum, maximum=rule.maximum)
     return schema
 
 
-def _ordered_at(bound: float, defaults: dict[str, Any]) -> dict[str, Any]:
+def _ordered_at(bound: float) -> dict[str, Any]:
     """Say of one power of two: what is at or above it on the left is so on the right of `min ≤ init ≤ max`."""
-    reaches = {
-        name: {
-            "properties": {name: {"minimum": bound}},
-            **({} if defaults[name] >= bound else {"required": [name]}),
-        }
-        for name in ("min_scale", "init_scale", "max_scale")
-    }
-    return {"if": reaches["init_scale"], "then": reaches["max_scale"], "else": {"not": reaches["min_scale"]}}
+    init, least, most = (_reaches(name, bound) for name in ("init_scale", "min_scale", "max_scale"))
+    return {"if": init, "then": most, "else": {"not": least}}
+
+
+def _reaches(name: str, bound: float) -> dict[str, Any]:
+    """Say that a key, or its default where it is left out, is at or above `bound`."""
+    reached = {"properties": {name: {"minimum": bound}}}
+    return reached if getattr(DynamicScaling(), name) >= bound else {**reached, "required": [name]}

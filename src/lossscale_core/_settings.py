@@ -1,7 +1,6 @@
-"""The rules for a policy's fields, as data: checked here, drawn as JSON Schema in `_schema`, shown by the command line."""
+"""The rules of a policy's fields, as data: checked here, drawn as JSON Schema in `_schema`, shown by the command."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 """The largest loss scale any policy may reach: above it, float32 loses bits of the reciprocal."""
 _LARGEST_INT32 = 2**31 - 1
-_INFINITE = (math.inf, -math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,33 +22,25 @@ class Rule:
     type: type[float] | type[int] | type[bool]
     text: str
     mend: str
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: float = 0.0
+    maximum: float = 0.0
     optional: bool = False
 
     def settle(self, name: str, value: Any) -> Any:
         """Return `value` as this rule's plain Python type, or raise a `PolicyError` that says how to mend it."""
         if value is None and self.optional:
             return None
-        settled = self._convert(value)
-        if settled is None or not self._in_range(settled):
+        if not self._accepts(value):
             raise PolicyError(f"{name}={value!r} must be {self.text}; {self.mend}")
-        return settled
+        return self.type(value)
 
-    def _convert(self, value: Any) -> Any:
-        """Return `value` as `self.type`, or None where it is not of that type; `True` is no number, 2000.0 is a whole one."""
+    def _accepts(self, value: Any) -> bool:
+        """Return whether `value` is of this type and in range; `True` is no number, and 2000.0 is a whole one."""
         if self.type is bool or isinstance(value, bool | np.bool_):
-            return bool(value) if self.type is bool and isinstance(value, bool | np.bool_) else None
-        if not isinstance(value, int | float | np.integer | np.floating) or value in _INFINITE:
-            return None
-        if self.type is int:
-            return int(value) if value == value and value == int(value) else None
-        return float(value)
-
-    def _in_range(self, value: Any) -> bool:
-        if self.type is bool:
-            return True
-        return bool((self.minimum is None or self.minimum <= value) and (self.maximum is None or value <= self.maximum))
+            return self.type is bool and isinstance(value, bool | np.bool_)
+        if not isinstance(value, int | float | np.integer | np.floating):
+            return False
+        return bool(self.minimum <= value <= self.maximum) and (self.type is float or value == int(value))
 
 
 SCALE = Rule(
@@ -74,7 +64,9 @@ BACKOFF_FACTOR = Rule(
     minimum=SMALLEST_SCALE,
     maximum=1.0 - 2.0**-24,
 )
-SHARE = Rule(float, "a share from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0)
+SHARE = Rule(
+    float, "a share from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0
+)
 COUNT = Rule(
     int, "a whole number from 1 to 2**31 - 1", "pass 1 for the least there is", minimum=1, maximum=_LARGEST_INT32
 )

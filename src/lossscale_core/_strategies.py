@@ -42,7 +42,9 @@ def _policies_of_kind(policy_type: Any, powers_of_two: bool) -> st.SearchStrateg
     values = {name: _values(rule, powers_of_two) for name, rule in rules.items() if name not in _SCALES}
     scale = _values(SCALE, powers_of_two)
     if "min_scale" in rules:
-        scales = st.lists(scale, min_size=3, max_size=3).map(lambda three: dict(zip(_SCALES, sorted(three), strict=True)))
+        scales = st.lists(scale, min_size=3, max_size=3).map(
+            lambda three: dict(zip(_SCALES, sorted(three), strict=True))
+        )
     else:
         scales = st.fixed_dictionaries({"init_scale": scale} if "init_scale" in rules else {})
     return st.tuples(scales, st.fixed_dictionaries(values)).map(lambda parts: policy_type(**parts[0], **parts[1]))

@@ -109,12 +109,14 @@ def policies(*kinds: str) -> "SearchStrategy[ScalingPolicy]":
 
     Half of them have powers of two for scales and factors, where every backend agrees bit for bit. Needs hypothesis.
     """
-    return _strategies().policies_of(kinds or tuple(KINDS))
+    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or tuple(KINDS))
+    return strategy
 
 
 def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
     """Return a hypothesis strategy for `grads_finite`: runs of finite steps and of overflows. Needs hypothesis."""
-    return _strategies().runs_of_flags(max_steps)
+    strategy: SearchStrategy[list[bool]] = _strategies().runs_of_flags(max_steps)
+    return strategy
 
 
 def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, float], bool]) -> Trace:
@@ -129,15 +131,15 @@ def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, float], bo
     scales = columns.pop("loss_scale")
     skipped = np.diff(columns["skipped_steps"]) > 0
     trackers = [column[1:] for column in columns.values()]
-    trace: Trace = _trace_type(type(states[0]))(scales[:-1], scales[1:], skipped, *trackers)
+    trace: Trace = _trace_type(states[0]._fields)(scales[:-1], scales[1:], skipped, *trackers)
     return trace
 
 
 @functools.cache
-def _trace_type(state_type: Any) -> Any:
-    if state_type is ScaleState:
+def _trace_type(state_fields: tuple[str, ...]) -> Any:
+    if state_fields == ScaleState._fields:
         return Trace
-    trackers = (name for name in state_type._fields if name != "loss_scale")
+    trackers = (name for name in state_fields if name != "loss_scale")
     return namedtuple("Trace", ("loss_scale_used", "loss_scale_after", "skipped", *trackers))
 
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 import torch
 
 
-
 class Backend(NamedTuple):
     """One way to run a policy over a trace of flags, and how to read its states back."""
 
@@ -89,4 +88,3 @@ BACKENDS = [
     _stepwise("tf-graph", tf.constant, tf.constant, _tf_graph()),
     _stepwise("tf-xla", tf.constant, tf.constant, _tf_graph(jit_compile=True)),
 ]
-

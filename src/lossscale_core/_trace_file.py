@@ -1,0 +1,70 @@
+"""Files that hold a value a step: what `lossscale simulate` reads, as people have it at hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lossscale_core.errors import PolicyError
+
+_FLAGS = {"0": False, "1": True, "false": False, "true": True}
+
+
+class TraceFileError(PolicyError):
+    """A file does not hold a value a step."""
+
+
+def read_overflow(path: Path) -> list[bool]:
+    """Return whether each step overflowed.
+
+    The file holds `0`s and `1`s, in a row or apart, or JSON: a list or string of them, or an object (such as the demo
+    writes) with one under `"overflow"`. Raises `TraceFileError` naming what it cannot read.
+    """
+    values = _values(path, "overflow")
+    words = [str(value).strip().lower() for value in values]
+    if words and all(set(word) <= {"0", "1"} for word in words):
+        words = list("".join(words))
+    for step, word in enumerate(words):
+        if word not in _FLAGS:
+            raise _refusal(path, step, word, "0 or 1")
+    return [_FLAGS[word] for word in words]
+
+
+def read_gradient_max(path: Path) -> NDArray[np.float64]:
+    """Return each step's largest gradient magnitude, unscaled.
+
+    The file holds numbers apart, or JSON: a list of them, or an object (such as the demo writes) with one under
+    `"gradient_max"`; `null` stands for a gradient that is not finite. Raises `TraceFileError` naming what it cannot
+    read.
+    """
+    return np.array([_number(path, step, value) for step, value in enumerate(_values(path, "gradient_max"))])
+
+
+def _values(path: Path, key: str) -> list[Any]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = json.loads(text) if path.suffix == ".json" else text
+    except ValueError as error:
+        raise TraceFileError(f"{path} is not valid JSON: {error}") from error
+    if isinstance(content, dict):
+        if key not in content:
+            raise TraceFileError(f"{path} has no {key!r}; it has {', '.join(content) or 'nothing'}")
+        content = content[key]
+    values = content.replace(",", " ").split() if isinstance(content, str) else content
+    if not isinstance(values, list) or not values:
+        raise TraceFileError(f"{path} holds no steps; write one value a step")
+    return values
+
+
+def _number(path: Path, step: int, value: Any) -> float:
+    try:
+        return math.nan if value is None else abs(float(value))
+    except (TypeError, ValueError):
+        raise _refusal(path, step, value, "a number") from None
+
+
+def _refusal(path: Path, step: int, value: Any, rule: str) -> TraceFileError:
+    return TraceFileError(f"{path}: step {step} is {value!r}, but must be {rule}; write one value a step")

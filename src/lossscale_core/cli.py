@@ -1,0 +1,270 @@
+"""The `lossscale` command: watch the demo, try a policy on a recorded run, check a policy file.
+
+Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lossscale_core import testing
+from lossscale_core._config import as_policy, load_policy, policy_to_dict
+from lossscale_core._policy import ScalingPolicy
+from lossscale_core._report import diagnose
+from lossscale_core._schema import policy_schema
+from lossscale_core._settings import rules_of
+from lossscale_core._trace_file import read_gradient_max, read_overflow
+from lossscale_core.errors import LossScaleError
+
+_FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
+_MOST_ROWS = 40
+_FILE = click.Path(path_type=Path)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command on `arguments` (`sys.argv` when left out) and exit."""
+    try:
+        sys.exit(lossscale.main(arguments, prog_name="lossscale", standalone_mode=False))
+    except click.Abort:
+        _fail("stopped", status=130)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except LossScaleError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}")
+
+
+def _fail(message: str, status: int = 2) -> None:
+    click.echo(f"lossscale: {message}", err=True)
+    sys.exit(status)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lossscale")
+@click.pass_context
+def lossscale(context: click.Context) -> None:
+    r"""Loss scaling for float16 training: a demo, a simulator and a checker of policy files.
+
+    \b
+    Example:
+        lossscale demo
+    """
+    _help_if_alone(context)
+
+
+@lossscale.command()
+@click.option("--framework", type=click.Choice(_FRAMEWORKS), default="numpy", show_default=True, help="What trains.")
+@click.option("--policy", "policy_file", type=_FILE, help="A policy file (.toml or .json) for the dynamic regime.")
+@click.option("--weight", type=click.FloatRange(0, min_open=True), help="The weight of the loss.  [default: 1e-5]")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
+@click.option("--out", type=_FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
+def demo(framework: str, policy_file: Path | None, weight: float | None, seed: int, steps: int, out: Path) -> None:
+    r"""Train a small network in real float16, with and without loss scaling.
+
+    Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png and
+    trace.json in the --out folder.
+
+    \b
+    Example:
+        lossscale demo --steps 300 --out lossscale-demo
+    """
+    if weight is not None and not math.isfinite(weight):
+        raise click.UsageError(f"--weight {weight} must be a finite number above 0; pass 1e-5 or leave it out")
+    if framework != "numpy":
+        raise click.UsageError(
+            f"--framework {framework} needs its adapter, which this installation lacks; "
+            f"run: pip install --upgrade 'lossscale[{framework}]'"
+        )
+    from lossscale_core import demo as demonstration  # here, since it needs scikit-learn and matplotlib
+
+    policy = demonstration.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
+    settings = demonstration.Settings(framework, policy, weight or demonstration.DEFAULT_WEIGHT, seed, steps)
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with _progress(console) as progress:
+        experiment = demonstration.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
+    console.print(_results_table(experiment))
+    demonstration.draw(experiment, out / "demo.png")
+    (out / "trace.json").write_text(json.dumps(demonstration.as_json(experiment), indent=1) + "\n", encoding="utf-8")
+    console.print(f"wrote {out / 'demo.png'} and {out / 'trace.json'}", soft_wrap=True)
+
+
+@lossscale.command()
+@click.argument("policy")
+@click.option("--overflow", type=_FILE, help="A file that says of each step whether it overflowed: 0 or 1.")
+@click.option("--gradient-max", type=_FILE, help="A file with each step's largest gradient magnitude, unscaled.")
+@click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16", show_default=True)
+@click.option("--plot", type=_FILE, default="simulation.png", show_default=True, help="Where the picture goes.")
+def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtype: str, plot: Path) -> None:
+    """Try POLICY on a recorded run, without training.
+
+    POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale). The run comes from --overflow or
+    --gradient-max; the demo's trace.json serves for both.
+
+    \b
+    Example:
+        lossscale simulate dynamic --gradient-max lossscale-demo/trace.json
+    """
+    if (overflow is None) == (gradient_max is None):
+        raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
+    scaling = as_policy(_number_or_text(policy))
+    if overflow is not None:
+        trace = testing.simulate(scaling, [not flag for flag in read_overflow(overflow)])
+    else:
+        trace = testing.simulate_gradients(scaling, read_gradient_max(gradient_max or Path()), dtype)
+    console = Console()
+    console.print(_stretches_table(trace))
+    for line in _summary(scaling, trace):
+        console.print(line, soft_wrap=True, highlight=False)
+    _plot(trace, plot)
+    console.print(f"wrote {plot}", soft_wrap=True)
+
+
+@lossscale.group(invoke_without_command=True)
+@click.pass_context
+def policy(context: click.Context) -> None:
+    r"""Check and show policy files.
+
+    \b
+    Example:
+        lossscale policy check policy.toml
+    """
+    _help_if_alone(context)
+
+
+@policy.command()
+@click.argument("file", type=_FILE)
+def check(file: Path) -> None:
+    r"""Say whether FILE holds a valid policy.
+
+    \b
+    Example:
+        lossscale policy check policy.toml
+    """
+    kind = policy_to_dict(load_policy(file))["kind"]
+    click.echo(f"{file}: a valid policy of kind {kind!r}")
+
+
+@policy.command()
+@click.argument("file", type=_FILE)
+def show(file: Path) -> None:
+    r"""Show every setting of the policy in FILE, defaults included, with its rule.
+
+    \b
+    Example:
+        lossscale policy show policy.toml
+    """
+    scaling = load_policy(file)
+    table = Table("setting", "value", "rule", title=f"{file}: {type(scaling).__name__}")
+    for field, rule in rules_of(scaling):
+        table.add_row(field.name, str(getattr(scaling, field.name)), rule.text)
+    Console().print(table)
+
+
+@policy.command()
+@click.argument("file", type=_FILE, required=False)
+def schema(file: Path | None) -> None:
+    r"""Write the JSON Schema of policy files to FILE, or print it.
+
+    \b
+    Example:
+        lossscale policy schema lossscale-policy.schema.json
+    """
+    text = json.dumps(policy_schema(), indent=1)
+    if file is None:
+        click.echo(text)
+    else:
+        file.write_text(text + "\n", encoding="utf-8")
+        click.echo(f"wrote {file}")
+
+
+def _help_if_alone(context: click.Context) -> None:
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _advancing(progress: Progress, name: str, total: int) -> Callable[[], Any]:
+    task = progress.add_task(name, total=total)
+    return lambda: progress.advance(task)
+
+
+def _results_table(experiment: Any) -> Table:
+    settings = experiment.settings
+    table = Table(title=f"Digits in float16: loss × {settings.weight:g}, {settings.steps} steps, seed {settings.seed}")
+    table.add_column("regime", no_wrap=True)
+    for column in ("accuracy", "flushed", "skipped", "final scale"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, run_ in experiment.runs.items():
+        flushed, skipped = f"{run_.flushed:.1%}", str(run_.skipped_steps)
+        table.add_row(name, f"{run_.accuracy:.1%}", flushed, skipped, _scale_text(run_.final_scale))
+    table.caption = "accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed"
+    return table
+
+
+def _scale_text(scale: float) -> str:
+    """Return a large power of two as one, since nobody knows it by its digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 17 else f"{scale:g}"
+
+
+def _stretches_table(trace: Any) -> Table:
+    """Return a table with a row for each stretch of steps under one loss scale."""
+    table = Table("steps", "loss scale", "applied", "skipped", "then")
+    used = trace.loss_scale_used
+    starts = [0, *(np.flatnonzero(np.diff(used)) + 1).tolist()]
+    stretches = list(zip(starts, [*starts[1:], len(used)], strict=True))
+    for start, end in stretches[:_MOST_ROWS]:
+        skipped = int(trace.skipped[start:end].sum())
+        after, before = trace.loss_scale_after[end - 1], used[end - 1]
+        then = "grows" if after > before else "backs off" if after < before else "ends"
+        table.add_row(f"{start}–{end - 1}", _scale_text(before), str(end - start - skipped), str(skipped), then)
+    if len(stretches) > _MOST_ROWS:
+        table.caption = f"{len(stretches) - _MOST_ROWS} more changes of the scale are not shown"
+    return table
+
+
+def _summary(scaling: ScalingPolicy, trace: Any) -> list[str]:
+    applied = np.flatnonzero(~trace.skipped)
+    last = {name: column[-1] for name, column in trace._asdict().items()}
+    state: Any = SimpleNamespace(**last, loss_scale=trace.loss_scale_after[-1])
+    return [
+        f"skipped: {trace.skipped.mean():.1%} of {len(trace.skipped)} steps",
+        f"first applied step: {applied[0] if len(applied) else 'none'}",
+        f"final scale: {_scale_text(trace.loss_scale_after[-1])}",
+        diagnose(scaling, state),
+    ]
+
+
+def _plot(trace: Any, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from lossscale_core.demo import draw_scale
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    draw_scale(figure.subplots(), trace.loss_scale_used, trace.skipped, "#0072b2", "loss scale")
+    figure.savefig(path, dpi=110)

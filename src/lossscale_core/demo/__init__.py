@@ -1,0 +1,22 @@
+"""The demo: a small network learns handwritten digits in real float16, with and without loss scaling.
+
+At full loss weight this network does not underflow in float16. It is therefore trained the way losses of multi-task,
+distillation and reinforcement learning really occur: with a small weight on the loss. Adam divides a gradient by its
+own size, so float32 does not mind; float16 without scaling does.
+"""
+
+from lossscale_core.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, run_experiment
+from lossscale_core.demo._picture import draw, draw_scale
+from lossscale_core.demo._records import Experiment, Run, Settings, as_json
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "DEFAULT_WEIGHT",
+    "Experiment",
+    "Run",
+    "Settings",
+    "as_json",
+    "draw",
+    "draw_scale",
+    "run_experiment",
+]

@@ -1,0 +1,74 @@
+"""The demo's picture: what the loss did, what the scale did, and how small a loss each regime survives."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lossscale_core.demo._records import Experiment
+
+_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73")  # Okabe and Ito: told apart by colour-blind readers too
+_STYLES = ("-", "--", "-.", "-")
+_SMOOTHING = 9
+
+
+def draw(experiment: Experiment, path: Path) -> None:
+    """Write the experiment's three panels to `path` as a PNG."""
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    losses, scales, weights = figure.subplots(1, 3)
+    _draw_losses(losses, experiment)
+    _draw_scales(scales, experiment)
+    _draw_sweep(weights, experiment)
+    settings = experiment.settings
+    figure.suptitle(
+        f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str) -> None:
+    """Draw a loss scale over steps, with a cross at each skipped step."""
+    axes.step(range(len(loss_scale)), loss_scale, where="post", color=colour, label=label)
+    steps = np.flatnonzero(skipped)
+    if len(steps):
+        axes.plot(steps, np.asarray(loss_scale)[steps], "x", color="#cc0000", markersize=5, label="skipped step")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    axes.legend()
+
+
+def _draw_losses(axes: Any, experiment: Experiment) -> None:
+    for (name, run), colour, style in zip(experiment.runs.items(), _COLOURS, _STYLES, strict=True):
+        axes.plot(_smoothed([step.loss for step in run.steps]), style, color=colour, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy, before its weight")
+    axes.set_title("Training loss")
+    axes.legend()
+
+
+def _draw_scales(axes: Any, experiment: Experiment) -> None:
+    scaled = list(experiment.runs.items())[2:]
+    for (name, run), colour in zip(scaled, _COLOURS[2:], strict=True):
+        draw_scale(axes, [step.loss_scale for step in run.steps], [step.skipped for step in run.steps], colour, name)
+    axes.set_title("Loss scale")
+
+
+def _draw_sweep(axes: Any, experiment: Experiment) -> None:
+    for (name, line), colour, style in zip(experiment.sweep.items(), _COLOURS, _STYLES, strict=True):
+        axes.plot(list(line), list(line.values()), style, marker="o", markersize=4, color=colour, label=name)
+    axes.axvline(experiment.settings.weight, color="#999999", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_ylim(0.0, 1.02)
+    axes.set_xlabel("weight of the loss (the grey line is the one at the left)")
+    axes.set_ylabel("test accuracy")
+    axes.set_title("How small a loss survives")
+    axes.legend(loc="lower left")
+
+
+def _smoothed(values: list[float]) -> Any:
+    window = min(_SMOOTHING, len(values))
+    return np.convolve(values, np.ones(window) / window, mode="valid")
