@@ -159,4 +159,4 @@ def _beside(loss_scale: Any, xp: Namespace) -> Array:
     """Return `loss_scale` so that it can stand in an expression beside arrays of `xp`."""
     if xp is np or not isinstance(loss_scale, _ON_HOST):
         return loss_scale
-    return xp.asarray(np.float32(loss_scale).item(), dtype=xp.float32)
+    return xp.asarray(loss_scale, dtype=xp.float32)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 _SAME_SIZE_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
-_CHUNK = 2**18
+_CHUNK = 2**15
 
 
 def all_finite_in(array: np.ndarray[Any, Any]) -> bool:

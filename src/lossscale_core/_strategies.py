@@ -23,11 +23,10 @@ from lossscale_core._settings import (
 _SCALES = ("min_scale", "init_scale", "max_scale")
 
 
-def policies_of(kinds: tuple[str, ...]) -> st.SearchStrategy[ScalingPolicy]:
-    """Return valid policies of `kinds`; half have powers of two throughout."""
-    return st.sampled_from(kinds).flatmap(
-        lambda kind: st.booleans().flatmap(lambda powers: _policies_of_kind(KINDS[kind], powers))
-    )
+def policies_of(kinds: tuple[str, ...], powers_of_two: bool | None) -> st.SearchStrategy[ScalingPolicy]:
+    """Return valid policies of `kinds`, all with powers of two or none in particular; None mixes both sorts."""
+    sorts = st.booleans() if powers_of_two is None else st.just(powers_of_two)
+    return st.tuples(st.sampled_from(kinds), sorts).flatmap(lambda drawn: _policies_of_kind(KINDS[drawn[0]], drawn[1]))
 
 
 def runs_of_flags(max_steps: int) -> st.SearchStrategy[list[bool]]:

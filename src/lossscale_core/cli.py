@@ -28,6 +28,7 @@ from lossscale_core.errors import LossScaleError
 
 _FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
 _MOST_ROWS = 40
+_PICTURES = (".png", ".pdf", ".svg")
 _FILE = click.Path(path_type=Path)
 
 
@@ -45,25 +46,29 @@ def run(arguments: list[str] | None = None) -> None:
         _fail(f"{error.filename}: {error.strerror}")
 
 
+def _example(command: str) -> str:
+    """Return the end of a command's help: `command`, set apart so that it can be copied."""
+    return f"\b\nExample:\n  {command}"
+
+
 def _fail(message: str, status: int = 2) -> None:
     click.echo(f"lossscale: {message}", err=True)
     sys.exit(status)
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    epilog=_example("lossscale demo"),
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="lossscale")
 @click.pass_context
 def lossscale(context: click.Context) -> None:
-    r"""Loss scaling for float16 training: a demo, a simulator and a checker of policy files.
-
-    \b
-    Example:
-        lossscale demo
-    """
+    """Loss scaling for float16 training: a demo, a simulator and a checker of policy files."""
     _help_if_alone(context)
 
 
-@lossscale.command()
+@lossscale.command(epilog=_example("lossscale demo --steps 300 --out lossscale-demo"))
 @click.option("--framework", type=click.Choice(_FRAMEWORKS), default="numpy", show_default=True, help="What trains.")
 @click.option("--policy", "policy_file", type=_FILE, help="A policy file (.toml or .json) for the dynamic regime.")
 @click.option("--weight", type=click.FloatRange(0, min_open=True), help="The weight of the loss.  [default: 1e-5]")
@@ -71,14 +76,10 @@ def lossscale(context: click.Context) -> None:
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
 @click.option("--out", type=_FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
 def demo(framework: str, policy_file: Path | None, weight: float | None, seed: int, steps: int, out: Path) -> None:
-    r"""Train a small network in real float16, with and without loss scaling.
+    """Train a small network in real float16, with and without loss scaling.
 
     Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png and
     trace.json in the --out folder.
-
-    \b
-    Example:
-        lossscale demo --steps 300 --out lossscale-demo
     """
     if weight is not None and not math.isfinite(weight):
         raise click.UsageError(f"--weight {weight} must be a finite number above 0; pass 1e-5 or leave it out")
@@ -101,7 +102,7 @@ def demo(framework: str, policy_file: Path | None, weight: float | None, seed: i
     console.print(f"wrote {out / 'demo.png'} and {out / 'trace.json'}", soft_wrap=True)
 
 
-@lossscale.command()
+@lossscale.command(epilog=_example("lossscale simulate dynamic --gradient-max lossscale-demo/trace.json"))
 @click.argument("policy")
 @click.option("--overflow", type=_FILE, help="A file that says of each step whether it overflowed: 0 or 1.")
 @click.option("--gradient-max", type=_FILE, help="A file with each step's largest gradient magnitude, unscaled.")
@@ -112,13 +113,11 @@ def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtyp
 
     POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale). The run comes from --overflow or
     --gradient-max; the demo's trace.json serves for both.
-
-    \b
-    Example:
-        lossscale simulate dynamic --gradient-max lossscale-demo/trace.json
     """
     if (overflow is None) == (gradient_max is None):
         raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
+    if plot.suffix not in _PICTURES:
+        raise click.UsageError(f"--plot {plot} must end in {', '.join(_PICTURES)}")
     scaling = as_policy(_number_or_text(policy))
     if overflow is not None:
         trace = testing.simulate(scaling, [not flag for flag in read_overflow(overflow)])
@@ -132,40 +131,25 @@ def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtyp
     console.print(f"wrote {plot}", soft_wrap=True)
 
 
-@lossscale.group(invoke_without_command=True)
+@lossscale.group(epilog=_example("lossscale policy check policy.toml"), invoke_without_command=True)
 @click.pass_context
 def policy(context: click.Context) -> None:
-    r"""Check and show policy files.
-
-    \b
-    Example:
-        lossscale policy check policy.toml
-    """
+    """Check and show policy files."""
     _help_if_alone(context)
 
 
-@policy.command()
+@policy.command(epilog=_example("lossscale policy check policy.toml"))
 @click.argument("file", type=_FILE)
 def check(file: Path) -> None:
-    r"""Say whether FILE holds a valid policy.
-
-    \b
-    Example:
-        lossscale policy check policy.toml
-    """
+    """Say whether FILE holds a valid policy."""
     kind = policy_to_dict(load_policy(file))["kind"]
     click.echo(f"{file}: a valid policy of kind {kind!r}")
 
 
-@policy.command()
+@policy.command(epilog=_example("lossscale policy show policy.toml"))
 @click.argument("file", type=_FILE)
 def show(file: Path) -> None:
-    r"""Show every setting of the policy in FILE, defaults included, with its rule.
-
-    \b
-    Example:
-        lossscale policy show policy.toml
-    """
+    """Show every setting of the policy in FILE, defaults included, with its rule."""
     scaling = load_policy(file)
     table = Table("setting", "value", "rule", title=f"{file}: {type(scaling).__name__}")
     for field, rule in rules_of(scaling):
@@ -173,15 +157,10 @@ def show(file: Path) -> None:
     Console().print(table)
 
 
-@policy.command()
+@policy.command(epilog=_example("lossscale policy schema lossscale-policy.schema.json"))
 @click.argument("file", type=_FILE, required=False)
 def schema(file: Path | None) -> None:
-    r"""Write the JSON Schema of policy files to FILE, or print it.
-
-    \b
-    Example:
-        lossscale policy schema lossscale-policy.schema.json
-    """
+    """Write the JSON Schema of policy files to FILE, or print it."""
     text = json.dumps(policy_schema(), indent=1)
     if file is None:
         click.echo(text)

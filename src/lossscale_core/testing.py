@@ -104,12 +104,13 @@ def assert_traces_equal(actual: Any, expected: Any, *, rtol: float = 0.0, contex
         raise AssertionError(_difference(actual, expected, first, columns, context))
 
 
-def policies(*kinds: str) -> "SearchStrategy[ScalingPolicy]":
+def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[ScalingPolicy]":
     """Return a hypothesis strategy for valid policies of these kinds (all kinds when none is named).
 
-    Half of them have powers of two for scales and factors, where every backend agrees bit for bit. Needs hypothesis.
+    With `powers_of_two` all their scales and factors are such, where every backend agrees bit for bit, or none need
+    be; when left out, half are of either sort. Needs hypothesis.
     """
-    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or tuple(KINDS))
+    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or tuple(KINDS), powers_of_two)
     return strategy
 
 

@@ -1,0 +1,86 @@
+"""Every check of the project, each in a virtual environment of its own.
+
+nox                                  all of them, as CI does
+nox -s tests                         the core's tests, without any framework
+nox -s "tests(framework='numpy')"    one framework's tests
+nox -s bench -- --output docs/benchmarks/core.md
+"""
+
+import shutil
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+FRAMEWORKS = ("numpy",)
+# Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
+ALL_FRAMEWORKS = ("torch==2.13.0", "jax==0.10.2", "tensorflow-cpu==2.21.*")
+
+
+def _group(name: str) -> list[str]:
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting: `nox -s lint`."""
+    session.install(*_group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check types strictly: `nox -s typing`."""
+    session.install("-e", ".[demo]", *_group("typing"))
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("framework", FRAMEWORKS)
+def tests(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests with only that framework installed: `nox -s "tests(framework='numpy')"`."""
+    session.install("-e", ".[demo]", *_group("test"))
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """Run the update on every framework, side by side: `nox -s conformance`."""
+    session.install("-e", ".", *_group("test"), *ALL_FRAMEWORKS)
+    session.run("pytest", "tests/conformance", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run every example of the README and the docs: `nox -s docs`."""
+    session.install("-e", ".[demo]", *_group("test"))
+    session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the wheel and test it where no source tree is in reach: `nox -s build`."""
+    session.install("build")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    (wheel,) = [str(path) for path in (session.invoked_from_path() / "dist").glob("*.whl")]
+    session.install("--force-reinstall", "--no-deps", wheel)
+    session.install(f"{wheel}[demo]", *_group("test"))
+    elsewhere = session.create_tmp()
+    shutil.copytree("tests/core", f"{elsewhere}/tests", dirs_exist_ok=True)
+    session.chdir(elsewhere)
+    session.run("python", "-c", "import lossscale_core as c; assert 'site-packages' in c.__file__, c.__file__")
+    session.run("lossscale", "policy", "schema", silent=True)
+    session.run("pytest", "tests", "-n", "auto", "-p", "no:cacheprovider", "-c", "/dev/null")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure what the library costs against its bars: `nox -s bench -- --output docs/benchmarks/core.md`."""
+    session.install("-e", ".")
+    session.run("python", "benchmarks/bench_core.py", *(session.posargs or ["--quick"]))

@@ -1,0 +1,124 @@
+"""A state saved as a plain dict goes on exactly where it was."""
+
+import json
+import warnings
+
+import array_api_strict
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    TolerantScaling,
+    init_state,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.errors import CheckpointError, CheckpointWarning
+from lossscale_core.testing import overflow_traces, policies
+
+SAVED = state_to_dict(DynamicScaling().init_state())
+
+
+@given(policies(), overflow_traces(), st.integers(0, 200))
+def test_saving_and_restoring_changes_nothing(policy, trace, cut):
+    """Through JSON, at any step: the next states are those of the uninterrupted run, types included."""
+    state = policy.init_state()
+    for step, finite in enumerate(trace):
+        if step == cut:
+            restored = state_from_dict(json.loads(json.dumps(state_to_dict(state, policy))), policy)
+            assert restored == state
+            assert [type(value) for value in restored] == [type(value) for value in state]
+            assert state_from_dict(state_to_dict(state)) == state
+            state = restored
+        state = policy.update(state, finite)
+
+
+@pytest.mark.parametrize("xp", [np, array_api_strict])
+def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
+    """Plain Python numbers under a version and the state's names."""
+    policy = TolerantScaling()
+    saved = state_to_dict(init_state(policy, xp=xp))
+    assert saved == state_to_dict(policy.init_state())
+    assert list(saved) == ["version", *policy.init_state()._fields]
+    assert {type(value) for value in saved.values()} == {int, float}
+    assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "tolerant"
+
+
+def test_restored_values_go_to_any_namespace():
+    """`asarray` takes them as they are, with their dtypes."""
+    restored = state_from_dict(SAVED)
+    assert np.asarray(restored.loss_scale).dtype == np.float32
+    assert array_api_strict.asarray(restored.steps).dtype == array_api_strict.int32
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, ["version=2", "pip install --upgrade lossscale"]),
+        ({"version": None}, ["version=None", "state_to_dict"]),
+        ({"version": "1"}, ["version='1'"]),
+        ({"version": True}, ["version=True"]),
+        ({"loss_scale": 0.0}, ["loss_scale=0.0", "2**-126"]),
+        ({"loss_scale": float("nan")}, ["loss_scale=nan"]),
+        ({"loss_scale": "1"}, ["loss_scale='1'"]),
+        ({"loss_scale": 10**400}, ["loss_scale=1000"]),
+        ({"steps": 1.5}, ["steps=1.5", "whole number"]),
+        ({"steps": 2**31}, ["steps=2147483648"]),
+        ({"steps": True}, ["steps=True"]),
+        ({"growth_tracker": float("inf")}, ["growth_tracker=inf"]),
+    ],
+)
+def test_a_bad_value_is_named(change, words):
+    """A value no state can hold, or a version from the future, is refused by name."""
+    with pytest.raises(CheckpointError) as caught:
+        state_from_dict({**SAVED, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_key_is_named():
+    """A dict that is not a saved state is refused by what it lacks."""
+    incomplete = {key: value for key, value in SAVED.items() if key not in ("steps", "loss_scale")}
+    with pytest.raises(CheckpointError, match="loss_scale, steps"):
+        state_from_dict(incomplete)
+
+
+def test_other_keys_are_left_alone():
+    """A facade may keep keys of its own beside ours."""
+    assert state_from_dict({**SAVED, "_growth_tracker": 3, "scale": 1.0}) == DynamicScaling().init_state()
+
+
+def test_a_different_policy_is_reported_field_by_field():
+    """Each difference to the saved policy is named with both values; the same policy is silent."""
+    before = DynamicScaling(growth_interval=100, max_overflow_streak=5)
+    saved = state_to_dict(before.init_state(), before)
+    with pytest.warns(CheckpointWarning) as caught:
+        state_from_dict(saved, DynamicScaling(growth_interval=500))
+    message = str(caught[0].message)
+    assert "growth_interval was 100 and is 500" in message
+    assert "max_overflow_streak was 5 and is None" in message
+    assert "hysteresis" not in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state_from_dict(saved, before)
+        state_from_dict(saved)
+
+
+def test_another_kind_of_policy_starts_its_own_trackers_fresh():
+    """The scale and the counters go on; a tracker that was never saved begins, and a warning says so."""
+    fixed = FixedScaling(64.0)
+    saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
+    with pytest.warns(CheckpointWarning, match="steps_since_change was not saved and starts at 0") as caught:
+        state = state_from_dict(saved, TolerantScaling())
+    assert "kind was 'fixed' and is 'tolerant'" in str(caught[0].message)
+    assert (float(state.loss_scale), int(state.steps), float(state.steps_since_change)) == (64.0, 1, 0.0)
+
+
+def test_a_saved_policy_nobody_can_read_is_a_warning():
+    """A policy of a later release does not stand in the way of its state."""
+    with pytest.warns(CheckpointWarning, match="cannot be compared"):
+        state_from_dict({**SAVED, "policy": {"kind": "clever"}}, DynamicScaling())

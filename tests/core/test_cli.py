@@ -1,0 +1,173 @@
+"""The `lossscale` command as a person meets it: real processes, real files."""
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+from lossscale_core import DynamicScaling, dump_policy
+
+
+def _run(*arguments, cwd=None):
+    command = [sys.executable, "-m", "lossscale_core", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, stdin=subprocess.DEVNULL)
+
+
+def _succeed(*arguments, cwd=None):
+    done = _run(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Return a short demo's output, and the folder it ran in."""
+    folder = tmp_path_factory.mktemp("demo")
+    dump_policy(DynamicScaling(init_scale=2.0**44, growth_interval=5, max_scale=2.0**48), folder / "policy.toml")
+    printed = _succeed("demo", "--steps", 30, "--seed", 1, "--policy", "policy.toml", "--out", "out/deep", cwd=folder)
+    return printed, folder
+
+
+def test_demo_prints_a_table_and_leaves_a_picture_and_a_trace(demo):
+    """Four regimes, a PNG and a JSON record."""
+    printed, folder = demo
+    for word in ("float32", "float16, no scaling", "float16, fixed 64", "float16, your policy", "accuracy", "flushed"):
+        assert word in printed
+    assert (folder / "out/deep/demo.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((folder / "out/deep/trace.json").read_text())
+    assert (record["steps"], record["seed"], len(record["overflow"])) == (30, 1, 30)
+    assert len(record["accuracy_by_loss_weight"]["float32"]) == 7
+
+
+@pytest.mark.parametrize("option", ["--overflow", "--gradient-max"])
+def test_simulate_reads_the_demos_trace(demo, option):
+    """Table, summary and picture."""
+    _, folder = demo
+    printed = _succeed("simulate", "policy.toml", option, "out/deep/trace.json", "--plot", "s.png", cwd=folder)
+    for word in (
+        "loss scale",
+        "backs off",
+        "skipped:",
+        "of 30 steps",
+        "first applied step:",
+        "final scale:",
+        "healthy",
+    ):
+        assert word in printed
+    assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.txt", "0010"),
+        ("t.txt", "0 0 1 0\n"),
+        ("t.csv", "0,0\n1,0"),
+        ("t.txt", "false false true false"),
+        ("t.json", "[0, 0, 1, 0]"),
+        ("t.json", "[false, false, true, false]"),
+        ("t.json", '"0010"'),
+        ("t.json", '{"overflow": "0010"}'),
+    ],
+)
+def test_simulate_reads_overflows_as_people_write_them(tmp_path, name, text):
+    """Flags in a row or apart, as text or JSON."""
+    (tmp_path / name).write_text(text)
+    printed = _succeed("simulate", "dynamic", "--overflow", name, cwd=tmp_path)
+    assert "skipped: 25.0% of 4 steps" in printed
+    assert "final scale: 32768" in printed
+    assert (tmp_path / "simulation.png").exists()
+
+
+def test_simulate_takes_a_number_and_a_dtype(tmp_path):
+    """A fixed scale, and the dtype whose largest number counts; null is a gradient that is not finite."""
+    (tmp_path / "g.json").write_text("[1.0, null, 1e5]")
+    assert "skipped: 66.7%" in _succeed("simulate", "128", "--gradient-max", "g.json", cwd=tmp_path)
+    bfloat16 = _succeed("simulate", "128", "--gradient-max", "g.json", "--dtype", "bfloat16", cwd=tmp_path)
+    assert "skipped: 33.3%" in bfloat16
+
+
+def test_policy_commands(tmp_path):
+    """check says what it is, show lists every setting, schema prints or writes a schema that validates."""
+    path = tmp_path / "p.json"
+    dump_policy(DynamicScaling(growth_interval=77), path)
+    assert _succeed("policy", "check", "p.json", cwd=tmp_path) == "p.json: a valid policy of kind 'dynamic'\n"
+    shown = _succeed("policy", "show", "p.json", cwd=tmp_path)
+    assert "growth_interval" in shown
+    assert "77" in shown
+    assert "max_overflow_streak" in shown
+    schema = json.loads(_succeed("policy", "schema"))
+    jsonschema.Draft202012Validator(schema).validate(json.loads(path.read_text()))
+    _succeed("policy", "schema", "schema.json", cwd=tmp_path)
+    assert json.loads((tmp_path / "schema.json").read_text()) == schema
+
+
+COMMANDS = [(), ("demo",), ("simulate",), ("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_an_example(command):
+    """Every command's --help ends in something to copy; a group alone prints its help."""
+    assert "Example:\n    lossscale" in _succeed(*command, "--help")
+    if command in [(), ("policy",)]:
+        assert "Example:\n    lossscale" in _succeed(*command)
+
+
+BAD_INPUT = [
+    (("demo", "--framework", "torch"), "pip install --upgrade 'lossscale[torch]'"),
+    (("demo", "--framework", "jax"), "pip install --upgrade 'lossscale[jax]'"),
+    (("demo", "--framework", "tensorflow"), "pip install --upgrade 'lossscale[tensorflow]'"),
+    (("demo", "--framework", "caffe"), "caffe"),
+    (("demo", "--steps", "0"), "--steps"),
+    (("demo", "--steps", "many"), "many"),
+    (("demo", "--seed", "-1"), "--seed"),
+    (("demo", "--weight", "nan"), "--weight"),
+    (("demo", "--weight", "0"), "--weight"),
+    (("demo", "--policy", "none.toml"), "none.toml: No such file or directory"),
+    (("demo", "--policy", "bad.toml"), "did you mean 'growth_interval'"),
+    (("demo", "--steps", "1", "--out", "bad.toml"), "bad.toml: File exists"),
+    (("demo", "--policy", "streak.toml", "--steps", "9"), "max_overflow_streak=2"),
+    (("simulate",), "POLICY"),
+    (("simulate", "dynamic"), "--overflow FILE"),
+    (("simulate", "dynamic", "--overflow", "t.txt", "--gradient-max", "t.txt"), "--overflow FILE"),
+    (("simulate", "dynamik", "--overflow", "t.txt"), "'dynamik' is no loss-scaling policy"),
+    (("simulate", "nan", "--overflow", "t.txt"), "init_scale=nan"),
+    (("simulate", "dynamic", "--overflow", "none.txt"), "none.txt: No such file"),
+    (("simulate", "dynamic", "--overflow", "empty.txt"), "empty.txt holds no steps"),
+    (("simulate", "dynamic", "--overflow", "t.txt"), "t.txt: step 1 is 'x', but must be 0 or 1"),
+    (("simulate", "dynamic", "--gradient-max", "t.txt"), "t.txt: step 1 is 'x', but must be a number"),
+    (("simulate", "dynamic", "--overflow", "broken.json"), "broken.json is not valid JSON"),
+    (("simulate", "dynamic", "--overflow", "object.json"), "object.json has no 'overflow'; it has loss"),
+    (("simulate", "dynamic", "--overflow", "good.txt", "--plot", "none/s.png"), "none/s.png: No such file"),
+    (("simulate", "dynamic", "--overflow", "good.txt", "--plot", "s.docx"), "s.docx"),
+    (("policy", "check", "bad.toml"), "growth_intervall"),
+    (("policy", "check", "."), ".toml or .json"),
+    (("policy", "show", "none.json"), "none.json: No such file"),
+    (("policy", "schema", "none/s.json"), "none/s.json: No such file"),
+    (("polizy",), "polizy"),
+    (("--colour",), "--colour"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), BAD_INPUT, ids=lambda value: " ".join(value) if type(value) is tuple else ""
+)
+def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
+    """Never a traceback: one line on stderr that names what is wrong."""
+    (tmp_path / "bad.toml").write_text('kind = "dynamic"\ngrowth_intervall = 3\n')
+    (tmp_path / "streak.toml").write_text(
+        'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n'
+    )
+    (tmp_path / "t.txt").write_text("0 x 1")
+    (tmp_path / "good.txt").write_text("0 1")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "broken.json").write_text("[0,")
+    (tmp_path / "object.json").write_text('{"loss": [1]}')
+    done = _run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("lossscale: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

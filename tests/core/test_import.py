@@ -1,0 +1,42 @@
+"""What importing the core brings in, seen from a fresh process."""
+
+import json
+import subprocess
+import sys
+
+FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "keras", "cupy", "optax", "flax"}
+EXTRAS = {"click", "rich", "matplotlib", "sklearn", "hypothesis", "jsonschema"}
+
+
+def _modules_after(statement):
+    code = f"import sys, json; {statement}; print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_importing_the_core_loads_no_framework_and_no_extra():
+    """Not even where they are installed: numpy and the standard library are all it takes."""
+    loaded = _modules_after("import lossscale_core")
+    assert not loaded & (FRAMEWORKS | EXTRAS)
+
+
+def test_using_the_core_on_numpy_loads_no_framework():
+    """Scaling, checking, updating and saving neither."""
+    loaded = _modules_after(
+        "import numpy as np, lossscale_core as ls; p = ls.DynamicScaling(); s = ls.init_state(p); "
+        "g = ls.unscale([np.ones(2, np.float16)], s); s = p.update(s, ls.all_finite(g)); ls.state_to_dict(s, p)"
+    )
+    assert not loaded & (FRAMEWORKS | EXTRAS)
+
+
+def test_the_command_without_its_extra_says_what_to_install():
+    """One sentence and status 2, no traceback."""
+    code = (
+        "import sys; sys.modules['click'] = None; sys.argv = ['lossscale', 'demo']; "
+        "from lossscale_core.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "lossscale: this command needs click, which is not installed; run: pip install 'lossscale[demo]'\n"
+    )

@@ -1,0 +1,242 @@
+"""The update rule against an independent model in plain Python: on every short trace, and on random long ones."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import array_api_strict
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, TolerantScaling, init_state
+from lossscale_core.testing import overflow_traces, policies
+
+
+class Model(NamedTuple):
+    """What the documents say, with ifs and Python numbers; scales are rounded to float32 after each change."""
+
+    scale: float
+    growth: int = 0
+    tolerance: int = 0
+    steps: int = 0
+    skipped: int = 0
+    streak: int = 0
+    since: int = 0
+    overflows: int = 0
+
+
+def _start(policy: Any) -> Model:
+    if isinstance(policy, NoScaling):
+        return Model(1.0)
+    scale = _f32(policy.init_scale)
+    if isinstance(policy, DynamicScaling):
+        return Model(scale, growth=-policy.cooldown, tolerance=policy.hysteresis)
+    return Model(scale)
+
+
+def _f32(x: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(x))
+
+
+def _grow(policy: Any, scale: float) -> float:
+    return min(_f32(scale * _f32(policy.growth_factor)), _f32(policy.max_scale))
+
+
+def _back_off(policy: Any, scale: float) -> float:
+    lowered = max(_f32(scale * _f32(policy.backoff_factor)), _f32(policy.min_scale))
+    return min(lowered, scale)
+
+
+def _step(policy: Any, m: Model, finite: bool) -> Model:
+    counted = m._replace(
+        steps=m.steps + 1,
+        skipped=m.skipped + (not finite),
+        streak=0 if finite else m.streak + 1,
+    )
+    if isinstance(policy, DynamicScaling):
+        return _dynamic_step(policy, counted, finite)
+    if isinstance(policy, TolerantScaling):
+        return _tolerant_step(policy, counted, finite)
+    return counted
+
+
+def _dynamic_step(policy: DynamicScaling, m: Model, finite: bool) -> Model:
+    if finite:
+        if policy.refill_on_finite:
+            m = m._replace(tolerance=policy.hysteresis)
+        if m.growth + 1 >= policy.growth_interval:
+            return m._replace(scale=_grow(policy, m.scale), growth=0, tolerance=policy.hysteresis)
+        return m._replace(growth=m.growth + 1)
+    m = m._replace(growth=-policy.cooldown, tolerance=max(0, m.tolerance - 1))
+    if m.tolerance > 0:
+        return m
+    refilled = policy.hysteresis if policy.refill_on_backoff else 0
+    return m._replace(scale=_back_off(policy, m.scale), tolerance=refilled)
+
+
+def _tolerant_step(policy: TolerantScaling, m: Model, finite: bool) -> Model:
+    m = m._replace(since=m.since + 1)
+    if finite:
+        if m.growth + 1 >= policy.growth_interval:
+            return m._replace(scale=_grow(policy, m.scale), growth=0, since=0)
+        return m._replace(growth=m.growth + 1)
+    m = m._replace(growth=0, overflows=m.overflows + 1)
+    if np.float32(m.overflows) / np.float32(m.since) >= np.float32(policy.tolerance):
+        return m._replace(scale=_back_off(policy, m.scale), since=0, overflows=0)
+    return m
+
+
+def _agrees(state: Any, model: Model) -> bool:
+    return tuple(float(value) for value in state) == tuple(map(float, model[: len(state)]))
+
+
+SMALL_POLICIES = [
+    NoScaling(),
+    FixedScaling(8.0),
+    *(
+        DynamicScaling(
+            init_scale=8.0,
+            growth_interval=interval,
+            hysteresis=hysteresis,
+            refill_on_finite=on_finite,
+            refill_on_backoff=on_backoff,
+            cooldown=cooldown,
+            min_scale=2.0,
+            max_scale=32.0,
+        )
+        for interval, hysteresis, on_finite, on_backoff, cooldown in itertools.product(
+            (1, 2, 3), (1, 2, 3), (True, False), (True, False), (0, 2)
+        )
+    ),
+    *(
+        TolerantScaling(init_scale=8.0, growth_interval=interval, tolerance=tolerance, min_scale=2.0, max_scale=32.0)
+        for interval, tolerance in itertools.product((1, 2, 4), (0.0, 0.25, 0.5, 1.0))
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", SMALL_POLICIES, ids=repr)
+def test_agrees_with_the_model_on_every_trace_of_twelve_steps(policy):
+    """All 8190 traces of up to twelve steps, walked as a tree."""
+    level = [(policy.init_state(), _start(policy))]
+    for _ in range(12):
+        level = [
+            (policy.update(state, finite), _step(policy, model, finite))
+            for state, model in level
+            for finite in (True, False)
+        ]
+        for state, model in level:
+            assert _agrees(state, model), (state, model)
+    assert len(level) == 2**12
+
+
+@given(policies(), overflow_traces())
+def test_agrees_with_the_model_on_long_traces(policy, trace):
+    """Any valid policy, powers of two or not, follows the model bit for bit."""
+    state, model = policy.init_state(), _start(policy)
+    for finite in trace:
+        state, model = policy.update(state, finite), _step(policy, model, finite)
+        assert _agrees(state, model)
+
+
+@given(policies("dynamic", "tolerant"), overflow_traces())
+def test_invariants(policy, trace):
+    """The scale stays within its bounds, moves by one factor at most, and never rises on an overflow."""
+    state = policy.init_state()
+    low, high = np.float32(policy.min_scale), np.float32(policy.max_scale)
+    for finite in trace:
+        before, state = state, policy.update(state, finite)
+        scale = state.loss_scale
+        assert low <= scale <= high
+        assert finite or scale <= before.loss_scale
+        with np.errstate(over="ignore"):
+            factor = np.float32(policy.growth_factor) if finite else np.float32(policy.backoff_factor)
+            moved = before.loss_scale * factor
+        assert scale in (before.loss_scale, moved, low, high)
+        assert int(state.steps) == int(before.steps) + 1
+        assert int(state.skipped_steps) == int(before.skipped_steps) + (not finite)
+    applied = sum(trace)
+    assert applied + int(state.skipped_steps) == int(state.steps) == len(trace)
+
+
+@given(policies("dynamic", "tolerant", powers_of_two=True), overflow_traces())
+def test_powers_of_two_stay_powers_of_two(policy, trace):
+    """From powers of two, with factors that are powers of two, nothing else is ever reached."""
+    state = policy.init_state()
+    for finite in trace:
+        state = policy.update(state, finite)
+        assert math.frexp(float(state.loss_scale))[0] == 0.5
+
+
+@given(policies(), overflow_traces(max_steps=30))
+@settings(max_examples=60)
+def test_structure_is_constant_in_every_namespace(policy, trace):
+    """On the host, in NumPy and in array-api-strict: the same states, types, dtypes and shapes throughout."""
+    host = policy.init_state()
+    arrays = {xp: init_state(policy, xp=xp) for xp in (np, array_api_strict)}
+    for finite in trace:
+        host = policy.update(host, finite)
+        assert [type(value) for value in host] == [type(value) for value in policy.init_state()]
+        for xp in arrays:
+            arrays[xp] = policy.update(arrays[xp], xp.asarray(finite))
+            for value, expected in zip(arrays[xp], host, strict=True):
+                assert type(value) is type(xp.asarray(True))
+                assert value.shape == ()
+                assert value.dtype == getattr(xp, expected.dtype.name)
+                assert float(value) == float(expected)
+
+
+def test_state_of_a_plain_policy_is_a_scale_state():
+    """Every policy but the tolerant one needs no more than ScaleState."""
+    assert all(type(p.init_state()) is ScaleState for p in (NoScaling(), FixedScaling(2.0), DynamicScaling()))
+
+
+def test_update_is_pure():
+    """The state given to `update` is left as it was."""
+    policy = DynamicScaling(growth_interval=1)
+    state = init_state(policy, xp=np)
+    copies = [value.copy() for value in state]
+    policy.update(state, np.asarray(True))
+    policy.update(state, np.asarray(False))
+    assert all(value == copy for value, copy in zip(state, copies, strict=True))
+
+
+def test_lowering_the_growth_interval_mid_run_works():
+    """A tracker already beyond the new interval grows on the next finite step, and does not wait for equality."""
+    state = DynamicScaling().init_state()
+    for _ in range(10):
+        state = DynamicScaling(growth_interval=100).update(state, True)
+    after = DynamicScaling(growth_interval=5).update(state, True)
+    assert float(after.loss_scale) == 2.0**17
+    assert int(after.growth_tracker) == 0
+
+
+def test_an_overflow_never_raises_a_scale_below_the_floor():
+    """A scale restored from elsewhere, below min_scale, stays where it is."""
+    policy = DynamicScaling(min_scale=4.0)
+    state = policy.init_state()._replace(loss_scale=np.float32(0.25))
+    assert float(policy.update(state, False).loss_scale) == 0.25
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 1000.0, 2.0**126])
+def test_growth_at_the_top_neither_overflows_nor_warns(factor):
+    """A product beyond float32 is never formed, whatever the factor: bounded scales stay bounded, silently."""
+    for bound in (2.0**-126, 1.0, 2.0**126):
+        policy = DynamicScaling(
+            init_scale=bound, growth_factor=factor, growth_interval=1, min_scale=2.0**-126, max_scale=bound
+        )
+        assert float(policy.update(policy.init_state(), True).loss_scale) == bound
+
+
+def test_tolerant_scaling_survives_overflows_below_its_tolerance():
+    """One overflow in twenty is tolerated at 10 %, and three more in a row are not."""
+    policy = TolerantScaling(tolerance=0.1)
+    state = policy.init_state()
+    for finite in [True] * 19 + [False]:
+        state = policy.update(state, finite)
+    assert float(state.loss_scale) == 2.0**16
+    for _ in range(2):
+        state = policy.update(state, False)
+    assert float(state.loss_scale) == 2.0**15

@@ -1,0 +1,111 @@
+"""What a policy accepts, and what it says when it does not."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core.errors import LossScaleError, PolicyError
+
+BROKEN = [
+    ("init_scale", 0.0, "2**-126 to 2**126"),
+    ("init_scale", -1.0, "2**-126 to 2**126"),
+    ("init_scale", float("inf"), "2**-126 to 2**126"),
+    ("init_scale", float("nan"), "2**-126 to 2**126"),
+    ("init_scale", 10**400, "2**-126 to 2**126"),
+    ("init_scale", True, "2**-126 to 2**126"),
+    ("init_scale", "128.0", "2**-126 to 2**126"),
+    ("init_scale", None, "2**-126 to 2**126"),
+    ("growth_factor", 1.0, "above 1"),
+    ("growth_factor", 1.0 + 2.0**-30, "above 1"),
+    ("growth_factor", float("inf"), "above 1"),
+    ("backoff_factor", 0.0, "between 0 and 1"),
+    ("backoff_factor", 1.0, "between 0 and 1"),
+    ("backoff_factor", 1.0 - 2.0**-40, "between 0 and 1"),
+    ("growth_interval", 0, "whole number from 1"),
+    ("growth_interval", -3, "whole number from 1"),
+    ("growth_interval", 2.5, "whole number from 1"),
+    ("growth_interval", 2**31, "whole number from 1"),
+    ("growth_interval", False, "whole number from 1"),
+    ("hysteresis", 0, "whole number from 1"),
+    ("cooldown", -1, "whole number from 0"),
+    ("refill_on_finite", 1, "True or False"),
+    ("refill_on_backoff", "yes", "True or False"),
+    ("min_scale", 2.0**-127, "2**-126 to 2**126"),
+    ("max_scale", 2.0**127, "2**-126 to 2**126"),
+    ("max_overflow_streak", 0, "None or a whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), BROKEN)
+def test_a_broken_rule_is_named_with_the_value_and_a_mend(name, value, rule):
+    """The message names the value, the rule and, after a semicolon, what to pass instead."""
+    with pytest.raises(PolicyError) as caught:
+        DynamicScaling(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={value!r} must be")
+    assert rule in message
+    assert "; pass " in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ({"init_scale": 0.5}, "min_scale=1.0", "init_scale=0.5"),
+        ({"init_scale": 2.0**40}, "init_scale=1099511627776.0", "max_scale=4294967296.0"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0", "max_scale=4.0"),
+    ],
+)
+@pytest.mark.parametrize("policy_type", [DynamicScaling, TolerantScaling])
+def test_scales_out_of_order_are_named(policy_type, settings, low, high):
+    """min_scale ≤ init_scale ≤ max_scale, or the message names both."""
+    with pytest.raises(PolicyError, match="must not exceed") as caught:
+        policy_type(**settings)
+    assert low in str(caught.value)
+    assert high in str(caught.value)
+
+
+def test_a_policy_error_is_a_value_error():
+    """Whoever catches ValueError catches it."""
+    with pytest.raises(ValueError, match="init_scale"):
+        FixedScaling(0.0)
+    assert issubclass(PolicyError, LossScaleError)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1.5, float("nan")])
+def test_tolerance_is_a_share(tolerance):
+    """A share is from 0 to 1."""
+    with pytest.raises(PolicyError, match="share"):
+        TolerantScaling(tolerance=tolerance)
+
+
+def test_numbers_become_plain_python():
+    """NumPy scalars and whole floats are taken for what they are; True is not."""
+    policy = DynamicScaling(init_scale=np.float32(1024), growth_interval=np.int64(7), hysteresis=2.0)
+    assert policy == DynamicScaling(init_scale=1024, growth_interval=7, hysteresis=2)
+    assert [type(policy.init_scale), type(policy.growth_interval), type(policy.hysteresis)] == [float, int, int]
+
+
+@pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(3.0), DynamicScaling(), TolerantScaling()], ids=repr)
+def test_a_policy_is_a_frozen_value(policy):
+    """It can be a dict key, be pickled, and not be changed in place."""
+    assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert isinstance(policy, ScalingPolicy)
+    with pytest.raises((AttributeError, TypeError)):
+        policy.init_scale = 2.0
+
+
+def test_replace_checks_again():
+    """`dataclasses.replace` is the way to change a policy, and obeys the rules."""
+    assert dataclasses.replace(DynamicScaling(), growth_interval=500).growth_interval == 500
+    with pytest.raises(PolicyError):
+        dataclasses.replace(DynamicScaling(), growth_interval=0)
+
+
+def test_dynamic_settings_are_keywords():
+    """Nobody has to remember the order of eleven numbers."""
+    with pytest.raises(TypeError):
+        DynamicScaling(2.0**16)

@@ -1,0 +1,116 @@
+"""What a step did, in numbers and in a sentence."""
+
+import numpy as np
+import pytest
+
+from lossscale_core import (
+    LARGEST_SCALE,
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    TolerantScaling,
+    check_overflow_streak,
+    diagnose,
+    init_state,
+    metrics,
+    step_info,
+)
+from lossscale_core.errors import OverflowStreakError
+
+
+def _after(policy, grads_finite):
+    state = policy.init_state()
+    for finite in grads_finite:
+        state = policy.update(state, finite)
+    return state
+
+
+def test_step_info():
+    """The scale used and the next, whether it was applied, and the streak."""
+    policy = DynamicScaling()
+    before = _after(policy, [True, False])
+    info = step_info(before, policy.update(before, False))
+    assert (bool(info.applied), float(info.loss_scale_used), float(info.loss_scale_after)) == (False, 2.0**15, 2.0**14)
+    assert int(info.overflow_streak) == 2
+    info = step_info(before, policy.update(before, True))
+    assert bool(info.applied)
+    assert int(info.overflow_streak) == 0
+
+
+def test_step_info_of_arrays_stays_where_they_are():
+    """On arrays every field is an array of shape ()."""
+    policy = DynamicScaling()
+    before = init_state(policy, xp=np)
+    info = step_info(before, policy.update(before, np.asarray(False)))
+    assert all(np.shape(value) == () for value in info)
+    assert info.applied.dtype == bool
+
+
+def test_metrics_have_stable_names():
+    """The names loggers and dashboards are built on."""
+    assert list(metrics(DynamicScaling().init_state())) == [
+        "loss_scale",
+        "growth_tracker",
+        "hysteresis_tracker",
+        "steps",
+        "skipped_steps",
+        "overflow_streak",
+        "applied_steps",
+    ]
+    numbers = metrics(_after(DynamicScaling(), [True, False, True]))
+    assert (int(numbers["applied_steps"]), int(numbers["skipped_steps"])) == (2, 1)
+    assert "steps_since_change" in metrics(TolerantScaling().init_state())
+
+
+STREAK = [False] * 8
+CASES = {
+    "no step yet": (DynamicScaling(), [], "not started"),
+    "coming down at the start": (DynamicScaling(), STREAK, "calibrating"),
+    "came down, then fine": (DynamicScaling(), [False] * 10 + [True] * 5, "healthy"),
+    "fine": (DynamicScaling(), [True] * 50, "healthy"),
+    "one skip in a hundred": (DynamicScaling(), ([True] * 99 + [False]) * 3, "healthy"),
+    "a short interval skips by design": (DynamicScaling(growth_interval=5), ([True] * 5 + [False]) * 20, "healthy"),
+    "one skip in five": (DynamicScaling(), [True, True, True, True, False] * 100, "skipping too often"),
+    "every third step, tolerated": (DynamicScaling(hysteresis=9), [True, True, False] * 60, "skipping too often"),
+    "a streak after good steps": (DynamicScaling(), [True] * 500 + STREAK, "skipping too often"),
+    "a bounded streak": (DynamicScaling(), [True] * 500 + [False] * 40, "stuck at min_scale"),
+    "never a finite step": (DynamicScaling(), [False] * 40, "stuck at min_scale"),
+    "at the ceiling": (DynamicScaling(max_scale=2.0**17, growth_interval=3), [True] * 9, "pressing against max_scale"),
+    "fixed and fine": (FixedScaling(1024.0), [True] * 9, "healthy"),
+    "fixed and too large": (FixedScaling(1024.0), [False] * 9, "skipping too often"),
+    "no scaling and a broken forward pass": (NoScaling(), [False] * 9, "skipping too often"),
+    "tolerant within tolerance": (TolerantScaling(tolerance=0.2), ([True] * 9 + [False]) * 9, "healthy"),
+    "tolerant and stuck": (TolerantScaling(), [False] * 40, "stuck at min_scale"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_diagnose(name):
+    """One or two sentences that begin with the verdict."""
+    policy, grads_finite, verdict = CASES[name]
+    sentence = diagnose(policy, _after(policy, grads_finite))
+    assert sentence.startswith(verdict), sentence
+    assert sentence.endswith(".")
+    assert sentence.count(". ") <= 1
+
+
+def test_diagnoses_name_the_cause_and_the_mend():
+    """Stuck means the forward pass; pressing names max_scale, or the weight where it cannot be raised."""
+    stuck = diagnose(DynamicScaling(), _after(DynamicScaling(), [False] * 40))
+    assert "forward pass" in stuck
+    assert "40 steps in a row" in stuck
+    top = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE)
+    assert "larger weight" in diagnose(top, _after(top, [True]))
+    assert "DynamicScaling" in diagnose(FixedScaling(8.0), _after(FixedScaling(8.0), STREAK))
+
+
+def test_the_overflow_streak_is_limited_by_the_policy():
+    """The error comes with the limit's last overflow, not before, and carries the diagnosis."""
+    policy = DynamicScaling(max_overflow_streak=3)
+    check_overflow_streak(policy, _after(policy, [True, False, False]))
+    with pytest.raises(OverflowStreakError, match=r"max_overflow_streak=3: calibrating"):
+        check_overflow_streak(policy, _after(policy, [False] * 3))
+    with pytest.raises(FloatingPointError):
+        check_overflow_streak(policy, _after(policy, [True] + [False] * 4))
+    check_overflow_streak(DynamicScaling(), _after(policy, [False] * 100))
+    check_overflow_streak(FixedScaling(8.0), _after(policy, [False] * 100))

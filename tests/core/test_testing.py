@@ -1,0 +1,135 @@
+"""The public way to unit-test a policy."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import find, given, settings
+
+import lossscale_core
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, TolerantScaling
+from lossscale_core.testing import (
+    Trace,
+    assert_traces_equal,
+    overflow_traces,
+    policies,
+    simulate,
+    simulate_gradients,
+)
+
+
+def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
+    """Arrays of shape (steps,), with the state's dtypes; the trackers are those after the step."""
+    trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
+    assert isinstance(trace, Trace)
+    np.testing.assert_array_equal(trace.loss_scale_used, [2**16, 2**16, 2**16, 2**17])
+    np.testing.assert_array_equal(trace.loss_scale_after, [2**16, 2**16, 2**17, 2**16])
+    np.testing.assert_array_equal(trace.skipped, [False, False, False, True])
+    np.testing.assert_array_equal(trace.growth_tracker, [1, 2, 0, 0])
+    np.testing.assert_array_equal(trace.overflow_streak, [0, 0, 0, 1])
+    assert [column.dtype.name for column in trace] == ["float32", "float32", "bool"] + ["int32"] * 5
+    assert {*trace._fields} - {"loss_scale_used", "loss_scale_after", "skipped"} == {*ScaleState._fields} - {
+        "loss_scale"
+    }
+
+
+def test_simulate_takes_what_as_policy_takes():
+    """And any iterable of flags, none at all included."""
+    assert simulate("none", np.array([True, False])).skipped.tolist() == [False, True]
+    assert simulate(128, iter([True])).loss_scale_used.tolist() == [128.0]
+    empty = simulate("dynamic", [])
+    assert all(column.shape == (0,) for column in empty)
+
+
+def test_a_policy_with_trackers_of_its_own_has_them_in_the_trace():
+    """The tolerant policy's counters are columns too."""
+    trace = simulate(TolerantScaling(), [True, False])
+    assert trace.steps_since_change.tolist() == [1.0, 0.0]
+    assert trace._fields[:3] == Trace._fields[:3]
+
+
+def test_simulate_gradients_overflows_beyond_the_largest_number():
+    """scale × max |gradient| may reach the dtype's largest number and no further."""
+    trace = simulate_gradients(FixedScaling(2.0), [65504.0 / 2, 32760.0, -40000.0, np.nan, np.inf, 0.0])
+    assert trace.skipped.tolist() == [False, True, True, True, True, False]
+    assert simulate_gradients(NoScaling(), [1e38], "bfloat16").skipped.tolist() == [False]
+    assert simulate_gradients(FixedScaling(4.0), [1e38], "bfloat16").skipped.tolist() == [True]
+    assert simulate_gradients(FixedScaling(4.0), [1e38], "float32").skipped.tolist() == [True]
+    assert simulate_gradients(FixedScaling(4.0), [1e308, np.inf], "float64").skipped.tolist() == [True, True]
+
+
+def test_simulate_gradients_finds_the_level():
+    """A dynamic policy settles where the gradient fits, give or take one growth."""
+    trace = simulate_gradients(DynamicScaling(growth_interval=10), np.full(300, 100.0))
+    assert set(trace.loss_scale_used[50:].tolist()) == {512.0, 1024.0}
+
+
+@pytest.mark.parametrize(
+    ("maxima", "dtype", "words"), [([1.0], "float8", "float16, bfloat16"), ([[1.0]], "float16", "steps")]
+)
+def test_simulate_gradients_names_bad_input(maxima, dtype, words):
+    """An unknown dtype or a wrong shape is answered with the mend."""
+    with pytest.raises(ValueError, match=words):
+        simulate_gradients("dynamic", maxima, dtype)
+
+
+def test_equal_traces_pass():
+    """A trace equals itself."""
+    trace = simulate("dynamic", [True, False])
+    assert_traces_equal(trace, simulate("dynamic", [True, False]))
+
+
+def test_the_first_difference_is_shown_with_its_context():
+    """The step, the columns that differ, both values, and the steps around it."""
+    flags = [True] * 10
+    actual = simulate(DynamicScaling(growth_interval=6), flags)
+    expected = simulate(DynamicScaling(growth_interval=5), flags)
+    with pytest.raises(AssertionError) as caught:
+        assert_traces_equal(actual, expected, context=2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the traces differ first at step 4, in loss_scale_after, growth_tracker:"
+    assert [line[:8] for line in lines[1:]] == ["  step 2", "  step 3", "> step 4", "  step 5", "  step 6"]
+    assert "loss_scale_after 65536.0 (expected 131072.0)" in lines[3]
+    assert "growth_tracker 5 (expected 0)" in lines[3]
+
+
+def test_lengths_and_columns_must_match():
+    """A shorter trace or other columns are a difference too."""
+    with pytest.raises(AssertionError, match="lengths"):
+        assert_traces_equal(simulate("dynamic", [True]), simulate("dynamic", [True] * 2))
+    with pytest.raises(AssertionError, match="columns"):
+        assert_traces_equal(simulate("dynamic", [True]), simulate(TolerantScaling(), [True]))
+
+
+def test_rtol_is_for_scales_only():
+    """An ulp on a scale may be tolerated; a counter may not be off."""
+    trace = simulate("dynamic", [True] * 3)
+    near = trace._replace(loss_scale_used=np.nextafter(trace.loss_scale_used, np.float32(np.inf)))
+    assert_traces_equal(near, trace, rtol=1e-6)
+    with pytest.raises(AssertionError, match="loss_scale_used"):
+        assert_traces_equal(near, trace)
+    with pytest.raises(AssertionError, match="steps"):
+        assert_traces_equal(trace._replace(steps=trace.steps + 1), trace, rtol=1e3)
+
+
+@given(policies("tolerant", "none"))
+@settings(max_examples=30)
+def test_policies_are_of_the_kinds_asked_for(policy):
+    """Kinds narrow the strategy."""
+    assert isinstance(policy, TolerantScaling | NoScaling)
+
+
+def test_traces_reach_growth_and_streaks():
+    """Runs of flags, not single coin tosses: long finite stretches and streaks both occur."""
+    find(overflow_traces(), lambda trace: len(trace) == 200)
+    find(overflow_traces(50), lambda trace: trace[:20] == [True] * 12 + [False] * 8)
+    assert len(find(overflow_traces(7), lambda trace: len(trace) > 5)) <= 7
+
+
+def test_strategies_without_hypothesis_say_what_to_install(monkeypatch):
+    """hypothesis is no dependency of the package."""
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "lossscale_core._strategies", raising=False)
+    monkeypatch.delattr(lossscale_core, "_strategies", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="pip install hypothesis"):
+        policies()

@@ -1,0 +1,169 @@
+"""The five verbs on NumPy, the reference, and on a strict array-API namespace."""
+
+from collections import OrderedDict, defaultdict
+from typing import NamedTuple
+
+import array_api_strict as xps
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, all_finite, init_state, scale, select, unscale
+
+STATE = FixedScaling(2.0**16).init_state()
+
+
+class Layer(NamedTuple):
+    weight: object
+    bias: object
+
+
+def test_scale_lifts_a_half_loss_to_float32():
+    """2 × 2**16 is infinite in float16 and must not be."""
+    for loss in (np.float16(2.0), np.array(2.0, np.float16), np.array([2.0, 3.0], np.float16)):
+        scaled = scale(loss, STATE)
+        assert scaled.dtype == np.float32
+        assert scaled.shape == loss.shape
+        assert np.all(scaled == np.asarray(loss, np.float32) * 2.0**16)
+
+
+def test_scale_keeps_float64_and_takes_integers_and_structures():
+    """A wide loss stays wide; an integer one becomes float32; nested losses keep their structure."""
+    losses = {"a": np.float64(1e-9), "b": [np.int32(3), None], "c": (np.array(0.5, ml_dtypes.bfloat16),)}
+    scaled = scale(losses, STATE)
+    assert scaled["a"].dtype == np.float64
+    assert scaled["a"] == 1e-9 * 2.0**16
+    assert scaled["b"][0] == np.float32(3 * 2**16)
+    assert scaled["b"][1] is None
+    assert scaled["c"][0].dtype == np.float32
+
+
+def test_unscale_returns_half_gradients_in_float32():
+    """A gradient that float16 could hold only when scaled survives unscaling."""
+    grads = [np.full(3, 2.0**-8, np.float16), np.full(3, 2.0**-8, ml_dtypes.bfloat16)]
+    for grad in unscale(grads, STATE):
+        assert grad.dtype == np.float32
+        np.testing.assert_array_equal(grad, np.full(3, 2.0**-24, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+def test_unscale_keeps_wide_dtypes_and_inverts_scale(dtype):
+    """float32, float64 and complex gradients come back in their own dtype, exactly for powers of two."""
+    grad = np.array([1.5, -3.0, 0.0], dtype)
+    unscaled = unscale(scale(grad, STATE), STATE)
+    assert unscaled.dtype == dtype
+    np.testing.assert_array_equal(unscaled, grad)
+
+
+def test_unscale_rounds_once():
+    """Division by the scale, not by a rounded reciprocal: correct to the last bit for any scale."""
+    state = FixedScaling(3.0).init_state()
+    grad = np.arange(1, 2000, dtype=np.float32)
+    np.testing.assert_array_equal(unscale(grad, state), grad / np.float32(3.0))
+
+
+def test_none_and_integers_pass_through():
+    """What is no gradient is left alone, and containers keep their types."""
+    step = np.array(3)
+    grads = OrderedDict(layer=Layer(np.ones(2, np.float32), None), step=step, more=[(), {}])
+    unscaled = unscale(grads, STATE)
+    assert type(unscaled) is OrderedDict
+    assert type(unscaled["layer"]) is Layer
+    assert unscaled["layer"].bias is None
+    assert unscaled["step"] is step
+    assert unscaled["more"] == [(), {}]
+    assert grads["layer"].weight[0] == 1.0
+
+
+def test_a_default_dict_keeps_its_factory():
+    """A container is rebuilt as what it was."""
+    unscaled = unscale(defaultdict(list, w=np.ones(1)), STATE)
+    assert unscaled["not there"] == []
+
+
+def test_leaves_that_are_no_numbers_are_refused():
+    """A string among the gradients is a mistake, and the message names it."""
+    for verb in (all_finite, lambda grads: unscale(grads, STATE)):
+        with pytest.raises(TypeError, match="str"):
+            verb(["loss"])
+        with pytest.raises(TypeError, match="object"):
+            verb([np.array([None])])
+
+
+def test_select_on_the_host_takes_one_side_untouched():
+    """The very objects of one side: nothing is copied, nothing rounds."""
+    new = {"w": np.ones(2), "count": 4, "ema": None}
+    old = {"w": np.zeros(2), "count": 3, "ema": None}
+    for flag in (False, np.False_, np.array(False)):
+        assert select(flag, new, old)["w"] is old["w"]
+    assert select(True, new, old)["count"] == 4
+    assert select(True, new, old)["w"] is new["w"]
+
+
+@pytest.mark.parametrize(
+    ("other", "place"),
+    [({"w": [1]}, "['w']"), ({"w": (1, 2)}, "['w']"), ({"w": [1, 2], "x": 0}, "the top"), ([1], "the top")],
+)
+def test_select_names_where_structures_differ(other, place):
+    """Two trees that do not match are refused, naming the place."""
+    with pytest.raises(ValueError, match="structures differ") as caught:
+        select(True, {"w": [1, 2]}, other)
+    assert place in str(caught.value)
+
+
+def test_the_verbs_on_a_strict_namespace():
+    """The same verbs on array-api-strict arrays: dtypes kept, flags 0-d arrays, nothing pulled to the host."""
+    policy = DynamicScaling()
+    state = init_state(policy, xp=xps)
+    loss = xps.asarray(2.0, dtype=xps.float32)
+    assert float(scale(loss, state)) == 2.0**17
+    assert float(scale(xps.asarray(3), state)) == 3 * 2.0**16
+    grads = {"w": xps.asarray([2.0, 4.0], dtype=xps.float64), "n": xps.asarray(7), "none": None}
+    unscaled = unscale(grads, state)
+    assert unscaled["w"].dtype == xps.float64
+    assert float(unscaled["w"][1]) == 2.0**-14
+    assert unscaled["n"] is grads["n"]
+    finite = all_finite(grads)
+    assert type(finite) is type(loss)
+    assert finite.shape == ()
+    assert bool(finite)
+    selected = select(finite, grads, {"w": grads["w"] * 0.0, "n": grads["n"] * 0, "none": None})
+    assert float(selected["w"][1]) == 4.0
+    assert selected["none"] is None
+    after = policy.update(state, finite)
+    assert int(after.steps) == 1
+
+
+def test_a_host_state_serves_arrays_of_any_namespace():
+    """A state kept on the host scales and unscales arrays that live elsewhere."""
+    grad = xps.asarray([65536.0], dtype=xps.float32)
+    assert float(unscale(grad, STATE)[0]) == 1.0
+    assert float(scale(grad, STATE)[0]) == 2.0**32
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_all_finite_on_a_strict_namespace(bad):
+    """NaN and both infinities are found; integers and nothing are finite."""
+    for dtype in (xps.float32, xps.float64, xps.complex64):
+        assert not bool(all_finite([xps.asarray([1.0, bad], dtype=dtype), np.ones(2)]))
+    assert not bool(all_finite([xps.asarray([1.0]), np.array([bad])]))
+    only_integers = all_finite([xps.asarray([1, 2])])
+    assert type(only_integers) is type(xps.asarray(True))
+    assert bool(only_integers)
+
+
+def test_a_foreign_tensor_is_refused_with_the_mend():
+    """An object of no namespace is told to bring one."""
+
+    class Tensor:
+        dtype = "float32"
+
+    with pytest.raises(TypeError, match="xp="):
+        all_finite([Tensor()])
+
+
+def test_init_state_places_the_state():
+    """Host scalars by default, arrays of a namespace and device when asked."""
+    assert init_state(DynamicScaling()) == DynamicScaling().init_state()
+    placed = init_state(DynamicScaling(), xp=xps, device=xps.Device("device1"))
+    assert {str(value.device) for value in placed} == {str(xps.Device("device1"))}

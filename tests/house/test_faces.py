@@ -1,0 +1,73 @@
+"""What users may touch: the public face is explicit, complete and documented."""
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+import lossscale_core
+from lossscale_core import errors, testing
+
+STABLE = {
+    *("NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy", "ScaleState", "StepInfo"),
+    *("init_state", "scale", "all_finite", "unscale", "select"),
+    *("as_policy", "policy_to_dict", "policy_from_dict", "load_policy", "dump_policy"),
+    *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "errors", "testing"),
+}
+VERBS = {
+    "init_state": ["policy"],
+    "scale": ["loss", "state"],
+    "all_finite": ["grads"],
+    "unscale": ["grads", "state"],
+    "select": ["grads_finite", "new", "old"],
+}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name != "__version__"
+
+
+def test_the_face_is_what_all_says():
+    """Every public attribute is listed and every listed name exists, sorted; the stable names are among them."""
+    public = {name for name, value in vars(lossscale_core).items() if not _is_private(name)}
+    submodules = {"cli", "demo"}  # loaded by other tests, never by the face
+    assert public - submodules == set(lossscale_core.__all__)
+    assert STABLE <= set(lossscale_core.__all__)
+
+
+def test_the_verbs_have_one_signature():
+    """Positional parameters by these names, and whatever else only by keyword."""
+    for name, expected in VERBS.items():
+        parameters = inspect.signature(getattr(lossscale_core, name)).parameters.values()
+        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected
+        assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name not in expected)
+
+
+@pytest.mark.parametrize("module", [lossscale_core, testing, errors], ids=lambda module: module.__name__)
+def test_every_public_object_is_documented(module):
+    """A docstring on each public function, class and method of one's own."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    for name in names:
+        value = getattr(module, name)
+        if isinstance(value, ModuleType) or not callable(value):
+            continue
+        assert inspect.getdoc(value), name
+        for method_name, method in vars(value).items() if inspect.isclass(value) else ():
+            if inspect.isfunction(method) and not method_name.startswith("_"):
+                assert method.__doc__, f"{name}.{method_name}"
+
+
+@pytest.mark.parametrize("error", [errors.PolicyError, errors.CallOrderError, errors.CheckpointError])
+def test_the_tree_of_errors_is_drawn(error):
+    """The module's docstring shows every error with the built-in one it is."""
+    builtin = error.__mro__[2].__name__
+    assert f"{error.__name__}({builtin})" in errors.__doc__
+    assert issubclass(error, errors.LossScaleError)
+
+
+def test_only_names_of_the_package_are_public():
+    """Public classes say that they come from the package, so that pickles and docs point there."""
+    for name in lossscale_core.__all__:
+        value = getattr(lossscale_core, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__.startswith("lossscale_core")
