@@ -8,6 +8,7 @@ Exits with status 1 where a bar is missed by more than the noise allowed.
 """
 
 import argparse
+import functools
 import platform
 import statistics
 import subprocess
@@ -69,10 +70,8 @@ def update_rows(quick: bool) -> list[Row]:
     rows = []
     for name, policy in (("DynamicScaling", ls.DynamicScaling()), ("TolerantScaling", ls.TolerantScaling())):
         host, arrays = policy.init_state(), ls.init_state(policy, xp=np)
-        yes, no = np.asarray(True), np.asarray(False)
-        on_host = [lambda p=policy, s=host: p.update(s, True), lambda p=policy, s=host: p.update(s, False)]
-        on_numpy = [lambda p=policy, s=arrays: p.update(s, yes), lambda p=policy, s=arrays: p.update(s, no)]
-        times = interleaved([*on_host, *on_numpy], 5 if quick else 50, 200)
+        calls = [(host, True), (host, False), (arrays, np.asarray(True)), (arrays, np.asarray(False))]
+        times = interleaved([functools.partial(policy.update, *call) for call in calls], 5 if quick else 50, 200)
         rows.append(Row(f"{name}.update, host scalars", "µs", 1e6 * max(times[:2]), 8.0))
         rows.append(Row(f"{name}.update, NumPy arrays", "µs", 1e6 * max(times[2:]), 60.0))
     return rows

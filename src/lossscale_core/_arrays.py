@@ -134,7 +134,9 @@ def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = No
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     """Return `leaf` as an array with its namespace; what lives on the host belongs to NumPy, whatever `xp` says."""
-    if isinstance(leaf, _ON_HOST):
+    if isinstance(leaf, np.ndarray):
+        return leaf, np
+    if isinstance(leaf, _HOST_SCALARS):
         return np.asarray(leaf), np
     return leaf, namespace(leaf) if xp is None else xp
 
@@ -143,10 +145,12 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
     """Return whether `array` holds floats, real or complex, rather than integers or bools."""
     if xp is not np:
         return not xp.isdtype(array.dtype, ("integral", "bool"))
-    is_extended_float = array.dtype.kind == "V" and array.dtype.names is None  # ml_dtypes' bfloat16 and its kin
-    if array.dtype.kind not in "biufc" and not is_extended_float:
-        raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass float arrays, integers or None")
-    return array.dtype.kind not in "biu"
+    kind = array.dtype.kind
+    if kind in "fcbiu":
+        return kind in "fc"
+    if kind == "V" and array.dtype.names is None:  # ml_dtypes' bfloat16 and its kin
+        return True
+    raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass float arrays, integers or None")
 
 
 def _lifted(array: Array, xp: Namespace) -> Array:

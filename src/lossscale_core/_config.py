@@ -1,11 +1,10 @@
-"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read."""
+"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read.
 
-import difflib
-import json
+The parsers are imported where they are used, so that importing the core stays nearly as quick as importing NumPy.
+"""
+
 import os
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def as_policy(source: Any) -> ScalingPolicy:
         return FixedScaling(float(source))
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
-    if isinstance(source, str | os.PathLike) and Path(source).suffix in _PARSERS:
+    if isinstance(source, str | os.PathLike) and _suffix(source) in _PARSERS:
         return load_policy(source)
     raise PolicyError(
         f"{source!r} is no loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
@@ -89,14 +88,14 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
 
     Raises `PolicyError` where its content is not a policy's config, naming the file; `OSError` where it cannot be read.
     """
-    path = Path(path)
+    name, suffix = os.fspath(path), _known_suffix(path)
     try:
-        config = _parser_of(path)(path.read_text(encoding="utf-8"))
-        return policy_from_dict(config)
+        with open(path, encoding="utf-8") as file:
+            return policy_from_dict(_PARSERS[suffix](file.read()))
     except PolicyError as error:
-        raise PolicyError(f"{path}: {error}") from error
+        raise PolicyError(f"{name}: {error}") from error
     except ValueError as error:  # what tomllib, json and utf-8 raise
-        raise PolicyError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+        raise PolicyError(f"{name} is not valid {suffix[1:].upper()}: {error}") from error
 
 
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
@@ -104,9 +103,9 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
 
     Raises `PolicyError` for another suffix or a policy that is not one of this library's own.
     """
-    path = Path(path)
-    write = _WRITERS[_known_suffix(path)]
-    path.write_text(write(policy_to_dict(policy)), encoding="utf-8")
+    text = _WRITERS[_known_suffix(path)](policy_to_dict(policy))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _refuse_constant(text: str) -> Any:
@@ -114,33 +113,48 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
+    import json
+
     return json.loads(text, parse_constant=_refuse_constant)
 
 
+def _parse_toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
 def _write_json(config: dict[str, Any]) -> str:
+    import json
+
     return json.dumps(config, indent=2) + "\n"
 
 
 def _write_toml(config: dict[str, Any]) -> str:
+    import json
+
     # A JSON string, number or bool is a TOML one too, and a policy has nothing else.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
-_PARSERS = {".toml": tomllib.loads, ".json": _parse_json}
+_PARSERS = {".toml": _parse_toml, ".json": _parse_json}
 _WRITERS = {".toml": _write_toml, ".json": _write_json}
 
 
-def _known_suffix(path: Path) -> str:
-    if path.suffix not in _PARSERS:
-        raise PolicyError(f"{str(path)!r} must end in .toml or .json; rename it to say which of the two it is")
-    return path.suffix
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return os.path.splitext(path)[1]
 
 
-def _parser_of(path: Path) -> Any:
-    return _PARSERS[_known_suffix(path)]
+def _known_suffix(path: str | os.PathLike[str]) -> str:
+    suffix = _suffix(path)
+    if suffix not in _PARSERS:
+        raise PolicyError(f"{os.fspath(path)!r} must end in .toml or .json; rename it to say which of the two it is")
+    return suffix
 
 
 def _nearest(name: Any, known: Mapping[str, Any]) -> str:
+    import difflib
+
     nearest = difflib.get_close_matches(str(name), known, n=1)
     return f"did you mean {nearest[0]!r}? " if nearest else ""
 

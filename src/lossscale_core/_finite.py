@@ -5,21 +5,23 @@ from typing import Any
 import numpy as np
 
 _SAME_SIZE_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
+_SUMMED_BY_BLAS = "fd"
 _CHUNK = 2**15
 
 
 def all_finite_in(array: np.ndarray[Any, Any]) -> bool:
     """Return whether `array` (any float or complex dtype, any shape and strides) holds no NaN and no infinity."""
+    dtype = array.dtype
+    if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc:
+        # A dot product reads once, at memory speed. Its square may overflow without an infinity: then look exactly.
+        flat = array.ravel(order="K")
+        if flat.dot(flat) < np.inf:
+            return True
     if array.size == 0:
         return True
-    if array.dtype.kind == "c":
+    if dtype.kind == "c":
         return all_finite_in(array.real) and all_finite_in(array.imag)
-    if array.dtype in (np.float32, np.float64) and array.flags.forc:
-        # A dot product reads once, at memory speed. Its square may overflow without an infinity: then look exactly.
-        flat = array.reshape(-1, order="A")
-        if np.dot(flat, flat) < np.inf:
-            return True
-    if array.dtype.isnative and array.dtype.itemsize in _SAME_SIZE_INTEGERS:
+    if dtype.isnative and dtype.itemsize in _SAME_SIZE_INTEGERS:
         return _all_finite_by_bits(array)
     return _all_finite_by_chunks(array)
 

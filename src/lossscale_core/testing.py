@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from lossscale_core._config import KINDS, as_policy
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._state import ScaleState
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what only a reader of types needs is not worth its import
     from hypothesis.strategies import SearchStrategy
+    from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "LARGEST_NUMBER",
@@ -43,17 +43,17 @@ LARGEST_NUMBER = {
 class Trace(NamedTuple):
     """A simulated run: arrays of shape `(steps,)`, a row a step; the trackers are those after the step."""
 
-    loss_scale_used: NDArray[np.float32]
+    loss_scale_used: "NDArray[np.float32]"
     """float32: the scale this step's loss was multiplied by."""
-    loss_scale_after: NDArray[np.float32]
+    loss_scale_after: "NDArray[np.float32]"
     """float32: the scale of the next step."""
-    skipped: NDArray[np.bool_]
+    skipped: "NDArray[np.bool_]"
     """bool: the step overflowed and was skipped."""
-    growth_tracker: NDArray[np.int32]
-    hysteresis_tracker: NDArray[np.int32]
-    steps: NDArray[np.int32]
-    skipped_steps: NDArray[np.int32]
-    overflow_streak: NDArray[np.int32]
+    growth_tracker: "NDArray[np.int32]"
+    hysteresis_tracker: "NDArray[np.int32]"
+    steps: "NDArray[np.int32]"
+    skipped_steps: "NDArray[np.int32]"
+    overflow_streak: "NDArray[np.int32]"
 
 
 def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
@@ -66,7 +66,7 @@ def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
     return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
 
 
-def simulate_gradients(policy: Any, gradient_max: ArrayLike, dtype: str = "float16") -> Trace:
+def simulate_gradients(policy: Any, gradient_max: "ArrayLike", dtype: str = "float16") -> Trace:
     """Return what `policy` does over steps whose unscaled gradients have these largest magnitudes.
 
     `policy` is anything `as_policy` takes; `gradient_max` has shape `(steps,)`. A step overflows when scale ×
