@@ -8,8 +8,11 @@ from matplotlib.figure import Figure
 
 from lossscale_core.demo._records import Experiment
 
-_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73")  # Okabe and Ito: told apart by colour-blind readers too
-_STYLES = ("-", "--", "-.", "-")
+_COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # after Okabe and Ito: colour-blind readers tell them apart
+_LINES = tuple(
+    {"color": colour, "linestyle": style, "linewidth": width}
+    for colour, style, width in zip(_COLOURS, ("-", "--", "-.", "-"), (5.0, 1.8, 1.8, 1.5), strict=True)
+)
 _SMOOTHING = 9
 
 
@@ -40,8 +43,8 @@ def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str
 
 
 def _draw_losses(axes: Any, experiment: Experiment) -> None:
-    for (name, run), colour, style in zip(experiment.runs.items(), _COLOURS, _STYLES, strict=True):
-        axes.plot(_smoothed([step.loss for step in run.steps]), style, color=colour, label=name)
+    for (name, run), line in zip(experiment.runs.items(), _LINES, strict=True):
+        axes.plot(_smoothed([step.loss for step in run.steps]), label=name, **line)
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy, before its weight")
@@ -57,8 +60,8 @@ def _draw_scales(axes: Any, experiment: Experiment) -> None:
 
 
 def _draw_sweep(axes: Any, experiment: Experiment) -> None:
-    for (name, line), colour, style in zip(experiment.sweep.items(), _COLOURS, _STYLES, strict=True):
-        axes.plot(list(line), list(line.values()), style, marker="o", markersize=4, color=colour, label=name)
+    for (name, accuracy), line in zip(experiment.sweep.items(), _LINES, strict=True):
+        axes.plot(list(accuracy), list(accuracy.values()), marker="o", markersize=4, label=name, **line)
     axes.axvline(experiment.settings.weight, color="#999999", linewidth=0.8)
     axes.set_xscale("log")
     axes.invert_xaxis()
