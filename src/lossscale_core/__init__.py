@@ -49,3 +49,8 @@ __all__ = [
     "testing",
     "unscale",
 ]
+
+for _name in __all__:  # a pickle names the face, so that rooms behind it may move
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__
+del _name

@@ -2,7 +2,7 @@
 
 import sys
 
-_DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn"}
+_DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 
 
 def main() -> None:

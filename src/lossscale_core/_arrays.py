@@ -21,9 +21,9 @@ class HOST:
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
-        """Return `x` or `y` in the NumPy type of whichever has one: a plain number is as weak as in `np.where`."""
+        """Return `x` or `y` in the NumPy type of either: a plain number is as weak as in `np.where`."""
         chosen, other = (x, y) if condition else (y, x)
-        return chosen if isinstance(chosen, np.generic) else type(other)(chosen)
+        return type(other)(chosen) if isinstance(other, np.generic) and not isinstance(chosen, np.generic) else chosen
 
 
 def namespace(array: Array) -> Namespace:
@@ -41,9 +41,16 @@ def namespace(array: Array) -> Namespace:
         return array_api_compat.array_namespace(array)
     except TypeError as error:
         raise TypeError(
-            f"{type(array).__module__}.{type(array).__qualname__} has no array-API namespace; "
-            "pass an array of one, or its namespace as xp="
+            f"{type(array).__module__}.{type(array).__qualname__} is neither an array with an array-API namespace "
+            "nor a dict, list or tuple of them; pass such a structure, or the array's namespace as xp="
         ) from error
+
+
+def host_flag(grads_finite: Any) -> bool:
+    """Return `grads_finite` as a Python bool; a flag that lives on a device is waited for. Raises `TypeError`."""
+    if not isinstance(grads_finite, bool | np.bool_) and getattr(grads_finite, "shape", None) != ():
+        raise TypeError(f"grads_finite={grads_finite!r} must be a bool of shape (); pass what all_finite returned")
+    return bool(grads_finite)
 
 
 def init_state(policy: Any, *, xp: Namespace | None = None, device: Any = None) -> Any:
@@ -57,32 +64,32 @@ def init_state(policy: Any, *, xp: Namespace | None = None, device: Any = None) 
     return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)
 
 
-@np.errstate(over="ignore")
+@np.errstate(all="ignore")
 def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
     """Return `loss` times the loss scale: what to differentiate.
 
     `loss` is an array of any shape and real dtype, or a nested structure of them. It is lifted to float32 first
     (float64 stays), since a scale of 2**16 is already infinite in float16. `None` passes through. Does not
-    synchronise with the host.
+    synchronise with the host. Raises `TypeError` for a leaf that is no array.
     """
 
     def scale_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         array, leaf_xp = _with_namespace(leaf, xp)
-        return _lifted(array, leaf_xp) * _beside(state.loss_scale, leaf_xp)
+        return _lifted(array, leaf_xp) * _beside(state.loss_scale, array, leaf_xp)
 
     return _tree.map_leaves(scale_leaf, loss)
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@np.errstate(all="ignore")
 def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
     """Return whether every gradient element is finite, as a bool of shape `()`.
 
     `grads` is a nested structure of arrays. NaN and both infinities are found in any position; a finite value is never
     flagged, however large. `None` and integer leaves do not count, and nothing at all is finite. On NumPy the answer
-    is an `np.bool_`, found in one read that allocates at most 1 MiB; elsewhere it is an array of that namespace, and
-    nothing synchronises. Combine the flags of several devices with *all*.
+    is an `np.bool_`, found while allocating at most 1 MiB; elsewhere it is an array of that namespace, and nothing
+    synchronises. Combine the flags of several devices with *all*. Raises `TypeError` for a leaf that is no array.
     """
     on_host, on_device = True, None
     for leaf in _tree.leaves(grads):
@@ -92,25 +99,33 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
         if leaf_xp is np:
             on_host = on_host and (not _is_gradient(array, np) or all_finite_in(array))
         else:
-            finite = leaf_xp.all(leaf_xp.isfinite(array)) if _is_gradient(array, leaf_xp) else leaf_xp.asarray(True)
+            if _is_gradient(array, leaf_xp):
+                finite = leaf_xp.all(leaf_xp.isfinite(array))
+            else:
+                finite = leaf_xp.asarray(True, device=_device(array))
             on_device = finite if on_device is None else on_device & finite
     return np.bool_(on_host) if on_device is None else on_device & on_host
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@np.errstate(all="ignore")
 def unscale(grads: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
     """Return `grads` divided by the loss scale.
 
     `grads` is a nested structure of arrays. float16 and bfloat16 leaves come back in float32, where small gradients
     survive; float32, float64 and complex leaves keep their dtype; `None` and integer leaves pass through. Pass the
-    state that scaled the loss, not the one after `update`. Does not synchronise with the host.
+    state that scaled the loss, not the one after `update`. Does not synchronise with the host. Raises `TypeError` for a
+    leaf that is no array.
     """
 
     def unscale_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         array, leaf_xp = _with_namespace(leaf, xp)
-        return _lifted(array, leaf_xp) / _beside(state.loss_scale, leaf_xp) if _is_gradient(array, leaf_xp) else leaf
+        return (
+            _lifted(array, leaf_xp) / _beside(state.loss_scale, array, leaf_xp)
+            if _is_gradient(array, leaf_xp)
+            else leaf
+        )
 
     return _tree.map_leaves(unscale_leaf, grads)
 
@@ -123,20 +138,26 @@ def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = No
     the arrays live, without synchronising. Raises `ValueError` at the first place where the structures differ.
     """
     if isinstance(grads_finite, _ON_HOST):
-        return _tree.map_leaves(lambda a, b: a if grads_finite else b, new, old)
+        take_new = host_flag(grads_finite)
+        return _tree.map_leaves(lambda a, b: a if take_new else b, new, old)
     flag_xp = namespace(grads_finite) if xp is None else xp
 
     def select_leaf(a: Any, b: Any) -> Any:
-        return None if a is None and b is None else flag_xp.where(grads_finite, flag_xp.asarray(a), flag_xp.asarray(b))
+        if a is None:
+            return None
+        a, b = (
+            leaf if hasattr(leaf, "shape") else flag_xp.asarray(leaf, device=_device(grads_finite)) for leaf in (a, b)
+        )
+        return flag_xp.where(grads_finite, a, b)
 
     return _tree.map_leaves(select_leaf, new, old)
 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     """Return `leaf` as an array with its namespace; what lives on the host belongs to NumPy, whatever `xp` says."""
-    if isinstance(leaf, np.ndarray):
+    if type(leaf) is np.ndarray:
         return leaf, np
-    if isinstance(leaf, _HOST_SCALARS):
+    if isinstance(leaf, _ON_HOST):
         return np.asarray(leaf), np
     return leaf, namespace(leaf) if xp is None else xp
 
@@ -148,8 +169,8 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
     kind = array.dtype.kind
     if kind in "fcbiu":
         return kind in "fc"
-    if kind == "V" and array.dtype.names is None:  # ml_dtypes' bfloat16 and its kin
-        return True
+    if kind == "V" and array.dtype.type is not np.void:  # ml_dtypes: bfloat16, float8 and int4
+        return not np.can_cast(array.dtype, np.int64)
     raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass float arrays, integers or None")
 
 
@@ -159,8 +180,12 @@ def _lifted(array: Array, xp: Namespace) -> Array:
     return xp.astype(array, dtype, copy=False)
 
 
-def _beside(loss_scale: Any, xp: Namespace) -> Array:
-    """Return `loss_scale` so that it can stand in an expression beside arrays of `xp`."""
+def _beside(loss_scale: Any, array: Array, xp: Namespace) -> Array:
+    """Return `loss_scale` so that it can stand in an expression beside `array` of `xp`."""
     if xp is np or not isinstance(loss_scale, _ON_HOST):
         return loss_scale
-    return xp.asarray(loss_scale, dtype=xp.float32)
+    return xp.asarray(loss_scale, dtype=xp.float32, device=_device(array))
+
+
+def _device(array: Array) -> Any:
+    return getattr(array, "device", None)

@@ -6,54 +6,81 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._config import policy_from_dict, policy_to_dict
-from lossscale_core._policy import NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
+_TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
-def state_to_dict(state: AnyScaleState, policy: ScalingPolicy | None = None) -> dict[str, Any]:
+def state_to_dict(state: AnyScaleState, policy: Any = None) -> dict[str, Any]:
     """Return `state`, of any framework, as plain numbers under `"version"` and the names of its fields.
 
-    With `policy` its config is saved too, under `"policy"`, and compared when the state is restored. Synchronises with
-    the host.
+    With `policy` (anything `as_policy` takes) its config is saved too, under `"policy"`, and compared when the state is
+    restored. Synchronises with the host.
     """
     saved: dict[str, Any] = {"version": VERSION}
     saved.update({name: _plain_number(value) for name, value in state._asdict().items()})
     if policy is not None:
-        saved["policy"] = policy_to_dict(policy)
+        saved["policy"] = policy_to_dict(as_policy(policy))
     return saved
 
 
-def state_from_dict(saved: Mapping[str, Any], policy: ScalingPolicy | None = None) -> Any:
+def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
     """Return the state in `saved` as host scalars, which `np.asarray` and every framework's `asarray` accept.
 
-    Give the `policy` that will go on with it: its own trackers are restored too, and a `CheckpointWarning` lists field
-    by field where it differs from the policy saved with the state. A tracker that the saved state lacks because
-    another kind of policy wrote it starts fresh, with a warning. Without `policy` the state's own keys decide.
-    Other keys in `saved` are left alone. Raises `CheckpointError` for a newer version, a missing key, or a value
-    that no state can hold.
+    Give the `policy` (anything `as_policy` takes) that will go on with it. Under the saved policy every field is
+    restored as it was. Under another one a `CheckpointWarning` lists what differs: a scale outside the policy's bounds
+    is brought within them, and the trackers of another kind of policy start fresh. Without `policy` the state's own
+    keys decide. Other keys in `saved` are left alone. Raises `CheckpointError` for a newer version, a missing key, or
+    a value that no state can hold.
     """
     _require_version(saved)
+    policy = None if policy is None else as_policy(policy)
     start = _start_for(saved, policy)
-    missing = [name for name in start._fields if name not in saved]
-    lost = [name for name in missing if name in ScaleState._fields]
-    if lost:
+    missing = [name for name in ScaleState._fields if name not in saved]
+    if missing:
         raise CheckpointError(
-            f"the saved state has no {', '.join(lost)}; pass a dict that state_to_dict made, or begin with init_state"
+            f"the saved state has no {', '.join(missing)}; pass a dict that state_to_dict made, or use init_state"
         )
-    differences = _policy_differences(saved.get("policy"), policy)
-    differences += [f"{name} was not saved and starts at {getattr(start, name)}" for name in missing]
-    if differences:
-        warnings.warn(
-            "the state goes on under another policy: " + "; ".join(differences), CheckpointWarning, stacklevel=2
-        )
-    return start._make(
-        _restored(name, saved[name], initial) if name in saved else initial for name, initial in start._asdict().items()
-    )
+    fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
+    _require_consistent(fields)
+    notes = []
+    if policy is not None:
+        notes += _policy_differences(saved.get("policy"), policy)
+        notes += _adapt(fields, start, policy, saved.get("policy"))
+    if notes:
+        warnings.warn("the state goes on under another policy: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
+    return start._replace(**fields)
+
+
+def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_policy: Any) -> list[str]:
+    """Make restored `fields` fit `policy`, in place, and say what was changed."""
+    notes = []
+    low, high = _scale_bounds(policy)
+    fitting = min(max(fields["loss_scale"], low), high)
+    if fitting != fields["loss_scale"]:
+        notes.append(f"loss_scale was {fields['loss_scale']:g} and becomes {fitting:g}")
+        fields["loss_scale"] = fitting
+    is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != policy_to_dict(policy)["kind"]
+    for name in start._fields:
+        is_foreign = name in _TRACKERS and is_other_kind
+        if name not in fields or (is_foreign and fields[name] != getattr(start, name)):
+            fields.pop(name, None)
+            notes.append(f"{name} starts at {getattr(start, name)}")
+    return notes
+
+
+def _scale_bounds(policy: Any) -> tuple[np.float32, np.float32]:
+    """Return the least and the largest scale under `policy`; a policy that never changes it has just one."""
+    if isinstance(policy, NoScaling | FixedScaling):
+        only = policy.init_state().loss_scale
+        return only, only
+    low, high = getattr(policy, "min_scale", SMALLEST_SCALE), getattr(policy, "max_scale", LARGEST_SCALE)
+    return np.float32(low), np.float32(high)
 
 
 def _plain_number(value: Any) -> int | float:
@@ -61,6 +88,8 @@ def _plain_number(value: Any) -> int | float:
 
 
 def _require_version(saved: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{saved!r} is no saved state; pass a dict that state_to_dict made")
     version = saved.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"version={version!r} is not that of a saved state; pass a dict that state_to_dict made")
@@ -80,20 +109,31 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
 
 def _restored(name: str, value: Any, initial: Any) -> Any:
     """Return `value` in the type of `initial`, having checked that a state can hold it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2.0**127
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    least = -(2**31) if name == "growth_tracker" else 0
     if name == "loss_scale":
         good, rule = is_number and SMALLEST_SCALE <= value <= LARGEST_SCALE, "a number from 2**-126 to 2**126"
     elif isinstance(initial, np.integer):
-        good, rule = is_number and value == int(value) and abs(value) < 2**31, "a whole number that fits int32"
+        good = is_number and least <= value < 2**31 and value == int(value)
+        rule = f"a whole number from {least} that fits int32"
     else:
-        good, rule = is_number, "a finite number"
+        good, rule = is_number and 0 <= value <= LARGEST_SCALE, "a number from 0"
     if not good:
         raise CheckpointError(f"{name}={value!r} of the saved state must be {rule}; restore an earlier checkpoint")
     return type(initial)(value)
 
 
-def _policy_differences(saved: Any, policy: ScalingPolicy | None) -> list[str]:
-    if saved is None or policy is None:
+def _require_consistent(fields: dict[str, Any]) -> None:
+    """Require that counters can have come from one run: a streak is among the skips, and those are among the steps."""
+    for less, more in (("skipped_steps", "steps"), ("overflow_streak", "skipped_steps")):
+        if fields[less] > fields[more]:
+            raise CheckpointError(
+                f"{less}={fields[less]} of the saved state exceeds {more}={fields[more]}; restore an earlier checkpoint"
+            )
+
+
+def _policy_differences(saved: Any, policy: ScalingPolicy) -> list[str]:
+    if saved is None:
         return []
     try:
         before, now = policy_to_dict(policy_from_dict(saved)), policy_to_dict(policy)

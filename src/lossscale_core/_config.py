@@ -34,7 +34,7 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        return FixedScaling(float(source))
+        return FixedScaling(source)  # type: ignore[arg-type]  # a NumPy number is checked as any other
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     if isinstance(source, str | os.PathLike) and _suffix(source) in _PARSERS:
@@ -90,11 +90,11 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     """
     name, suffix = os.fspath(path), _known_suffix(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # Windows editors begin a file with a mark
             return policy_from_dict(_PARSERS[suffix](file.read()))
     except PolicyError as error:
         raise PolicyError(f"{name}: {error}") from error
-    except ValueError as error:  # what tomllib, json and utf-8 raise
+    except (ValueError, RecursionError) as error:  # what tomllib, json and utf-8 raise
         raise PolicyError(f"{name} is not valid {suffix[1:].upper()}: {error}") from error
 
 
@@ -142,7 +142,7 @@ _WRITERS = {".toml": _write_toml, ".json": _write_json}
 
 
 def _suffix(path: str | os.PathLike[str]) -> str:
-    return os.path.splitext(path)[1]
+    return os.path.splitext(path)[1].lower()
 
 
 def _known_suffix(path: str | os.PathLike[str]) -> str:

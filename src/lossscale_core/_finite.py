@@ -12,7 +12,7 @@ _CHUNK = 2**15
 def all_finite_in(array: np.ndarray[Any, Any]) -> bool:
     """Return whether `array` (any float or complex dtype, any shape and strides) holds no NaN and no infinity."""
     dtype = array.dtype
-    if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc:
+    if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc and array.flags.aligned:
         # A dot product reads once, at memory speed. Its square may overflow without an infinity: then look exactly.
         flat = array.ravel(order="K")
         if flat.dot(flat) < np.inf:

@@ -14,11 +14,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from lossscale_core import _settings
-from lossscale_core._arrays import HOST, namespace
+from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._settings import setting
 from lossscale_core._state import AnyScaleState, Array, ScaleState, TolerantScaleState
 
-Namespace: TypeAlias = Any
 Transition: TypeAlias = Callable[[Any, Namespace], Any]
 
 
@@ -35,7 +34,9 @@ class ScalingPolicy(Protocol):
 
         `grads_finite` is the framework's own bool of shape `()`, or a Python bool for a host state: True when every
         gradient element is finite, already combined over devices and ranks. `xp` is the namespace of the state's
-        arrays, inferred when left out (TensorFlow's cannot be inferred). Pure; never synchronises with the host.
+        arrays, inferred when left out (TensorFlow's cannot be inferred); its `where` must take plain numbers, as the
+        array API of 2024.12 has it. Pure. Never synchronises with the host, unless the state is on the host and the
+        flag is not.
         """
         ...
 
@@ -288,7 +289,7 @@ def _select(
     """Return the state after the transition that `grads_finite` chooses, each field in the dtype it had."""
     xp = namespace(state.loss_scale) if xp is None else xp
     if xp is HOST:  # a choice made at once need not compute the step that did not happen
-        chosen = after_finite(state, xp) if grads_finite else after_overflow(state, xp)
+        chosen = after_finite(state, xp) if host_flag(grads_finite) else after_overflow(state, xp)
         return chosen._make(map(HOST.where, itertools.repeat(True), chosen, state))
     choose = functools.partial(xp.where, grads_finite)
     return state._make(map(choose, after_finite(state, xp), after_overflow(state, xp)))

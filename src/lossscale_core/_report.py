@@ -3,12 +3,14 @@
 import math
 from typing import Any, NamedTuple
 
-from lossscale_core._policy import DynamicScaling, ScalingPolicy, TolerantScaling
-from lossscale_core._settings import LARGEST_SCALE
+import numpy as np
+
+from lossscale_core._policy import DynamicScaling, FixedScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, Array
 from lossscale_core.errors import OverflowStreakError
 
-_FEW_IN_A_ROW = 5
+_FEW = 5
 _OFTEN = 0.05
 
 
@@ -51,10 +53,12 @@ def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
     For whoever has the state on the host anyway; reading it from a device would synchronise.
     """
     limit = getattr(policy, "max_overflow_streak", None)
-    if limit is not None and int(state.overflow_streak) >= limit:
+    streak = int(state.overflow_streak)
+    if limit is not None and streak >= limit:
         raise OverflowStreakError(
-            f"overflow_streak={int(state.overflow_streak)} has reached max_overflow_streak={limit}: "
-            f"{diagnose(policy, state)}"
+            f"overflow_streak={streak} has reached max_overflow_streak={limit}, and the loss scale is down to "
+            f"{float(state.loss_scale):g}; look for a NaN or infinity in the loss, or raise max_overflow_streak "
+            "where init_scale is known to be far too large"
         )
 
 
@@ -62,10 +66,11 @@ def diagnose(policy: ScalingPolicy, state: AnyScaleState) -> str:
     """Say in one or two sentences how loss scaling is doing, and what to do about it.
 
     The answer begins with one of `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`,
-    `pressing against max_scale` and `healthy`. Synchronises with the host.
+    `pressing against max_scale`, `healthy`, and `broken` for a scale that no policy reaches. Synchronises with the
+    host.
     """
     seen = _Seen(policy, state)
-    for verdict in (_not_started, _stuck, _calibrating, _skipping, _pressing):
+    for verdict in (_broken, _not_started, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(policy, seen):
             return sentence
     return f"healthy: {seen.counts}; the loss scale is {seen.scale:g}."
@@ -79,10 +84,18 @@ class _Seen:
         self.steps = int(state.steps)
         self.skipped = int(state.skipped_steps)
         self.streak = int(state.overflow_streak)
+        self.applied = self.steps - self.skipped
+        self.finite_in_a_row = max(0, int(state.growth_tracker))
         self.adapts = isinstance(policy, DynamicScaling | TolerantScaling)
+        self.at_floor = self.adapts and self.scale <= np.float32(policy.min_scale)  # type: ignore[attr-defined]
+        self.at_ceiling = self.adapts and self.scale >= np.float32(policy.max_scale)  # type: ignore[attr-defined]
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
-        in_a_row = "the last step" if self.streak == 1 else f"the last {self.streak} steps"
-        self.in_a_row = f"{in_a_row} in a row overflowed"
+
+
+def _broken(_: Any, seen: _Seen) -> str | None:
+    if SMALLEST_SCALE <= seen.scale <= LARGEST_SCALE:
+        return None
+    return f"broken: the loss scale is {seen.scale:g}, which no policy reaches. Restore an earlier checkpoint."
 
 
 def _not_started(_: Any, seen: _Seen) -> str | None:
@@ -90,16 +103,16 @@ def _not_started(_: Any, seen: _Seen) -> str | None:
 
 
 def _stuck(policy: Any, seen: _Seen) -> str | None:
-    if not seen.adapts or seen.scale > policy.min_scale or seen.streak < _FEW_IN_A_ROW:
+    if not seen.at_floor or seen.streak < _FEW:
         return None
     return (
-        f"stuck at min_scale: {seen.in_a_row} and the loss scale cannot go below {policy.min_scale:g}. This usually is "
-        "no scale problem but a NaN or infinity in the forward pass: look at the loss and the inputs first."
+        f"stuck at min_scale: the last {seen.streak} steps in a row overflowed and the loss scale cannot go below "
+        f"{policy.min_scale:g}. {_forward_pass(policy.min_scale)}"
     )
 
 
 def _calibrating(policy: Any, seen: _Seen) -> str | None:
-    if not seen.adapts or seen.skipped < seen.steps:
+    if not seen.adapts or seen.applied or seen.at_floor:
         return None
     return (
         f"calibrating: {seen.counts} while the loss scale comes down from {policy.init_scale:g}, now {seen.scale:g}. "
@@ -108,22 +121,25 @@ def _calibrating(policy: Any, seen: _Seen) -> str | None:
 
 
 def _skipping(policy: Any, seen: _Seen) -> str | None:
-    share = _unexplained_skips(policy, seen) / seen.steps
-    if seen.streak < _FEW_IN_A_ROW and share <= max(_OFTEN, 2.0 * _share_by_design(policy)):
+    if seen.streak >= _FEW:
+        what = f"the last {seen.streak} steps in a row overflowed ({seen.counts})"
+    elif _unexplained_skips(policy, seen) > max(_FEW - 1, seen.steps * _tolerable_share(policy)):
+        what = seen.counts
+    elif seen.at_floor and seen.streak and seen.skipped >= _FEW:
+        what = f"{seen.counts}, the last one at min_scale"
+    else:
         return None
-    recent = f", and {seen.in_a_row}" if seen.streak >= _FEW_IN_A_ROW else ""
-    mend = (
-        "Look for a diverging loss, or raise growth_interval so that the scale is tried upward less often."
-        if seen.adapts
-        else f"A scale of {seen.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
-        if seen.scale > 1.0
-        else "No scale helps at 1: look for a NaN or infinity in the forward pass."
-    )
-    return f"skipping too often: {seen.counts}{recent}. {mend}"
+    if seen.adapts and not seen.at_floor:
+        mend = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
+    elif isinstance(policy, FixedScaling) and seen.scale > 1.0:
+        mend = f"A scale of {seen.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
+    else:
+        mend = _forward_pass(seen.scale)
+    return f"skipping too often: {what}. {mend}"
 
 
 def _pressing(policy: Any, seen: _Seen) -> str | None:
-    if not seen.adapts or seen.scale < policy.max_scale or policy.min_scale == policy.max_scale:
+    if not seen.at_ceiling or seen.at_floor or seen.applied < policy.growth_interval:
         return None
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
     return (
@@ -132,18 +148,36 @@ def _pressing(policy: Any, seen: _Seen) -> str | None:
     )
 
 
+def _forward_pass(scale: float) -> str:
+    if scale > 1.0:
+        return "Lower min_scale, or look for a NaN or infinity in the forward pass."
+    return (
+        "This usually is no scale problem but a NaN or infinity in the forward pass: "
+        "look at the loss and the inputs first."
+    )
+
+
 def _unexplained_skips(policy: Any, seen: _Seen) -> float:
-    """Return the skips beyond those that bringing the scale down from `init_scale` took."""
-    if not seen.adapts or seen.scale >= policy.init_scale:
+    """Return the skips beyond those that bringing the scale down from `init_scale` took.
+
+    They are forgiven once a stretch of finite steps shows that the scale has arrived.
+    """
+    if not seen.adapts:
+        return seen.skipped
+    if seen.applied == seen.finite_in_a_row:
+        return 0  # every overflow came before the first applied step
+    has_settled = seen.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
+    if seen.scale >= policy.init_scale or not has_settled:
         return seen.skipped
     backoffs = math.log(seen.scale / policy.init_scale, policy.backoff_factor)
     return max(0.0, seen.skipped - round(backoffs) * getattr(policy, "hysteresis", 1))
 
 
-def _share_by_design(policy: Any) -> float:
-    """Return the share of steps that a healthy run skips because the scale keeps being tried upward."""
+def _tolerable_share(policy: Any) -> float:
+    """Return the share of skipped steps that is no cause for concern: twice what the policy's own design skips."""
     if not isinstance(policy, DynamicScaling | TolerantScaling):
-        return 0.0
+        return _OFTEN
     growths_per_backoff = -math.log(policy.backoff_factor) / math.log(policy.growth_factor)
     skips = getattr(policy, "hysteresis", 1)
-    return max(skips / (skips + growths_per_backoff * policy.growth_interval), getattr(policy, "tolerance", 0.0))
+    by_design = max(skips / (skips + growths_per_backoff * policy.growth_interval), getattr(policy, "tolerance", 0.0))
+    return max(_OFTEN, min(2.0 * by_design, 0.5))

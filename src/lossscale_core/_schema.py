@@ -1,5 +1,6 @@
 """The JSON Schema of a policy's config, drawn from the same rules that check it."""
 
+import operator
 from typing import Any
 
 from lossscale_core._config import KINDS
@@ -9,14 +10,15 @@ from lossscale_core._settings import Rule, rules_of
 _TYPES = {float: "number", int: "integer", bool: "boolean"}
 _EXPONENTS = range(-126, 127)
 _ORDERED = "ordered_scales"
+_FROM_BOUND = {"minimum": operator.ge, "exclusiveMinimum": operator.gt}
 
 
 def policy_schema() -> dict[str, Any]:
     """Return a JSON Schema (draft 2020-12) of what `policy_from_dict` and `load_policy` accept.
 
     JSON Schema cannot compare two keys. That `min_scale` ≤ `init_scale` ≤ `max_scale` is therefore spelled out for
-    every power of two: the schema is exact where those three are powers of two, and lets two others pass in the wrong
-    order only where no power of two lies between them.
+    every power of two: the schema is exact where one of two keys is a power of two (as every default is), and lets two
+    others pass in the wrong order only where no power of two lies between them.
     """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -27,7 +29,11 @@ def policy_schema() -> dict[str, Any]:
         "allOf": [
             {"if": _is_kind(kind), "then": _policy_schema(kind, policy_type)} for kind, policy_type in KINDS.items()
         ],
-        "$defs": {_ORDERED: {"allOf": [_ordered_at(2.0**exponent) for exponent in _EXPONENTS]}},
+        "$defs": {
+            _ORDERED: {
+                "allOf": [_ordered_at(2.0**exponent, keyword) for exponent in _EXPONENTS for keyword in _FROM_BOUND]
+            }
+        },
     }
 
 
@@ -56,13 +62,14 @@ def _value_schema(rule: Rule) -> dict[str, Any]:
     return schema
 
 
-def _ordered_at(bound: float) -> dict[str, Any]:
-    """Say of one power of two: what is at or above it on the left is so on the right of `min ≤ init ≤ max`."""
-    init, least, most = (_reaches(name, bound) for name in ("init_scale", "min_scale", "max_scale"))
+def _ordered_at(bound: float, keyword: str) -> dict[str, Any]:
+    """Say of one power of two: what reaches it on the left of `min ≤ init ≤ max` reaches it on the right."""
+    init, least, most = (_reaches(name, bound, keyword) for name in ("init_scale", "min_scale", "max_scale"))
     return {"if": init, "then": most, "else": {"not": least}}
 
 
-def _reaches(name: str, bound: float) -> dict[str, Any]:
-    """Say that a key, or its default where it is left out, is at or above `bound`."""
-    reached = {"properties": {name: {"minimum": bound}}}
-    return reached if getattr(DynamicScaling(), name) >= bound else {**reached, "required": [name]}
+def _reaches(name: str, bound: float, keyword: str) -> dict[str, Any]:
+    """Say that a key, or its default where it is left out, is on the upper side of `bound`."""
+    reached = {"properties": {name: {keyword: bound}}}
+    default_reaches = _FROM_BOUND[keyword](getattr(DynamicScaling(), name), bound)
+    return reached if default_reaches else {**reached, "required": [name]}

@@ -30,15 +30,16 @@ class Rule:
         """Return `value` as this rule's plain Python type, or raise a `PolicyError` that says how to mend it."""
         if value is None and self.optional:
             return None
+        value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
             raise PolicyError(f"{name}={value!r} must be {self.text}; {self.mend}")
         return self.type(value)
 
     def _accepts(self, value: Any) -> bool:
         """Return whether `value` is of this type and in range; `True` is no number, and 2000.0 is a whole one."""
-        if self.type is bool or isinstance(value, bool | np.bool_):
-            return self.type is bool and isinstance(value, bool | np.bool_)
-        if not isinstance(value, int | float | np.integer | np.floating):
+        if self.type is bool or isinstance(value, bool):
+            return self.type is bool and isinstance(value, bool)
+        if not isinstance(value, int | float):
             return False
         return bool(self.minimum <= value <= self.maximum) and (self.type is float or value == int(value))
 

@@ -8,13 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core.errors import PolicyError
+from lossscale_core.errors import TraceFileError
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
-
-
-class TraceFileError(PolicyError):
-    """A file does not hold a value a step."""
 
 
 def read_overflow(path: Path) -> list[bool]:
@@ -44,17 +40,19 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 
 
 def _values(path: Path, key: str) -> list[Any]:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     try:
         content = json.loads(text) if path.suffix == ".json" else text
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceFileError(f"{path} is not valid JSON: {error}") from error
     if isinstance(content, dict):
         if key not in content:
             raise TraceFileError(f"{path} has no {key!r}; it has {', '.join(content) or 'nothing'}")
         content = content[key]
     values = content.replace(",", " ").split() if isinstance(content, str) else content
-    if not isinstance(values, list) or not values:
+    if not isinstance(values, list):
+        raise TraceFileError(f"{path} holds {type(values).__name__} where a list belongs; write one value a step")
+    if not values:
         raise TraceFileError(f"{path} holds no steps; write one value a step")
     return values
 
@@ -62,7 +60,7 @@ def _values(path: Path, key: str) -> list[Any]:
 def _number(path: Path, step: int, value: Any) -> float:
     try:
         return math.nan if value is None else abs(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _refusal(path, step, value, "a number") from None
 
 

@@ -27,6 +27,8 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
     if not isinstance(tree, dict | list | tuple):
+        for other in others:
+            _require_leaf(path, tree, other)
         return function(tree, *others)
     keys = list(tree) if isinstance(tree, dict) else range(len(tree))
     for other in others:
@@ -35,21 +37,34 @@ def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> An
     return _rebuild(tree, keys, mapped)
 
 
+def _require_leaf(path: str, leaf: Any, other: Any) -> None:
+    """Require a leaf where the first tree has one, and an array of the same shape where it has an array."""
+    is_container = isinstance(other, dict | list | tuple)
+    if is_container or (leaf is None) != (other is None) or getattr(leaf, "shape", ()) != getattr(other, "shape", ()):
+        raise _difference(path, leaf, other)
+
+
 def _require_same_keys(path: str, tree: Any, other: Any) -> None:
     same = type(tree) is type(other) and len(tree) == len(other)
     if same and isinstance(tree, dict):
         same = tree.keys() == other.keys()
     if not same:
-        raise ValueError(
-            f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
-            "pass two trees of the same containers and keys"
-        )
+        raise _difference(path, tree, other)
+
+
+def _difference(path: str, tree: Any, other: Any) -> ValueError:
+    return ValueError(
+        f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
+        "pass two trees of the same containers, keys and shapes"
+    )
 
 
 def _describe(tree: Any) -> str:
     if isinstance(tree, dict):
         return f"{type(tree).__name__} with keys {list(tree)}"
-    return f"{type(tree).__name__}" + (f" of {len(tree)}" if isinstance(tree, list | tuple) else "")
+    if isinstance(tree, list | tuple):
+        return f"{type(tree).__name__} of {len(tree)}"
+    return f"{type(tree).__name__} of shape {tree.shape}" if hasattr(tree, "shape") else type(tree).__name__
 
 
 def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:

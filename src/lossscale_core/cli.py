@@ -3,6 +3,7 @@
 Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2.
 """
 
+import io
 import json
 import math
 import sys
@@ -14,11 +15,11 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lossscale_core import testing
-from lossscale_core._config import as_policy, load_policy, policy_to_dict
+from lossscale_core._config import as_policy, dump_policy, load_policy, policy_to_dict
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import diagnose
 from lossscale_core._schema import policy_schema
@@ -34,6 +35,8 @@ _FILE = click.Path(path_type=Path)
 
 def run(arguments: list[str] | None = None) -> None:
     """Run the command on `arguments` (`sys.argv` when left out) and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × and – is no reason to fail
     try:
         sys.exit(lossscale.main(arguments, prog_name="lossscale", standalone_mode=False))
     except click.Abort:
@@ -43,7 +46,7 @@ def run(arguments: list[str] | None = None) -> None:
     except LossScaleError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}")
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _example(command: str) -> str:
@@ -71,18 +74,18 @@ def lossscale(context: click.Context) -> None:
 @lossscale.command(epilog=_example("lossscale demo --steps 300 --out lossscale-demo"))
 @click.option("--framework", type=click.Choice(_FRAMEWORKS), default="numpy", show_default=True, help="What trains.")
 @click.option("--policy", "policy_file", type=_FILE, help="A policy file (.toml or .json) for the dynamic regime.")
-@click.option("--weight", type=click.FloatRange(0, min_open=True), help="The weight of the loss.  [default: 1e-5]")
+@click.option("--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="Weighs the loss.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
 @click.option("--out", type=_FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
-def demo(framework: str, policy_file: Path | None, weight: float | None, seed: int, steps: int, out: Path) -> None:
+def demo(framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path) -> None:
     """Train a small network in real float16, with and without loss scaling.
 
-    Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png and
-    trace.json in the --out folder.
+    Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png,
+    trace.json and policy.toml in the --out folder.
     """
-    if weight is not None and not math.isfinite(weight):
-        raise click.UsageError(f"--weight {weight} must be a finite number above 0; pass 1e-5 or leave it out")
+    if math.isnan(weight):
+        raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
     if framework != "numpy":
         raise click.UsageError(
             f"--framework {framework} needs its adapter, which this installation lacks; "
@@ -91,7 +94,7 @@ def demo(framework: str, policy_file: Path | None, weight: float | None, seed: i
     from lossscale_core import demo as demonstration  # here, since it needs scikit-learn and matplotlib
 
     policy = demonstration.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
-    settings = demonstration.Settings(framework, policy, weight or demonstration.DEFAULT_WEIGHT, seed, steps)
+    settings = demonstration.Settings(framework, policy, weight, seed, steps)
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     with _progress(console) as progress:
@@ -99,10 +102,13 @@ def demo(framework: str, policy_file: Path | None, weight: float | None, seed: i
     console.print(_results_table(experiment))
     demonstration.draw(experiment, out / "demo.png")
     (out / "trace.json").write_text(json.dumps(demonstration.as_json(experiment), indent=1) + "\n", encoding="utf-8")
-    console.print(f"wrote {out / 'demo.png'} and {out / 'trace.json'}", soft_wrap=True)
+    dump_policy(policy, out / "policy.toml")
+    console.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
 
 
-@lossscale.command(epilog=_example("lossscale simulate dynamic --gradient-max lossscale-demo/trace.json"))
+@lossscale.command(
+    epilog=_example("lossscale simulate lossscale-demo/policy.toml --gradient-max lossscale-demo/trace.json")
+)
 @click.argument("policy")
 @click.option("--overflow", type=_FILE, help="A file that says of each step whether it overflowed: 0 or 1.")
 @click.option("--gradient-max", type=_FILE, help="A file with each step's largest gradient magnitude, unscaled.")
@@ -116,7 +122,7 @@ def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtyp
     """
     if (overflow is None) == (gradient_max is None):
         raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
-    if plot.suffix not in _PICTURES:
+    if plot.suffix.lower() not in _PICTURES:
         raise click.UsageError(f"--plot {plot} must end in {', '.join(_PICTURES)}")
     scaling = as_policy(_number_or_text(policy))
     if overflow is not None:
@@ -160,10 +166,12 @@ def show(file: Path) -> None:
 @policy.command(epilog=_example("lossscale policy schema lossscale-policy.schema.json"))
 @click.argument("file", type=_FILE, required=False)
 def schema(file: Path | None) -> None:
-    """Write the JSON Schema of policy files to FILE, or print it."""
-    text = json.dumps(policy_schema(), indent=1)
+    """Write the JSON Schema of policy files to a new FILE, or print it."""
+    text = json.dumps(policy_schema())
     if file is None:
         click.echo(text)
+    elif file.exists():
+        raise click.UsageError(f"{file} exists and is not overwritten; name a new file")
     else:
         file.write_text(text + "\n", encoding="utf-8")
         click.echo(f"wrote {file}")
@@ -183,7 +191,12 @@ def _number_or_text(text: str) -> Any:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
     )
 
 
@@ -231,7 +244,10 @@ def _summary(scaling: ScalingPolicy, trace: Any) -> list[str]:
     applied = np.flatnonzero(~trace.skipped)
     last = {name: column[-1] for name, column in trace._asdict().items()}
     state: Any = SimpleNamespace(**last, loss_scale=trace.loss_scale_after[-1])
+    limit = getattr(scaling, "max_overflow_streak", None) or math.inf
+    reached = np.flatnonzero(trace.overflow_streak >= limit)
     return [
+        *([f"max_overflow_streak={limit} is reached at step {reached[0]}: training may stop"] if len(reached) else []),
         f"skipped: {trace.skipped.mean():.1%} of {len(trace.skipped)} steps",
         f"first applied step: {applied[0] if len(applied) else 'none'}",
         f"final scale: {_scale_text(trace.loss_scale_after[-1])}",

@@ -5,6 +5,7 @@ LossScaleError
 ├── PolicyError(ValueError)                  a policy, or the file or dict it came from, breaks a rule
 ├── CallOrderError(RuntimeError)             calls came in an order that would corrupt gradients
 ├── CheckpointError(ValueError)              a saved state cannot be restored
+├── TraceFileError(ValueError)               a recorded run cannot be read
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
 ```
@@ -27,6 +28,10 @@ class CallOrderError(LossScaleError, RuntimeError):
 
 class CheckpointError(LossScaleError, ValueError):
     """A saved state cannot be restored."""
+
+
+class TraceFileError(LossScaleError, ValueError):
+    """A recorded run cannot be read: its file does not hold a value a step."""
 
 
 class OverflowStreakError(LossScaleError, FloatingPointError):

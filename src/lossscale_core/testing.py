@@ -62,17 +62,20 @@ def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
     `policy` is anything `as_policy` takes; `grads_finite` is a sequence of bools, one a step. A policy whose state has
     trackers of its own gets a trace with a column for each of them too.
     """
+    if isinstance(grads_finite, str):
+        raise TypeError(f"grads_finite={grads_finite!r} must be a sequence of bools, not text; pass [True, False]")
     flags = [bool(flag) for flag in grads_finite]
     return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
 
 
-def simulate_gradients(policy: Any, gradient_max: "ArrayLike", dtype: str = "float16") -> Trace:
+def simulate_gradients(policy: Any, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
     """Return what `policy` does over steps whose unscaled gradients have these largest magnitudes.
 
     `policy` is anything `as_policy` takes; `gradient_max` has shape `(steps,)`. A step overflows when scale ×
     `gradient_max` exceeds the largest number of `dtype` (`"float16"`, `"bfloat16"`, `"float32"`, `"float64"`), or when
     `gradient_max` is not finite.
     """
+    dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(LARGEST_NUMBER)}; pass the gradients' own dtype")
     magnitudes = np.abs(np.asarray(gradient_max, dtype=np.float64))
@@ -110,6 +113,9 @@ def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[
     With `powers_of_two` all their scales and factors are such, where every backend agrees bit for bit, or none need
     be; when left out, half are of either sort. Needs hypothesis.
     """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of policy; pass some of {', '.join(KINDS)}")
     strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or tuple(KINDS), powers_of_two)
     return strategy
 
@@ -130,18 +136,19 @@ def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, float], bo
         for name, start in states[0]._asdict().items()
     }
     scales = columns.pop("loss_scale")
-    skipped = np.diff(columns["skipped_steps"]) > 0
-    trackers = [column[1:] for column in columns.values()]
-    trace: Trace = _trace_type(states[0]._fields)(scales[:-1], scales[1:], skipped, *trackers)
+    trace: Trace = _trace_type(states[0]._fields)(
+        loss_scale_used=scales[:-1],
+        loss_scale_after=scales[1:],
+        skipped=np.diff(columns["skipped_steps"]) > 0,
+        **{name: column[1:] for name, column in columns.items()},
+    )
     return trace
 
 
 @functools.cache
 def _trace_type(state_fields: tuple[str, ...]) -> Any:
-    if state_fields == ScaleState._fields:
-        return Trace
-    trackers = (name for name in state_fields if name != "loss_scale")
-    return namedtuple("Trace", ("loss_scale_used", "loss_scale_after", "skipped", *trackers))
+    own = tuple(name for name in state_fields if name not in ScaleState._fields)
+    return namedtuple("Trace", (*Trace._fields, *own)) if own else Trace
 
 
 def _difference(actual: Any, expected: Any, first: int, columns: list[str], context: int) -> str:

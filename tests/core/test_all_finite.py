@@ -105,6 +105,18 @@ def test_allocates_at_most_one_mebibyte(dtype, fill, layout):
     assert peak <= 2**20
 
 
+def test_an_unaligned_array_is_not_copied():
+    """Sixteen million bytes that begin at an odd address are judged within a mebibyte, too."""
+    array = np.zeros(16_000_001, np.uint8)[1:].view(np.float32)
+    tracemalloc.start()
+    try:
+        assert all_finite(array)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 2**20
+
+
 def test_read_only_arrays_are_fine():
     """Gradients that may not be written are read."""
     array = np.ones(10, np.float32)

@@ -70,6 +70,11 @@ def test_restored_values_go_to_any_namespace():
         ({"steps": 2**31}, ["steps=2147483648"]),
         ({"steps": True}, ["steps=True"]),
         ({"growth_tracker": float("inf")}, ["growth_tracker=inf"]),
+        ({"growth_tracker": -(2**31) - 1}, ["growth_tracker=-2147483649"]),
+        ({"steps": -5}, ["steps=-5"]),
+        ({"hysteresis_tracker": -1}, ["hysteresis_tracker=-1"]),
+        ({"steps": 1, "skipped_steps": 9}, ["skipped_steps=9", "exceeds steps=1"]),
+        ({"steps": 9, "skipped_steps": 1, "overflow_streak": 2}, ["overflow_streak=2", "exceeds skipped_steps=1"]),
     ],
 )
 def test_a_bad_value_is_named(change, words):
@@ -78,6 +83,38 @@ def test_a_bad_value_is_named(change, words):
         state_from_dict({**SAVED, **change})
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("saved", [None, [], "state", 5])
+def test_what_is_no_dict_is_refused(saved):
+    """Anything but a mapping is no saved state."""
+    with pytest.raises(CheckpointError, match="is no saved state"):
+        state_from_dict(saved)
+
+
+def test_numpy_numbers_are_numbers():
+    """A dict that kept its NumPy scalars restores too."""
+    saved = {**SAVED, "loss_scale": np.float32(4.0), "steps": np.int64(3)}
+    assert (float(state_from_dict(saved).loss_scale), int(state_from_dict(saved).steps)) == (4.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"),
+    [(FixedScaling(1024.0), 1024.0), ("none", 1.0), (DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0)],
+)
+def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale):
+    """A fixed scale stays what was chosen, whatever was saved; the change is told."""
+    with pytest.warns(CheckpointWarning, match="loss_scale was 65536 and becomes"):
+        assert float(state_from_dict(SAVED, policy).loss_scale) == scale
+
+
+def test_a_tolerance_nobody_kept_starts_full():
+    """A fixed policy's idle tracker is not taken for a used-up tolerance."""
+    fixed = FixedScaling(64.0)
+    saved = state_to_dict(fixed.init_state(), fixed)
+    with pytest.warns(CheckpointWarning, match="hysteresis_tracker starts at 3"):
+        state = state_from_dict(saved, DynamicScaling(hysteresis=3))
+    assert int(state.hysteresis_tracker) == 3
 
 
 def test_a_missing_key_is_named():
@@ -112,7 +149,7 @@ def test_another_kind_of_policy_starts_its_own_trackers_fresh():
     """The scale and the counters go on; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
-    with pytest.warns(CheckpointWarning, match="steps_since_change was not saved and starts at 0") as caught:
+    with pytest.warns(CheckpointWarning, match=r"steps_since_change starts at 0\.0") as caught:
         state = state_from_dict(saved, TolerantScaling())
     assert "kind was 'fixed' and is 'tolerant'" in str(caught[0].message)
     assert (float(state.loss_scale), int(state.steps), float(state.steps_since_change)) == (64.0, 1, 0.0)

@@ -53,7 +53,7 @@ def test_simulate_reads_the_demos_trace(demo, option):
         "of 30 steps",
         "first applied step:",
         "final scale:",
-        "healthy",
+        "steps skipped",
     ):
         assert word in printed
     assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
@@ -79,6 +79,23 @@ def test_simulate_reads_overflows_as_people_write_them(tmp_path, name, text):
     assert "skipped: 25.0% of 4 steps" in printed
     assert "final scale: 32768" in printed
     assert (tmp_path / "simulation.png").exists()
+
+
+def test_a_plain_terminal_and_a_windows_file_are_no_obstacle(tmp_path, monkeypatch):
+    """Output that ASCII lacks is replaced, and a byte-order mark is passed over."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    (tmp_path / "t.txt").write_text("0 1", encoding="utf-8-sig")
+    (tmp_path / "p.TOML").write_text('kind = "dynamic"', encoding="utf-8-sig")
+    assert "skipped: 50.0%" in _succeed("simulate", "p.TOML", "--overflow", "t.txt", cwd=tmp_path)
+
+
+def test_simulate_tells_where_training_would_have_stopped(tmp_path):
+    """A limit on the streak is part of the policy, so reaching it is part of the answer."""
+    (tmp_path / "p.toml").write_text('kind = "dynamic"\nmax_overflow_streak = 3\n')
+    (tmp_path / "t.txt").write_text("0111110")
+    assert "max_overflow_streak=3 is reached at step 3" in _succeed(
+        "simulate", "p.toml", "--overflow", "t.txt", cwd=tmp_path
+    )
 
 
 def test_simulate_takes_a_number_and_a_dtype(tmp_path):
@@ -125,6 +142,7 @@ BAD_INPUT = [
     (("demo", "--seed", "-1"), "--seed"),
     (("demo", "--weight", "nan"), "--weight"),
     (("demo", "--weight", "0"), "--weight"),
+    (("demo", "--weight", "1e300"), "--weight"),
     (("demo", "--policy", "none.toml"), "none.toml: No such file or directory"),
     (("demo", "--policy", "bad.toml"), "did you mean 'growth_interval'"),
     (("demo", "--steps", "1", "--out", "bad.toml"), "bad.toml: File exists"),
@@ -146,6 +164,12 @@ BAD_INPUT = [
     (("policy", "check", "."), ".toml or .json"),
     (("policy", "show", "none.json"), "none.json: No such file"),
     (("policy", "schema", "none/s.json"), "none/s.json: No such file"),
+    (("policy", "schema", "bad.toml"), "bad.toml exists"),
+    (("policy", "check", "deep.json"), "deep.json is not valid JSON"),
+    (("policy", "check", "deep.toml"), "deep.toml is not valid TOML"),
+    (("simulate", "dynamic", "--overflow", "deep.json"), "deep.json is not valid JSON"),
+    (("simulate", "dynamic", "--gradient-max", "huge.json"), "huge.json: step 0"),
+    (("simulate", "dynamic", "--overflow", "number.json"), "where a list belongs"),
     (("polizy",), "polizy"),
     (("--colour",), "--colour"),
 ]
@@ -160,6 +184,10 @@ def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
     (tmp_path / "streak.toml").write_text(
         'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n'
     )
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "deep.toml").write_text("a=" + "[" * 5000)
+    (tmp_path / "huge.json").write_text(f"[1{'0' * 400}]")
+    (tmp_path / "number.json").write_text("3")
     (tmp_path / "t.txt").write_text("0 x 1")
     (tmp_path / "good.txt").write_text("0 1")
     (tmp_path / "empty.txt").write_text("")

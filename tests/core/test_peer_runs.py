@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, TolerantScaling
-from lossscale_core.testing import simulate
+from lossscale_core.testing import overflow_traces, simulate
 
 RUNS = json.loads((Path(__file__).parent / "peer_runs.json").read_text())
 UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
@@ -76,3 +78,21 @@ def test_the_policy_reproduces_the_original(peer):
     run = RUNS[peer]
     trace = simulate(POLICIES[peer], [flag == "0" for flag in run["overflow"]])
     np.testing.assert_array_equal(trace.loss_scale_after, np.array(run["scale_after"], dtype=np.float32))
+
+
+@given(st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 1.0]), st.integers(1, 12), overflow_traces(max_steps=300))
+def test_tolerant_scaling_is_fairseqs_rule(tolerance, window, grads_finite):
+    """Against fairseq's own bookkeeping: iteration numbers, and a count of overflows that growth does not clear."""
+    policy = TolerantScaling(init_scale=1.0, growth_interval=window, tolerance=tolerance, **UNBOUNDED)
+    scale, overflows, last_overflow, last_rescale = 1.0, 0, -1, -1
+    expected = []
+    for iteration, finite in enumerate(grads_finite):
+        if finite and (iteration - last_overflow) % window == 0:
+            scale, last_rescale = scale * 2.0, iteration
+        elif not finite:
+            last_overflow, overflows = iteration, overflows + 1
+            if overflows / (iteration - last_rescale) >= tolerance:
+                scale, last_rescale, overflows = scale / 2.0, iteration, 0
+        expected.append(scale)
+    assume(all(SMALLEST_SCALE < scale < LARGEST_SCALE for scale in expected))
+    assert simulate(policy, grads_finite).loss_scale_after.tolist() == expected

@@ -105,7 +105,56 @@ def test_replace_checks_again():
         dataclasses.replace(DynamicScaling(), growth_interval=0)
 
 
-def test_dynamic_settings_are_keywords():
-    """Nobody has to remember the order of eleven numbers."""
-    with pytest.raises(TypeError):
-        DynamicScaling(2.0**16)
+def test_settings_are_keywords():
+    """Nobody has to remember the order of eleven numbers; a fixed scale has just one."""
+    for policy_type in (DynamicScaling, TolerantScaling):
+        with pytest.raises(TypeError):
+            policy_type(0.5)
+
+
+def test_the_defaults_are_an_interface():
+    """Runs depend on them, so they do not change unnoticed."""
+    assert dataclasses.asdict(DynamicScaling()) == {
+        "init_scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "hysteresis": 1,
+        "refill_on_finite": True,
+        "refill_on_backoff": False,
+        "cooldown": 0,
+        "min_scale": 1.0,
+        "max_scale": 4294967296.0,
+        "max_overflow_streak": None,
+    }
+    assert dataclasses.asdict(TolerantScaling()) == {
+        "tolerance": 0.05,
+        "init_scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "min_scale": 1.0,
+        "max_scale": 4294967296.0,
+    }
+
+
+def test_the_ends_of_each_range_are_in_it():
+    """The bounds are inclusive, and exactly where float32 puts them."""
+    ends = {
+        "init_scale": (2.0**-126, 2.0**126),
+        "growth_factor": (1.0 + 2.0**-23, 2.0**126),
+        "backoff_factor": (2.0**-126, 1.0 - 2.0**-24),
+        "growth_interval": (1, 2**31 - 1),
+        "cooldown": (0, 2**31 - 1),
+        "max_overflow_streak": (1, 2**31 - 1),
+    }
+    for name, values in ends.items():
+        for value in values:
+            policy = DynamicScaling(**{"min_scale": 2.0**-126, "max_scale": 2.0**126, name: value})
+            assert getattr(policy, name) == value
+
+
+def test_numpy_halves_do_not_warn():
+    """A float16 number is compared as a Python one."""
+    assert FixedScaling(np.float16(1024.0)).init_scale == 1024.0
+    assert DynamicScaling(growth_interval=np.float16(7)).growth_interval == 7

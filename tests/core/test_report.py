@@ -80,6 +80,23 @@ CASES = {
     "fixed and too large": (FixedScaling(1024.0), [False] * 9, "skipping too often"),
     "no scaling and a broken forward pass": (NoScaling(), [False] * 9, "skipping too often"),
     "tolerant within tolerance": (TolerantScaling(tolerance=0.2), ([True] * 9 + [False]) * 9, "healthy"),
+    "alternating": (DynamicScaling(), [False, True] * 16, "skipping too often"),
+    "a few at the start": (DynamicScaling(), [True] + [False] * 4, "healthy"),
+    "all the way down, then fine": (DynamicScaling(), [False] * 17 + [True], "healthy"),
+    "nowhere to come down from": (DynamicScaling(init_scale=1.0), [False] * 4, "healthy"),
+    "one overflow without scaling": (NoScaling(), [False], "healthy"),
+    "by design every other step": (DynamicScaling(growth_interval=1), [True, False] * 100, "healthy"),
+    "beyond a generous tolerance": (TolerantScaling(tolerance=0.5), ([False] * 3 + [True]) * 50, "skipping too often"),
+    "beyond the default tolerance": (TolerantScaling(), ([True] * 7 + [False]) * 50, "skipping too often"),
+    "a high floor": (DynamicScaling(init_scale=8.0, min_scale=8.0), [False] * 9, "stuck at min_scale"),
+    "alternating at the floor, late": (DynamicScaling(), [True] * 20000 + [True, False] * 400, "skipping too often"),
+    "a floor that is no float32": (DynamicScaling(min_scale=0.1), [False] * 40, "stuck at min_scale"),
+    "begun at the ceiling": (DynamicScaling(init_scale=2.0**20, max_scale=2.0**20), [True], "healthy"),
+    "a short interval from far above": (
+        DynamicScaling(init_scale=2.0**24, growth_interval=6),
+        [False] * 8 + ([True] * 6 + [False]) * 3 + [True] * 4,
+        "healthy",
+    ),
     "tolerant and stuck": (TolerantScaling(), [False] * 40, "stuck at min_scale"),
 }
 
@@ -99,16 +116,26 @@ def test_diagnoses_name_the_cause_and_the_mend():
     stuck = diagnose(DynamicScaling(), _after(DynamicScaling(), [False] * 40))
     assert "forward pass" in stuck
     assert "40 steps in a row" in stuck
-    top = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE)
+    top = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE, growth_interval=1)
+    high = DynamicScaling(init_scale=8.0, min_scale=8.0)
+    assert "Lower min_scale" in diagnose(high, _after(high, STREAK))
+    assert "forward pass" in diagnose(FixedScaling(0.5), _after(FixedScaling(0.5), STREAK))
     assert "larger weight" in diagnose(top, _after(top, [True]))
     assert "DynamicScaling" in diagnose(FixedScaling(8.0), _after(FixedScaling(8.0), STREAK))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+def test_a_scale_no_policy_reaches_is_called_broken(scale):
+    """A corrupted state is answered, not crashed on."""
+    state = _after(DynamicScaling(), [True, False])._replace(loss_scale=np.float32(scale))
+    assert diagnose(DynamicScaling(), state).startswith("broken")
 
 
 def test_the_overflow_streak_is_limited_by_the_policy():
     """The error comes with the limit's last overflow, not before, and carries the diagnosis."""
     policy = DynamicScaling(max_overflow_streak=3)
     check_overflow_streak(policy, _after(policy, [True, False, False]))
-    with pytest.raises(OverflowStreakError, match=r"max_overflow_streak=3: calibrating"):
+    with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3, .*8192;"):
         check_overflow_streak(policy, _after(policy, [False] * 3))
     with pytest.raises(FloatingPointError):
         check_overflow_streak(policy, _after(policy, [True] + [False] * 4))

@@ -2,6 +2,7 @@
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import find, given, settings
@@ -9,6 +10,7 @@ from hypothesis import find, given, settings
 import lossscale_core
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, TolerantScaling
 from lossscale_core.testing import (
+    LARGEST_NUMBER,
     Trace,
     assert_traces_equal,
     overflow_traces,
@@ -56,6 +58,22 @@ def test_simulate_gradients_overflows_beyond_the_largest_number():
     assert simulate_gradients(FixedScaling(4.0), [1e38], "bfloat16").skipped.tolist() == [True]
     assert simulate_gradients(FixedScaling(4.0), [1e38], "float32").skipped.tolist() == [True]
     assert simulate_gradients(FixedScaling(4.0), [1e308, np.inf], "float64").skipped.tolist() == [True, True]
+
+
+def test_the_largest_numbers_are_those_of_the_dtypes():
+    """To the last bit, as NumPy and ml_dtypes have them."""
+    for name, largest in LARGEST_NUMBER.items():
+        finfo = ml_dtypes.finfo(name) if name == "bfloat16" else np.finfo(name)
+        assert largest == float(finfo.max)
+    assert simulate_gradients(NoScaling(), [65504.0, 65505.0], np.float16).skipped.tolist() == [False, True]
+
+
+def test_unknown_kinds_and_text_are_refused():
+    """A kind that is none, and flags written as text, are answered at once."""
+    with pytest.raises(ValueError, match="'static' is no kind"):
+        policies("static")
+    with pytest.raises(TypeError, match="sequence of bools"):
+        simulate("dynamic", "0010")
 
 
 def test_simulate_gradients_finds_the_level():

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, all_finite, init_state, scale, select, unscale
+from lossscale_core import DynamicScaling, FixedScaling, ScaleState, all_finite, init_state, scale, select, unscale
 
 STATE = FixedScaling(2.0**16).init_state()
 
@@ -102,13 +102,77 @@ def test_select_on_the_host_takes_one_side_untouched():
 
 @pytest.mark.parametrize(
     ("other", "place"),
-    [({"w": [1]}, "['w']"), ({"w": (1, 2)}, "['w']"), ({"w": [1, 2], "x": 0}, "the top"), ([1], "the top")],
+    [
+        ({"w": 1}, "['w']"),
+        ({"w": [1, (2,)]}, "['w'][1]"),
+        ({"w": [1, None]}, "['w'][1]"),
+        ({"w": [1]}, "['w']"),
+        ({"w": (1, 2)}, "['w']"),
+        ({"w": [1, 2], "x": 0}, "the top"),
+        ([1], "the top"),
+    ],
 )
 def test_select_names_where_structures_differ(other, place):
     """Two trees that do not match are refused, naming the place."""
     with pytest.raises(ValueError, match="structures differ") as caught:
         select(True, {"w": [1, 2]}, other)
     assert place in str(caught.value)
+
+
+def test_select_refuses_other_shapes():
+    """An array of another shape is another structure."""
+    with pytest.raises(ValueError, match=r"ndarray of shape \(2,\) against ndarray of shape \(3,\)"):
+        select(True, [np.ones(2)], [np.ones(3)])
+
+
+@pytest.mark.parametrize("flag", [None, "False", 1, float("nan"), np.array([True])])
+def test_what_is_no_flag_is_refused(flag):
+    """None is neither finite nor an overflow, and a flag is one bool."""
+    with pytest.raises(TypeError, match="grads_finite"):
+        DynamicScaling().update(STATE, flag)
+    if not isinstance(flag, str | None):
+        with pytest.raises(TypeError, match="grads_finite"):
+            select(flag, np.ones(1), np.ones(1))
+
+
+def test_nothing_is_raised_while_hunting_nans():
+    """With every NumPy warning an error, the verbs still only answer."""
+    tiny, huge = np.full(4, 1e-30, np.float32), np.full(4, 3e38, np.float32)
+    with np.errstate(all="raise"):
+        assert all_finite([tiny, huge, tiny.astype(np.float64) * 1e-200])
+        assert np.isinf(scale(huge, STATE)).all()
+        assert (unscale(np.full(4, 1e-38, np.float32), STATE) >= 0).all()
+        assert not all_finite([np.full(4, np.nan, np.float32)])
+
+
+def test_odd_arrays_are_taken_for_what_they_hold():
+    """A mask hides no NaN, a matrix is an array, small integers are integers, and raw bytes are no gradient."""
+    assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True]))
+    assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True], dtype=np.float16))
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix([[1.0, np.inf]])
+    assert not all_finite(matrix)
+    integers = np.zeros(3, ml_dtypes.int4)
+    assert unscale(integers, STATE) is integers
+    with pytest.raises(TypeError, match="no gradient"):
+        all_finite(np.zeros(2, "V4"))
+
+
+def test_arrays_stay_on_their_device():
+    """Whatever the verbs make to go with an array, they make on its device."""
+    device = xps.Device("device1")
+    grads = [xps.asarray([1.0], device=device), xps.asarray([1], device=device)]
+    finite = all_finite(grads)
+    assert finite.device == device
+    assert unscale(grads, STATE)[0].device == device
+    assert select(finite, {"n": 3}, {"n": 2})["n"].device == device
+
+
+def test_python_numbers_serve_as_a_state():
+    """A state of plain numbers works too, in Python's own precision."""
+    policy = DynamicScaling(backoff_factor=0.3, min_scale=0.1)
+    after = policy.update(ScaleState(2, 0, 1, 0, 0, 0), False)
+    assert after == ScaleState(0.6, 0, 0, 1, 1, 1)
 
 
 def test_the_verbs_on_a_strict_namespace():

@@ -29,7 +29,7 @@ CORE = {
 COMMAND = {"cli", "demo", "__main__"}
 THIRD_PARTY = {"numpy", "array_api_compat"}
 EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}}
-DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn"}
+DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 ADAPTERS = {
     "lossscale_torch": {"torch"},
     "lossscale_jax": {"jax"},

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core.demo import _data
@@ -42,6 +43,11 @@ def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[],
     trains with the same seed and number of steps. Raises `OverflowStreakError` where the policy asks for it.
     """
     digits = _data.load()
+    with threadpool_limits(1):  # matrices this small are multiplied faster by one thread than by several
+        return _run_all(settings, digits, on_run)
+
+
+def _run_all(settings: Settings, digits: _data.Digits, on_run: Callable[[str, int], Callable[[], Any]]) -> Experiment:
     runs: dict[str, Run] = {}
     sweep: dict[str, dict[float, float]] = {}
     for regime in regimes(settings.policy):
