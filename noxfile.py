@@ -63,14 +63,14 @@ def docs(session: nox.Session) -> None:
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 
-@nox.session
+@nox.session(reuse_venv=False)
 def build(session: nox.Session) -> None:
     """Build the wheel and test it where no source tree is in reach: `nox -s build`."""
     session.install("build")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist", silent=True)
     (wheel,) = Path("dist").resolve().glob("*.whl")
-    session.install("--force-reinstall", str(wheel))
+    session.install(str(wheel))
     session.run("python", "-c", "import lossscale_core as c; c.testing.simulate('dynamic', [True])")
     session.run("lossscale", success_codes=[2])
     session.install(f"{wheel}[demo]", *_group("test"))
