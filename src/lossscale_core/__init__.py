@@ -5,7 +5,7 @@ grads_finite)` is the only place where a loss scale changes. The packages `losss
 `lossscale_tf` speak the same verbs on their framework's devices.
 """
 
-from lossscale_core import errors, testing
+from lossscale_core import errors, testing, tree
 from lossscale_core._arrays import all_finite, init_state, scale, select, unscale
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
@@ -47,6 +47,7 @@ __all__ = [
     "state_to_dict",
     "step_info",
     "testing",
+    "tree",
     "unscale",
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core import _tree
+from lossscale_core import tree
 from lossscale_core._finite import all_finite_in
 from lossscale_core._state import AnyScaleState, Array
 
@@ -79,7 +79,7 @@ def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> An
         array, leaf_xp = _with_namespace(leaf, xp)
         return _lifted(array, leaf_xp) * _beside(state.loss_scale, array, leaf_xp)
 
-    return _tree.map_leaves(scale_leaf, loss)
+    return tree.map_leaves(scale_leaf, loss)
 
 
 @np.errstate(all="ignore")
@@ -92,7 +92,7 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
     synchronises. Combine the flags of several devices with *all*. Raises `TypeError` for a leaf that is no array.
     """
     on_host, on_device = True, None
-    for leaf in _tree.leaves(grads):
+    for leaf in tree.leaves(grads):
         if leaf is None:
             continue
         array, leaf_xp = _with_namespace(leaf, xp)
@@ -127,7 +127,7 @@ def unscale(grads: Any, state: AnyScaleState, *, xp: Namespace | None = None) ->
             else leaf
         )
 
-    return _tree.map_leaves(unscale_leaf, grads)
+    return tree.map_leaves(unscale_leaf, grads)
 
 
 def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = None) -> Any:
@@ -139,7 +139,7 @@ def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = No
     """
     if isinstance(grads_finite, _ON_HOST):
         take_new = host_flag(grads_finite)
-        return _tree.map_leaves(lambda a, b: a if take_new else b, new, old)
+        return tree.map_leaves(lambda a, b: a if take_new else b, new, old)
     flag_xp = namespace(grads_finite) if xp is None else xp
 
     def select_leaf(a: Any, b: Any) -> Any:
@@ -150,7 +150,7 @@ def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = No
         )
         return flag_xp.where(grads_finite, a, b)
 
-    return _tree.map_leaves(select_leaf, new, old)
+    return tree.map_leaves(select_leaf, new, old)
 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:

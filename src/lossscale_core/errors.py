@@ -6,6 +6,7 @@ LossScaleError
 ├── CallOrderError(RuntimeError)             calls came in an order that would corrupt gradients
 ├── CheckpointError(ValueError)              a saved state cannot be restored
 ├── TraceFileError(ValueError)               a recorded run cannot be read
+├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
 ```
@@ -32,6 +33,10 @@ class CheckpointError(LossScaleError, ValueError):
 
 class TraceFileError(LossScaleError, ValueError):
     """A recorded run cannot be read: its file does not hold a value a step."""
+
+
+class SyncError(LossScaleError, RuntimeError):
+    """Ranks that must hold the same state do not."""
 
 
 class OverflowStreakError(LossScaleError, FloatingPointError):

@@ -13,11 +13,11 @@ STANDARD_LIBRARY = sys.stdlib_module_names
 CORE = {
     "errors": set(),
     "_state": set(),
-    "_tree": set(),
+    "tree": set(),
     "_finite": set(),
     "_trace_file": {"errors"},
     "_settings": {"errors"},
-    "_arrays": {"_tree", "_finite", "_state"},
+    "_arrays": {"tree", "_finite", "_state"},
     "_policy": {"_settings", "_arrays", "_state"},
     "_config": {"_policy", "_settings", "errors"},
     "_schema": {"_config", "_policy", "_settings"},

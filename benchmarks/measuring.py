@@ -1,0 +1,87 @@
+"""Shared by the benchmarks: rows held against a bar, fair timing, and the table they are kept in."""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+NOISE = 1.05
+
+
+class Row(NamedTuple):
+    """One measured number, what it is a ratio of (if it is one), and the bar it is held against."""
+
+    work: str
+    unit: str
+    measured: float
+    bar: float
+
+    @property
+    def held(self) -> bool:
+        """Whether the bar is held, give or take the noise of a shared machine."""
+        return self.measured <= self.bar * NOISE
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of ResNet-50's 161 parameters, 25.6 M elements in all."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width_in = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += [(width, width_in, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            shapes += [(width,)] * 4 + [(4 * width,)] * 2
+            if block == 0:
+                shapes += [(4 * width, width_in, 1, 1), (4 * width,), (4 * width,)]
+            width_in = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def interleaved(
+    functions: list[Callable[[], object]],
+    repetitions: int,
+    calls: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Return each function's median seconds a call; the functions take turns, so that noise hits all alike.
+
+    `before` is called ahead of each turn and is not timed.
+    """
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repetitions):
+        for function, of_function in zip(functions, times, strict=True):
+            before()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            of_function.append((time.perf_counter() - start) / calls)
+    return [statistics.median(of_function) for of_function in times]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| work | measured | bar | held |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row.work} | {row.measured:.2f} {row.unit} | {row.bar:g} {row.unit} | {'yes' if row.held else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
+def run(title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str) -> int:
+    """Measure, print, keep the table where asked, and return 1 where a bar was missed on the CPU."""
+    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repetitions: shows that everything runs")
+    parser.add_argument("--output", type=Path, help="a Markdown file to keep the table in")
+    options = parser.parse_args()
+    rows = measure(options.quick)
+    machine = f"{versions}, Python {platform.python_version()}, {platform.machine()}"
+    text = (
+        f"{table(rows)}\n\nMedians over interleaved repetitions in one run; bars count as held within 5 %. {machine}."
+    )
+    print(text)
+    if options.output:
+        options.output.write_text(f"# {title}\n\n{text}\n\nMade by `nox -s bench -- --output {options.output}`.\n")
+    return 0 if options.quick or all(row.held for row in rows if "(cuda)" not in row.work) else 1

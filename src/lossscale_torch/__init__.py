@@ -1,0 +1,20 @@
+"""Loss scaling for PyTorch: the five verbs on tensors, and `GradScaler`, a drop-in for `torch.amp.GradScaler`.
+
+`GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
+"""
+
+from lossscale_torch._grads import all_finite, scale, select, unscale
+from lossscale_torch._optimizer import GradScaler
+from lossscale_torch._report import GradientReport, overflow_report
+from lossscale_torch._state import init_state
+
+__all__ = [
+    "GradScaler",
+    "GradientReport",
+    "all_finite",
+    "init_state",
+    "overflow_report",
+    "scale",
+    "select",
+    "unscale",
+]

@@ -1,0 +1,510 @@
+"""`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from lossscale_core import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicScaling,
+    ScalingPolicy,
+    StepInfo,
+    as_policy,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    state_from_dict,
+    state_to_dict,
+    step_info,
+    tree,
+)
+from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_torch import _clip, _grads
+from lossscale_torch._compat import TorchSurface, within_bounds
+from lossscale_torch._state import ScalerState
+
+
+class OptimizerRecord(dict[str, Any]):
+    """What is known of one optimizer since the last update: torch's own keys, and what was decided."""
+
+    def __init__(self) -> None:
+        super().__init__(stage=OptState.READY, found_inf_per_device={})
+        self.finite: bool | None = None
+        """Whether its gradients are finite on every rank, once the host knows."""
+        self.grad_scale: Tensor | None = None
+        """What a fused optimizer has left to divide its gradients by."""
+
+
+class GradScaler(TorchSurface):
+    """A drop-in for `torch.amp.GradScaler` that takes any policy and says what each step did.
+
+    ```python
+    scaler = GradScaler("cuda", policy="dynamic")
+    scaler.scale(loss).backward()
+    scaler.unscale_and_clip_(optimizer, max_norm=1.0)  # if you clip
+    scaler.step(optimizer)
+    info = scaler.update()
+    if info.applied:
+        scheduler.step()
+    ```
+
+    Without `policy` it is torch's dynamic rule under torch's arguments, with the scale kept between 2**-126 and
+    2**126. `policy` is anything `lossscale_core.as_policy` takes. `process_group` combines the decision over its ranks
+    before anyone acts on it; parameters sharded over a device mesh do so by themselves. With `joint_skip` an overflow
+    in one optimizer skips all of them; call `unscale_` on each before the first `step`. With `half_gradients` float16
+    gradients are unscaled in place, which may flush small ones to zero; otherwise they are refused.
+
+    An ordinary optimizer costs one host synchronisation a step, in `step`; a fused one costs none.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Any = None,
+        process_group: Any = None,
+        joint_skip: bool = False,
+        half_gradients: bool = False,
+    ) -> None:
+        self._device = device
+        self._enabled = enabled and _is_available(device)
+        self._follows_checkpoint = policy is None
+        if policy is None:
+            policy = _torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
+        self._state = ScalerState(as_policy(policy))
+        self._process_group = process_group
+        self._joint_skip = joint_skip
+        self._half_gradients = half_gradients
+        self._placed_scale: Tensor | None = None
+        self._used_scale: Tensor | None = None
+        self._inverse: Tensor | None = None
+        self._is_captured = False
+        self._updated_optimizers: set[int] = set()
+        self._had_no_gradients = False
+        self._per_optimizer_states: dict[int, Any] = defaultdict(OptimizerRecord)
+
+    def scale(self, outputs: Any) -> Any:
+        """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
+
+        Half losses of any shape are lifted to float32. The scale is captured: it unscales what was scaled with it, also
+        when `update` is called in between. Does not synchronise.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if not self._is_captured:
+                self._capture_scale(outputs.device)
+            return _grads.scaled(outputs, self._used_scale)
+        if isinstance(outputs, dict | list | tuple):
+            return tree.map_leaves(self.scale, outputs)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+            return map(self.scale, outputs)
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    @torch.compiler.disable
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
+
+        At most once an optimizer between two updates, else `RuntimeError`. Does not synchronise.
+        """
+        if self._enabled:
+            self._unscale(optimizer, self._record_to_unscale(optimizer, "unscale_"))
+
+    @torch.compiler.disable
+    def unscale_and_clip_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply; return the norm.
+
+        In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm, of shape `()`, is that of the unscaled
+        gradients before clipping. The read that yields it proves them finite; where they are not, neither is the norm,
+        the gradients stay as they are and the step will be skipped (with `error_if_nonfinite`: `RuntimeError`). A fused
+        optimizer takes over the multiply. Disabled, it clips. Synchronises with the host once.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        record = self._record_to_unscale(optimizer, "unscale_and_clip_")
+        if _grads.mesh_groups(optimizer):  # the norm of sharded gradients is torch's own business
+            self._unscale(optimizer, record)
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        grads = self._values(optimizer, self._half_gradients)
+        scale = float(self._used_scale)  # type: ignore[arg-type]
+        norm = _clip.total_norm(grads, norm_type) / scale
+        clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        self._note_found(optimizer, record, {}, not math.isfinite(norm))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        if math.isfinite(norm):
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                record.grad_scale = torch.full((), scale / clip, device=self._device_of_scale)
+            else:
+                _clip.multiply_(grads, clip / scale)
+        return torch.tensor(norm, dtype=torch.float32, device=self._device_of_scale)
+
+    @torch.compiler.disable
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call `optimizer.step(*args, **kwargs)` where the gradients are finite on every rank; else skip it.
+
+        Unscales first where nobody has. Returns what the optimizer returned, or None. A fused optimizer is always
+        called, with the flag, and skips by itself; an optimizer without gradients has nothing to skip. Synchronises with
+        the host once, for a fused optimizer not at all. Raises `RuntimeError` for a closure, or when called twice
+        between two updates.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or (args and args[0] is not None):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._require_scale("step")
+        record = self._record_of(optimizer)
+        if record["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_fused(optimizer, record, *args, **kwargs)
+        else:
+            if record["stage"] is OptState.READY:
+                self._unscale(optimizer, record)
+            finite = all([_known_on_host(each) for each in self._deciding(record)])
+            result = optimizer.step(*args, **kwargs) if finite else None
+        record["stage"] = OptState.STEPPED
+        return result
+
+    @torch.compiler.disable
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]
+        """Update the loss scale by what the steps since the last update found, and return what happened.
+
+        `applied` is True where every optimizer's gradients were finite, fused or not; it and the other fields stay on
+        their device until they are read, so this does not synchronise. Optimizers that are updated one by one after one
+        loss count as one step. `new_scale` sets the scale instead. Raises `AssertionError` where no step came first,
+        and `OverflowStreakError` when the policy's `max_overflow_streak` is reached and the host knows.
+        """
+        if not self._enabled:
+            return StepInfo(True, 1.0, 1.0, 0)
+        self._require_scale("update")
+        records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(OptimizerRecord)
+        self._is_captured = False
+        if new_scale is not None:
+            return self._set_scale(new_scale)
+        checked = {key: record for key, record in records.items() if record["found_inf_per_device"]}
+        self._had_no_gradients = not checked
+        if not checked:
+            if not any(record["stage"] is not OptState.READY for record in records.values()):
+                raise AssertionError("No inf checks were recorded prior to update.")
+            return step_info(self._state.current, self._state.current)
+        if self._updated_optimizers & checked.keys():
+            self._state.begin_step()
+        self._updated_optimizers |= checked.keys()
+        previous = self._state.current.loss_scale
+        info = self._state.update(_all_finite(list(checked.values()), self._device_of_scale))
+        if isinstance(previous, Tensor) or not self._state.is_on_host or previous != self._state.current.loss_scale:
+            self._place_scale()
+        if self._state.is_on_host:
+            check_overflow_streak(self.policy, self._state.current)
+        return info
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
+        return metrics(self._state.current)
+
+    def diagnose(self) -> str:
+        """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
+        if not self._enabled:
+            return "disabled: losses and gradients are left alone."
+        answer = diagnose(self.policy, self._state.read())
+        if self._had_no_gradients:
+            answer += " The last step had no gradients to check: its parameters are frozen or unused, or the loss was detached."
+        return answer
+
+    def check_sync(self) -> None:
+        """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
+
+        Compares over `process_group`, or over all ranks. Synchronises with the host.
+        """
+        distributed = torch.distributed
+        mine = state_to_dict(self._state.read(), self.policy)
+        theirs: list[Any] = [None] * distributed.get_world_size(self._process_group)
+        distributed.all_gather_object(theirs, mine, group=self._process_group)
+        different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
+        if different:
+            scales = ", ".join(f"rank {rank}: {theirs[rank]['loss_scale']:g}" for rank in [0, *different])
+            raise SyncError(
+                f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
+                "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
+
+        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Empty
+        when disabled. Synchronises with the host.
+        """
+        if not self._enabled:
+            return {}
+        state = self._state.read()
+        return {
+            "scale": float(state.loss_scale),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": int(state.growth_tracker),
+            **state_to_dict(state, self.policy),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
+
+        A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
+        policy keeps it, and a `CheckpointWarning` names each difference. Raises torch's `RuntimeError` for an empty
+        dict, `KeyError` for a missing key and `CheckpointError` for a value no state can hold.
+        """
+        if not self._enabled:
+            return
+        if len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        policy = _checkpoint_policy(state_dict, self.policy) if self._follows_checkpoint else self.policy
+        if "version" in state_dict:
+            state = state_from_dict(state_dict, policy)
+        else:
+            state = policy.init_state()
+            scale = within_bounds(state_dict["scale"], policy)
+            fields = {"loss_scale": scale, "growth_tracker": state_dict["_growth_tracker"]}
+            state = state_from_dict({**state_to_dict(state), **fields}, policy)
+        self._state = ScalerState(policy, state)
+        self._place_scale()
+        self._is_captured = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        self._state.read()
+        fresh = {"_placed_scale": None, "_used_scale": None, "_inverse": None, "_is_captured": False}
+        return {**self.__dict__, **fresh, "_process_group": None, "_updated_optimizers": set()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
+        copy = type(self).__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), "_state": ScalerState(self.policy, self._state.current)})
+        copy._per_optimizer_states = defaultdict(OptimizerRecord)
+        copy._process_group = self._process_group  # a group is shared, not copied
+        return copy
+
+    @torch.compiler.disable
+    def _capture_scale(self, device: torch.device) -> None:
+        """Begin a step: what is scaled from now on is unscaled by this scale, whatever `update` does meanwhile."""
+        if self._placed_scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        if self._used_scale is not self._placed_scale:
+            self._used_scale, self._inverse = self._placed_scale, None
+        self._state.begin_step()
+        self._updated_optimizers.clear()
+        self._is_captured = True
+
+    @property
+    def _device_of_scale(self) -> torch.device:
+        return self._require_scale("step").device
+
+    def _require_scale(self, caller: str) -> Tensor:
+        if self._placed_scale is None:
+            self._check_scale_growth_tracker(caller)  # raises in torch's words
+        return self._placed_scale  # type: ignore[return-value]
+
+    def _record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
+        """Return an optimizer's record; if it was updated since the last loss, its gradients are a new step's."""
+        if self._used_scale is None or id(optimizer) in self._updated_optimizers:
+            self._capture_scale(self._device_of_scale)
+        return self._per_optimizer_states[id(optimizer)]  # type: ignore[no-any-return]
+
+    def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
+        self._require_scale(caller)
+        record = self._record_of(optimizer)
+        if record["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if record["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        return record
+
+    def _inverse_scale(self) -> Tensor:
+        if self._inverse is None:
+            self._inverse = self._used_scale.reciprocal()  # type: ignore[union-attr]
+        return self._inverse
+
+    def _values(self, optimizer: torch.optim.Optimizer, allow_half: bool) -> list[Tensor]:
+        """Return the real, dense values of an optimizer's gradients, float16 ones only where they are allowed."""
+        grads = _grads.grads_of(optimizer)
+        if not grads:
+            return grads
+        if not _grads.are_one_bucket(grads):
+            _grads.coalesce_sparse(optimizer)
+            grads = [_grads.values_of(grad) for grad in _grads.grads_of(optimizer)]
+        if not allow_half and any(grad.dtype is torch.float16 for grad in _grads.one_of_each_dtype(grads)):
+            raise ValueError(_grads.half_gradients_message(optimizer))
+        return grads
+
+    def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
+        found = torch.zeros((), device=self._device_of_scale)
+        per_device = self._unscale_grads_(optimizer, self._inverse_scale(), found, self._half_gradients)
+        self._note_found(optimizer, record, per_device)
+
+    def _unscale_grads_(  # type: ignore[override]
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = {}
+        grads = self._values(optimizer, allow_fp16)
+        check_again = inv_scale is self._inverse and self._state.may_be_below_one()
+        for bucket in _grads.buckets(grads):
+            device = bucket[0].device
+            if device not in found:
+                found[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
+            _grads.check_and_multiply_(bucket, found[device], _grads.moved(inv_scale, device))
+            if check_again:  # below a scale of 1 a finite gradient may overflow by being unscaled
+                _grads.check_and_multiply_(bucket, found[device], torch.ones((), device=device))
+        return found
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Note whether the gradients are finite and will be when a fused optimizer unscales them; leave them alone."""
+        scale = self._require_scale("_check_inf_per_device")
+        if self._used_scale is None:
+            self._capture_scale(scale.device)
+        record = self._per_optimizer_states[id(optimizer)]
+        inverse = self._inverse_scale() if self._state.may_be_below_one() else None
+        found: dict[torch.device, Tensor] = {}
+        for bucket in _grads.buckets(self._values(optimizer, allow_half=True)):
+            device = bucket[0].device
+            flag = _grads.found_inf_in(bucket, None if inverse is None else _grads.moved(inverse, device))
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        stage = record["stage"]
+        self._note_found(optimizer, record, found)
+        record["stage"] = stage
+        return record["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    def _note_found(
+        self,
+        optimizer: torch.optim.Optimizer,
+        record: OptimizerRecord,
+        found: dict[Any, Tensor],
+        known: bool | None = None,
+    ) -> None:
+        """Record the flags of an optimizer, combined over the ranks that must decide alike."""
+        groups = _grads.mesh_groups(optimizer)
+        if self._process_group is not None:
+            groups.append(self._process_group)
+        if known is not None:
+            found = {self._device_of_scale: torch.full((), float(known), device=self._device_of_scale)}
+            record.finite = None if groups else not known
+        if groups:
+            device = self._device_of_scale
+            flags = [_grads.moved(flag, device) for flag in found.values()] or [torch.zeros((), device=device)]
+            combined = torch.stack(flags).amax()
+            _grads.reduce_max(combined, groups)
+            found = {device: combined}
+        record["found_inf_per_device"] = found
+        record["stage"] = OptState.UNSCALED
+
+    def _deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
+        """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""
+        if not self._joint_skip:
+            return [record]
+        records = list(self._per_optimizer_states.values())
+        late = any(each["stage"] is OptState.STEPPED and each is not record for each in records)
+        if late and record not in getattr(self, "_joint", []):
+            raise CallOrderError(
+                "with joint_skip another optimizer has stepped before this one was unscaled; "
+                "call unscale_() on every optimizer before the first step()"
+            )
+        self._joint = records
+        return records
+
+    def _step_fused(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
+        if record["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+            record.grad_scale = self._used_scale
+        device = self._device_of_scale
+        flags = [flag for each in self._deciding(record) for flag in each["found_inf_per_device"].values()]
+        flags = [_grads.moved(flag, device) for flag in flags] or [torch.zeros((), device=device)]
+        preset = getattr(optimizer, "grad_scale", None)
+        factors = [factor for factor in (record.grad_scale, preset) if factor is not None]
+        optimizer.grad_scale = math.prod(factors[1:], start=factors[0]) if factors else None
+        optimizer.found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+def _known_on_host(record: OptimizerRecord) -> bool:
+    """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
+    if record.finite is None:
+        record.finite = not any([not flag.item() == 0.0 for flag in record["found_inf_per_device"].values()])
+    return record.finite
+
+
+def _all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
+    """Combine the records' flags: on the host where all are known there, else on `device`."""
+    if all(record.finite is not None for record in records):
+        return all(bool(record.finite) for record in records)
+    flags = [_grads.moved(flag, device) for record in records for flag in record["found_inf_per_device"].values()]
+    return torch.stack(flags).amax() == 0.0
+
+
+def _is_available(device: str) -> bool:
+    if device != "cuda" or torch.cuda.is_available() or not torch.cuda.amp.common.amp_definitely_not_available():
+        return True
+    warnings.warn(
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=3
+    )
+    return False
+
+
+def _torch_policy(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
+) -> ScalingPolicy:
+    """Return torch's dynamic rule; what torch asserts is asserted in its words, and every positive scale is taken."""
+    if enabled and growth_factor <= 1.0:
+        raise AssertionError("The growth factor must be > 1.0.")
+    if enabled and backoff_factor >= 1.0:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    if not enabled:
+        return DynamicScaling()
+    return DynamicScaling(
+        init_scale=min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_SCALE,
+    )
+
+
+def _checkpoint_policy(state_dict: dict[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
+    """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
+    if "policy" in state_dict:
+        return as_policy(state_dict["policy"])
+    if "version" in state_dict:
+        return policy
+    return _torch_policy(
+        2.0**16, state_dict["growth_factor"], state_dict["backoff_factor"], state_dict["growth_interval"], enabled=True
+    )

@@ -1,0 +1,50 @@
+"""Which parameters overflowed, and how."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lossscale_torch._grads import values_of
+
+
+class GradientReport(NamedTuple):
+    """What is not finite in one parameter's gradient."""
+
+    name: str
+    nan: int
+    """How many elements are NaN."""
+    positive_inf: int
+    """How many elements are +inf."""
+    negative_inf: int
+    """How many elements are -inf."""
+    largest_finite: float
+    """The largest magnitude among the finite elements, as stored; 0.0 where there are none."""
+
+
+def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[GradientReport]:
+    """Return a report on each parameter whose gradient holds NaN or infinity, in the order given.
+
+    Call it after a skipped step, with `model.named_parameters()`; where nothing overflowed the list is empty. A gradient
+    with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large. Reads every
+    gradient and synchronises with the host.
+    """
+    return [
+        _report(name, values)
+        for name, param in named_parameters
+        if param.grad is not None
+        for values in [values_of(param.grad.detach())]
+        if not bool(torch.isfinite(values).all())
+    ]
+
+
+def _report(name: str, values: Tensor) -> GradientReport:
+    finite = values[torch.isfinite(values)]
+    return GradientReport(
+        name,
+        nan=int(torch.isnan(values).sum()),
+        positive_inf=int(torch.isposinf(values).sum()),
+        negative_inf=int(torch.isneginf(values).sum()),
+        largest_finite=float(finite.abs().max()) if finite.numel() else 0.0,
+    )
