@@ -23,7 +23,9 @@ class HOST:
     def where(condition: Any, x: Any, y: Any) -> Any:
         """Return `x` or `y` in the NumPy type of either: a plain number is as weak as in `np.where`."""
         chosen, other = (x, y) if condition else (y, x)
-        return type(other)(chosen) if isinstance(other, np.generic) and not isinstance(chosen, np.generic) else chosen
+        if isinstance(chosen, np.generic) or not isinstance(other, np.generic):
+            return chosen
+        return type(other)(chosen)
 
 
 def namespace(array: Array) -> Namespace:
@@ -48,7 +50,9 @@ def namespace(array: Array) -> Namespace:
 
 def host_flag(grads_finite: Any) -> bool:
     """Return `grads_finite` as a Python bool; a flag that lives on a device is waited for. Raises `TypeError`."""
-    if not isinstance(grads_finite, bool | np.bool_) and getattr(grads_finite, "shape", None) != ():
+    if grads_finite is True or grads_finite is False:
+        return grads_finite
+    if getattr(grads_finite, "shape", None) != ():
         raise TypeError(f"grads_finite={grads_finite!r} must be a bool of shape (); pass what all_finite returned")
     return bool(grads_finite)
 

@@ -7,7 +7,6 @@ framework, eagerly or traced: no `if` on an array, no dtype or shape that change
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -140,29 +139,31 @@ class DynamicScaling:
         """Return the state after a step. See `ScalingPolicy.update`."""
         return _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
 
-    def _after_finite(self, state: AnyScaleState, xp: Namespace) -> Any:
+    def _after_finite(self, state: Any, xp: Namespace) -> ScaleState:
         growth_tracker = state.growth_tracker + 1
         grows = growth_tracker >= self.growth_interval
-        refilled = (
-            self.hysteresis if self.refill_on_finite else xp.where(grows, self.hysteresis, state.hysteresis_tracker)
-        )
-        return state._replace(
-            **_finite_counters(state),
+        tolerance = state.hysteresis_tracker
+        return ScaleState(
             loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
             growth_tracker=xp.where(grows, 0, growth_tracker),
-            hysteresis_tracker=refilled,
+            hysteresis_tracker=_filled(tolerance, self.hysteresis)
+            if self.refill_on_finite
+            else xp.where(grows, self.hysteresis, tolerance),
+            steps=state.steps + 1,
+            skipped_steps=state.skipped_steps,
+            overflow_streak=_filled(state.overflow_streak, 0),
         )
 
-    def _after_overflow(self, state: AnyScaleState, xp: Namespace) -> Any:
-        hysteresis_tracker = _at_least(0, state.hysteresis_tracker - 1, xp)
-        backs_off = hysteresis_tracker <= 0
-        if self.refill_on_backoff:
-            hysteresis_tracker = xp.where(backs_off, self.hysteresis, hysteresis_tracker)
-        return state._replace(
-            **_overflow_counters(state),
+    def _after_overflow(self, state: Any, xp: Namespace) -> ScaleState:
+        tolerance = _at_least(0, state.hysteresis_tracker - 1, xp)
+        backs_off = tolerance <= 0
+        return ScaleState(
             loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=-self.cooldown,
-            hysteresis_tracker=hysteresis_tracker,
+            growth_tracker=_filled(state.growth_tracker, -self.cooldown),
+            hysteresis_tracker=xp.where(backs_off, self.hysteresis, tolerance) if self.refill_on_backoff else tolerance,
+            steps=state.steps + 1,
+            skipped_steps=state.skipped_steps + 1,
+            overflow_streak=state.overflow_streak + 1,
         )
 
 
@@ -212,8 +213,7 @@ class TolerantScaling:
     def _after_finite(self, state: Any, xp: Namespace) -> Any:
         growth_tracker = state.growth_tracker + 1
         grows = growth_tracker >= self.growth_interval
-        return state._replace(
-            **_finite_counters(state),
+        return _count_finite(state, xp)._replace(
             loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
             growth_tracker=xp.where(grows, 0, growth_tracker),
             steps_since_change=xp.where(grows, 0.0, state.steps_since_change + 1.0),
@@ -223,10 +223,9 @@ class TolerantScaling:
         steps = state.steps_since_change + 1.0
         overflows = state.overflows_since_backoff + 1.0
         backs_off = overflows / steps >= self.tolerance
-        return state._replace(
-            **_overflow_counters(state),
+        return _count_overflow(state, xp)._replace(
             loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=0,
+            growth_tracker=_filled(state.growth_tracker, 0),
             steps_since_change=xp.where(backs_off, 0.0, steps),
             overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
         )
@@ -244,23 +243,15 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
 
 
 def _count_finite(state: AnyScaleState, _: Namespace) -> Any:
-    return state._replace(**_finite_counters(state))
+    return state._replace(steps=state.steps + 1, overflow_streak=_filled(state.overflow_streak, 0))
 
 
 def _count_overflow(state: AnyScaleState, _: Namespace) -> Any:
-    return state._replace(**_overflow_counters(state))
-
-
-def _finite_counters(state: AnyScaleState) -> dict[str, Array]:
-    return {"steps": state.steps + 1, "overflow_streak": 0}
-
-
-def _overflow_counters(state: AnyScaleState) -> dict[str, Array]:
-    return {
-        "steps": state.steps + 1,
-        "skipped_steps": state.skipped_steps + 1,
-        "overflow_streak": state.overflow_streak + 1,
-    }
+    return state._replace(
+        steps=state.steps + 1,
+        skipped_steps=state.skipped_steps + 1,
+        overflow_streak=state.overflow_streak + 1,
+    )
 
 
 def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
@@ -283,13 +274,17 @@ def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
     return xp.where(x < bound, x, bound)
 
 
+def _filled(like: Array, value: int) -> Array:
+    """Return a counter of this value in the dtype, shape and place of `like`."""
+    return like * 0 + value
+
+
 def _select(
     grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
 ) -> Any:
-    """Return the state after the transition that `grads_finite` chooses, each field in the dtype it had."""
+    """Return the state after the transition that `grads_finite` chooses."""
     xp = namespace(state.loss_scale) if xp is None else xp
     if xp is HOST:  # a choice made at once need not compute the step that did not happen
-        chosen = after_finite(state, xp) if host_flag(grads_finite) else after_overflow(state, xp)
-        return chosen._make(map(HOST.where, itertools.repeat(True), chosen, state))
+        return after_finite(state, xp) if host_flag(grads_finite) else after_overflow(state, xp)
     choose = functools.partial(xp.where, grads_finite)
     return state._make(map(choose, after_finite(state, xp), after_overflow(state, xp)))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lossscale_core import tree
 
 _HALF = (torch.float16, torch.bfloat16)
+_mesh_groups: "WeakKeyDictionary[Any, tuple[int, tuple[Any, ...]]]" = WeakKeyDictionary()
 _dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
@@ -113,17 +115,26 @@ def values_of(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def buckets(grads: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Return `grads` in lists of one device and dtype each, which the foreach kernels take."""
-    if len(set(map(_dtype, grads))) == 1 == len(set(map(Tensor.get_device, grads))):
+def buckets_of(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """Return the values of an optimizer's gradients in lists of one device and dtype each, as foreach kernels take them."""
+    grads = grads_of(optimizer)
+    if not grads:
+        return []
+    if _are_one_bucket(grads):
         return [grads]
+    coalesce_sparse(optimizer)
+    return buckets([values_of(grad) for grad in grads_of(optimizer)])
+
+
+def buckets(values: list[Tensor]) -> list[list[Tensor]]:
+    """Return dense, real tensors in lists of one device and dtype each."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    return by_kind.values()
+    for each in values:
+        by_kind.setdefault((each.device, each.dtype), []).append(each)
+    return list(by_kind.values())
 
 
-def are_one_bucket(grads: list[Tensor]) -> bool:
+def _are_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
     return (
         {Tensor} == set(map(type, grads))
@@ -131,11 +142,6 @@ def are_one_bucket(grads: list[Tensor]) -> bool:
         and len(set(map(_dtype, grads))) == 1 == len(set(map(Tensor.get_device, grads)))
         and not grads[0].is_complex()
     )
-
-
-def one_of_each_dtype(grads: list[Tensor]) -> Iterable[Tensor]:
-    """Return one gradient of each dtype there is."""
-    return dict(zip(map(_dtype, grads), grads, strict=True)).values()
 
 
 def half_gradients_message(optimizer: torch.optim.Optimizer) -> str:
@@ -189,15 +195,15 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
-def mesh_groups(optimizer: torch.optim.Optimizer) -> list[Any]:
+def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, whether they have gradients or not."""
-    meshes = {
-        param.device_mesh: None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if type(param) is not torch.nn.Parameter and is_dtensor(param)
-    }
-    return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    known = _mesh_groups.get(optimizer)
+    if known is None or known[0] != len(optimizer.param_groups):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
+        groups = tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))
+        known = _mesh_groups[optimizer] = (len(optimizer.param_groups), groups)
+    return known[1]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

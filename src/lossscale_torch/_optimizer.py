@@ -144,9 +144,9 @@ class GradScaler(TorchSurface):
         if _grads.mesh_groups(optimizer):  # the norm of sharded gradients is torch's own business
             self._unscale(optimizer, record)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        grads = self._values(optimizer, self._half_gradients)
+        buckets = self._buckets(optimizer, self._half_gradients)
         scale = float(self._used_scale)  # type: ignore[arg-type]
-        norm = _clip.total_norm(grads, norm_type) / scale
+        norm = _clip.total_norm(buckets, norm_type) / scale
         clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self._note_found(optimizer, record, {}, not math.isfinite(norm))
         if error_if_nonfinite and not math.isfinite(norm):
@@ -159,7 +159,7 @@ class GradScaler(TorchSurface):
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 record.grad_scale = torch.full((), scale / clip, device=self._device_of_scale)
             else:
-                _clip.multiply_(grads, clip / scale)
+                _clip.multiply_(buckets, clip / scale)
         return torch.tensor(norm, dtype=torch.float32, device=self._device_of_scale)
 
     @torch.compiler.disable
@@ -184,7 +184,7 @@ class GradScaler(TorchSurface):
         else:
             if record["stage"] is OptState.READY:
                 self._unscale(optimizer, record)
-            finite = all([_known_on_host(each) for each in self._deciding(record)])
+            finite = all(map(_known_on_host, self._deciding(record)))
             result = optimizer.step(*args, **kwargs) if finite else None
         record["stage"] = OptState.STEPPED
         return result
@@ -352,17 +352,11 @@ class GradScaler(TorchSurface):
             self._inverse = self._used_scale.reciprocal()  # type: ignore[union-attr]
         return self._inverse
 
-    def _values(self, optimizer: torch.optim.Optimizer, allow_half: bool) -> list[Tensor]:
-        """Return the real, dense values of an optimizer's gradients, float16 ones only where they are allowed."""
-        grads = _grads.grads_of(optimizer)
-        if not grads:
-            return grads
-        if not _grads.are_one_bucket(grads):
-            _grads.coalesce_sparse(optimizer)
-            grads = [_grads.values_of(grad) for grad in _grads.grads_of(optimizer)]
-        if not allow_half and any(grad.dtype is torch.float16 for grad in _grads.one_of_each_dtype(grads)):
+    def _buckets(self, optimizer: torch.optim.Optimizer, allow_half: bool) -> list[list[Tensor]]:
+        buckets = _grads.buckets_of(optimizer)
+        if not allow_half and any(bucket[0].dtype is torch.float16 for bucket in buckets):
             raise ValueError(_grads.half_gradients_message(optimizer))
-        return grads
+        return buckets
 
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         found = torch.zeros((), device=self._device_of_scale)
@@ -373,9 +367,8 @@ class GradScaler(TorchSurface):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
-        grads = self._values(optimizer, allow_fp16)
         check_again = inv_scale is self._inverse and self._state.may_be_below_one()
-        for bucket in _grads.buckets(grads):
+        for bucket in self._buckets(optimizer, allow_fp16):
             device = bucket[0].device
             if device not in found:
                 found[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
@@ -392,7 +385,7 @@ class GradScaler(TorchSurface):
         record = self._per_optimizer_states[id(optimizer)]
         inverse = self._inverse_scale() if self._state.may_be_below_one() else None
         found: dict[torch.device, Tensor] = {}
-        for bucket in _grads.buckets(self._values(optimizer, allow_half=True)):
+        for bucket in self._buckets(optimizer, allow_half=True):
             device = bucket[0].device
             flag = _grads.found_inf_in(bucket, None if inverse is None else _grads.moved(inverse, device))
             found[device] = torch.maximum(found[device], flag) if device in found else flag
@@ -411,7 +404,7 @@ class GradScaler(TorchSurface):
         """Record the flags of an optimizer, combined over the ranks that must decide alike."""
         groups = _grads.mesh_groups(optimizer)
         if self._process_group is not None:
-            groups.append(self._process_group)
+            groups = (*groups, self._process_group)
         if known is not None:
             found = {self._device_of_scale: torch.full((), float(known), device=self._device_of_scale)}
             record.finite = None if groups else not known
@@ -458,7 +451,7 @@ class GradScaler(TorchSurface):
 def _known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
-        record.finite = not any([not flag.item() == 0.0 for flag in record["found_inf_per_device"].values()])
+        record.finite = not any(flag.item() != 0.0 for flag in record["found_inf_per_device"].values())
     return record.finite
 
 
