@@ -1,11 +1,11 @@
-"""What `lossscale_torch.GradScaler` costs against torch's own: ratios of medians over interleaved repetitions in one run.
+"""What `lossscale_torch.GradScaler` costs against torch's own: ratios of interleaved medians in one run.
 
     python benchmarks/bench_torch.py                                      measure and print
     python benchmarks/bench_torch.py --quick                              a smoke test, in seconds
     python benchmarks/bench_torch.py --output docs/benchmarks/torch.md    keep the table
 
-Runs on the CPU, and on a CUDA device too where there is one. Exits with status 1 where a bar is missed on the CPU by more
-than the noise allowed.
+Runs on the CPU, and on a CUDA device too where there is one. Exits with status 1 where a bar is missed on the CPU by
+more than the noise allowed.
 """
 
 import functools
@@ -64,7 +64,7 @@ def clip_with_torch(scaler: Any, optimizer: Any, params: list[Any], device: str)
 
 
 def clip_with_ours(scaler: Any, optimizer: Any, device: str) -> None:
-    """The same with one read and one multiply."""
+    """Do the same with one read and one multiply."""
     scaler.scale(torch.ones((), device=device))
     scaler.unscale_and_clip_(optimizer, 1.0)
     scaler.step(optimizer)

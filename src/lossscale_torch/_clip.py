@@ -21,6 +21,16 @@ def total_norm(buckets: list[list[Tensor]], norm_type: float) -> float:
     return norm if math.isfinite(norm) or math.isinf(norm_type) else _norm(buckets, norm_type, in_float64=True)
 
 
+def unscaled_norm(buckets: list[list[Tensor]], scale: float, norm_type: float) -> float:
+    """Return the norm of the gradients divided by `scale`; infinite where one of them would be, in its own dtype.
+
+    That is possible only below a scale of 1, and there costs a second read.
+    """
+    if scale < 1.0 and any(_norm([b], math.inf, False) / scale > torch.finfo(b[0].dtype).max for b in buckets):
+        return math.inf
+    return total_norm(buckets, norm_type) / scale
+
+
 def multiply_(buckets: list[list[Tensor]], factor: float) -> None:
     """Multiply all gradients in place by one number."""
     for bucket in buckets:

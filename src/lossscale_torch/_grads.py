@@ -57,8 +57,9 @@ def unscale(grads: Any, state: Any) -> Any:
 def select(grads_finite: Any, new: Any, old: Any) -> Any:
     """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
 
-    `new` and `old` are nested structures alike. `grads_finite` is a bool tensor of shape `()`, and nothing synchronises;
-    or a Python bool, which picks the leaves of one side untouched. Raises `ValueError` where the structures differ.
+    `new` and `old` are nested structures alike. `grads_finite` is a bool tensor of shape `()`, and nothing
+    synchronises; or a Python bool, which picks the leaves of one side untouched. Raises `ValueError` where the
+    structures differ.
     """
     if isinstance(grads_finite, bool):
         return tree.map_leaves(lambda a, b: a if grads_finite else b, new, old)
@@ -116,7 +117,7 @@ def values_of(grad: Tensor) -> Tensor:
 
 
 def buckets_of(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    """Return the values of an optimizer's gradients in lists of one device and dtype each, as foreach kernels take them."""
+    """Return the values of an optimizer's gradients in lists of one device and dtype each, for foreach kernels."""
     grads = grads_of(optimizer)
     if not grads:
         return []
@@ -174,7 +175,7 @@ def found_inf_in(bucket: list[Tensor], factor: Tensor | None = None) -> Tensor:
 
 
 def check_and_multiply_(bucket: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """Set `found_inf` to 1.0 where an element is not finite, and multiply all in place; a factor of 1 writes nothing."""
+    """Set `found_inf` to 1.0 where an element is not finite, and multiply in place; a factor of 1 writes nothing."""
     if bucket[0].dtype is torch.bfloat16 and bucket[0].is_cuda:  # the kernel knows no bfloat16 there
         found_inf.copy_(
             torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax()))
@@ -182,6 +183,17 @@ def check_and_multiply_(bucket: list[Tensor], found_inf: Tensor, factor: Tensor)
         torch._foreach_mul_(bucket, factor)
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
+
+
+def zero_unwritten_momentum(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Zero the momentum that a skipped first step has left uninitialised; without waiting to know whether it was.
+
+    torch's fused SGD allocates its momentum before its kernel decides to skip, and would use it as it is from then on.
+    """
+    for state in optimizer.state.values():
+        momentum = state.get("momentum_buffer")
+        if momentum is not None:
+            momentum.copy_(torch.where(moved(found_inf, momentum.device) == 0.0, momentum, 0.0))
 
 
 def reduce_max(found_inf: Tensor, groups: Iterable[Any]) -> None:
@@ -196,7 +208,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return the process groups over which an optimizer's parameters are sharded, whether they have gradients or not."""
+    """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
     known = _mesh_groups.get(optimizer)
     if known is None or known[0] != len(optimizer.param_groups):
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -146,7 +146,7 @@ class GradScaler(TorchSurface):
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         buckets = self._buckets(optimizer, self._half_gradients)
         scale = float(self._used_scale)  # type: ignore[arg-type]
-        norm = _clip.total_norm(buckets, norm_type) / scale
+        norm = _clip.unscaled_norm(buckets, scale, norm_type)
         clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self._note_found(optimizer, record, {}, not math.isfinite(norm))
         if error_if_nonfinite and not math.isfinite(norm):
@@ -167,8 +167,8 @@ class GradScaler(TorchSurface):
         """Call `optimizer.step(*args, **kwargs)` where the gradients are finite on every rank; else skip it.
 
         Unscales first where nobody has. Returns what the optimizer returned, or None. A fused optimizer is always
-        called, with the flag, and skips by itself; an optimizer without gradients has nothing to skip. Synchronises with
-        the host once, for a fused optimizer not at all. Raises `RuntimeError` for a closure, or when called twice
+        called, with the flag, and skips by itself; an optimizer without gradients has nothing to skip. Synchronises
+        with the host once, for a fused optimizer not at all. Raises `RuntimeError` for a closure, or when called twice
         between two updates.
         """
         if not self._enabled:
@@ -232,7 +232,9 @@ class GradScaler(TorchSurface):
             return "disabled: losses and gradients are left alone."
         answer = diagnose(self.policy, self._state.read())
         if self._had_no_gradients:
-            answer += " The last step had no gradients to check: its parameters are frozen or unused, or the loss was detached."
+            answer += (
+                " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
+            )
         return answer
 
     def check_sync(self) -> None:
@@ -442,9 +444,12 @@ class GradScaler(TorchSurface):
         factors = [factor for factor in (record.grad_scale, preset) if factor is not None]
         optimizer.grad_scale = math.prod(factors[1:], start=factors[0]) if factors else None
         optimizer.found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        is_first_step = not optimizer.state
         try:
             return optimizer.step(*args, **kwargs)
         finally:
+            if is_first_step:
+                _grads.zero_unwritten_momentum(optimizer, optimizer.found_inf)
             del optimizer.grad_scale, optimizer.found_inf
 
 

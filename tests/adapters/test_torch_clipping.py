@@ -1,0 +1,113 @@
+"""`unscale_and_clip_`: torch's result with one read and one multiply, and as careful."""
+
+import pytest
+import torch
+
+from lossscale_torch import GradScaler
+
+
+def _params(*grads):
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    return params
+
+
+def _clipped(optimizer_type, grads, max_norm, norm_type=2.0, init_scale=2.0**10, **options):
+    """Return norm, parameters after one SGD step of size 1, and the scaler, having clipped with ours."""
+    params = _params(*(grad * init_scale for grad in grads))
+    optimizer = optimizer_type(params)
+    scaler = GradScaler("cpu", init_scale=init_scale)
+    scaler.scale(torch.ones(()))
+    norm = scaler.unscale_and_clip_(optimizer, max_norm, norm_type, **options)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm, params, scaler
+
+
+SGD = {
+    "foreach": lambda p: torch.optim.SGD(p, lr=1.0, foreach=True),
+    "fused": lambda p: torch.optim.SGD(p, lr=1.0, fused=True),
+}
+EACH = pytest.mark.parametrize("make", SGD.values(), ids=SGD)
+
+
+@EACH
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_agrees_with_torch(make, norm_type, max_norm, dtype):
+    """Norm and parameters are those of `unscale_` and `clip_grad_norm_`, to 1e-5 (bfloat16: to its own precision)."""
+    if dtype is torch.bfloat16:
+        make = SGD["foreach"]  # torch's fused SGD leaves bfloat16 parameters as they are on a CPU, scaler or not
+    torch.manual_seed(0)
+    grads = [torch.randn(shape, dtype=dtype) for shape in ((3, 5), (7,), (100, 100), ())]
+    norm, params, _ = _clipped(make, grads, max_norm, norm_type)
+    expected = _params(*grads)
+    expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm, norm_type)
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 0.0}
+    torch.testing.assert_close(norm, expected_norm.float(), **tolerance)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(-param.detach(), other.grad, **tolerance)
+
+
+@EACH
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_an_overflow_skips(make, bad):
+    """The norm is not finite, the parameters stay, the scale backs off."""
+    norm, params, scaler = _clipped(make, [torch.ones(5), torch.tensor([1.0, bad])], 1.0)
+    assert not torch.isfinite(norm)
+    assert all((param == 0).all() for param in params)
+    assert scaler.get_scale() == 2.0**9
+
+
+@EACH
+def test_squares_that_overflow_are_no_overflow(make):
+    """Gradients of 1e30 are finite though their squares are not; the norm is exact all the same."""
+    norm, params, scaler = _clipped(make, [torch.full((4,), 1e30), torch.ones(2)], 1.0, init_scale=2.0)
+    assert norm.item() == pytest.approx(2e30, rel=1e-6)
+    torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.5))
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error():
+    """torch's words; the flag is noted, so that update backs off."""
+    with pytest.raises(
+        RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite"
+    ):
+        _clipped(SGD["foreach"], [torch.tensor([float("inf")])], 1.0, error_if_nonfinite=True)
+
+
+def test_below_a_scale_of_one_the_unscaled_norm_decides():
+    """A gradient that becomes infinite when unscaled is skipped."""
+    params = _params(torch.full((2,), 3e37))
+    optimizer = SGD["foreach"](params)
+    scaler = GradScaler("cpu", init_scale=2.0**-20)
+    scaler.scale(torch.ones(()))
+    norm = scaler.unscale_and_clip_(optimizer, 1e38)
+    scaler.step(optimizer)
+    assert torch.isinf(norm)
+    assert not scaler.update().applied
+    assert (params[0] == 0).all()
+
+
+def test_order_and_disabled_mode():
+    """It counts as unscaling, and a disabled scaler just clips."""
+    params = _params(torch.full((4,), 8.0))
+    optimizer = SGD["foreach"](params)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_and_clip_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    disabled = GradScaler("cpu", enabled=False)
+    assert disabled.unscale_and_clip_(optimizer, 0.5).item() == pytest.approx(1.0)
+    torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
+
+
+def test_no_gradients_have_norm_zero():
+    """Nothing to clip, nothing to skip."""
+    params = [torch.nn.Parameter(torch.ones(2))]
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    assert scaler.unscale_and_clip_(SGD["foreach"](params), 1.0).item() == 0.0

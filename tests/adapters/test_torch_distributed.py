@@ -1,0 +1,132 @@
+"""An overflow on one rank skips on every rank: real gloo processes on loopback, over 200 steps of random overflows."""
+
+import socket
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lossscale_core.errors import SyncError
+from lossscale_torch import GradScaler
+
+STEPS = 200
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _in_process(rank, world_size, port, work):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        work(rank, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_ranks(world_size, work):
+    """Run `work(rank, world_size)` in that many processes; the first failure is raised here."""
+    mp.start_processes(_in_process, (world_size, _free_port(), work), nprocs=world_size, start_method="spawn")
+
+
+def _local(module):
+    return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+
+
+def _train(rank, world_size, kind, fused, unscale_first, clip):
+    """Train with overflows on random single ranks, and check at each step what every rank did."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    scaler = GradScaler(
+        "cpu",
+        init_scale=2.0**10,
+        growth_interval=3,
+        process_group=dist.group.WORLD if kind == "group" else None,
+    )
+    if kind == "ddp":
+        module = DistributedDataParallel(module)
+    elif kind == "fsdp2":
+        fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
+    chance = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        victim = int(torch.randint(0, 3 * world_size, (), generator=chance))
+        optimizer.zero_grad()
+        images = torch.ones(2, 4) if kind == "group" else torch.full((2, 4), 1.0 + rank)
+        if kind != "group" and victim == rank:
+            images[0, 0] = float("inf")
+        scaler.scale(module(images).square().mean()).backward()
+        if kind == "group" and victim == rank:
+            next(module.parameters()).grad[0, 0] = float("nan")
+        before = [p.detach().clone() for p in _local(module)]
+        if clip:
+            scaler.unscale_and_clip_(optimizer, 1.0)
+        elif unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        info = scaler.update()
+        assert bool(info.applied) == (victim >= world_size)
+        if not info.applied:
+            assert all(torch.equal(a, b) for a, b in zip(before, _local(module), strict=True))
+    scaler.check_sync()
+    assert int(scaler.metrics()["skipped_steps"]) > 20
+    if kind != "fsdp2":
+        for param in module.parameters():
+            everyone = [torch.empty_like(param) for _ in range(world_size)]
+            dist.all_gather(everyone, param.detach())
+            assert all(torch.equal(param, other) for other in everyone)
+    assert all(torch.isfinite(param).all() for param in _local(module))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "group"])
+@pytest.mark.parametrize(
+    ("fused", "unscale_first", "clip"),
+    [(False, False, False), (False, True, False), (True, False, False), (True, True, False), (False, False, True)],
+    ids=["plain", "unscaled-first", "fused", "fused-unscaled-first", "clipped"],
+)
+def test_two_ranks_decide_alike(kind, fused, unscale_first, clip):
+    """Scales, trackers and parameters stay bit-identical, and a skipped step changes nothing on any rank."""
+    _on_ranks(2, partial(_train, kind=kind, fused=fused, unscale_first=unscale_first, clip=clip))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "group"])
+def test_four_ranks_decide_alike(kind):
+    """The same on four ranks, with a fused optimizer."""
+    _on_ranks(4, partial(_train, kind=kind, fused=True, unscale_first=False, clip=False))
+
+
+def _train_with_a_rank_without_gradients(rank, world_size, fused):
+    param = torch.nn.Parameter(torch.ones(3))
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    for bad in (False, True):
+        scaler.scale(torch.ones(()))
+        param.grad = None if rank == 1 else torch.full((3,), float("inf") if bad else 8.0)
+        scaler.step(optimizer)
+        assert bool(scaler.update().applied) != bad
+    scaler.check_sync()
+    assert param.tolist() == ([1.0] * 3 if rank == 1 else [0.0] * 3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_without_gradients_takes_part(fused):
+    """It neither hangs the others nor falls behind them."""
+    _on_ranks(2, partial(_train_with_a_rank_without_gradients, fused=fused))
+
+
+def _fall_out_of_step(rank, world_size):
+    scaler = GradScaler("cpu", init_scale=2.0**rank)
+    with pytest.raises(SyncError, match=r"ranks \[1, 2\] differ from rank 0's .*rank 2: 4"):
+        scaler.check_sync()
+
+
+def test_check_sync_names_the_ranks_that_differ():
+    """Every rank raises, and every rank says which ones."""
+    _on_ranks(3, _fall_out_of_step)

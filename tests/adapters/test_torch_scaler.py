@@ -1,0 +1,577 @@
+"""`lossscale_torch.GradScaler` beside torch's own: the same where torch is right, and better where it is not."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.amp.grad_scaler import OptState
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_from_dict
+from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
+from lossscale_core.testing import overflow_traces, simulate
+from lossscale_torch import GradScaler, overflow_report
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+EACH_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def _model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(4, 3)
+
+
+def _backward(scaler, model, finite=True):
+    model.zero_grad()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    if not finite:
+        model.weight.grad[0, 0] = float("inf")
+
+
+def _run(scaler, make, trace, unscale_first=False):
+    """Train over a trace of flags; return the scales and every number of model and optimizer."""
+    model = _model()
+    optimizer = make(model.parameters())
+    scales = []
+    for finite in trace:
+        _backward(scaler, model, finite)
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return scales, [*model.parameters(), *tensors]
+
+
+def _one_param(grad, value=1.0, **kwargs):
+    param = torch.nn.Parameter(torch.full_like(grad.to_dense() if grad.is_sparse else grad, value))
+    param.grad = grad
+    return param, torch.optim.SGD([param], lr=1.0, **kwargs)
+
+
+def _ready(**kwargs):
+    scaler = GradScaler("cpu", **kwargs)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+# -- where torch is right ----------------------------------------------------------------------------------------------
+
+
+@EACH_OPTIMIZER
+@pytest.mark.parametrize("unscale_first", [False, True])
+@given(trace=overflow_traces(max_steps=40))
+@settings(max_examples=12)
+def test_training_is_torchs_bit_for_bit(make, unscale_first, trace):
+    """Scales, parameters and optimizer state are those of torch's own scaler over any trace."""
+    kwargs = {"init_scale": 2.0**10, "growth_interval": 3}
+    expected = _run(torch.amp.GradScaler("cpu", **kwargs), make, trace, unscale_first)
+    actual = _run(GradScaler("cpu", **kwargs), make, trace, unscale_first)
+    assert actual[0] == expected[0]
+    for a, b in zip(actual[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@EACH_OPTIMIZER
+@pytest.mark.parametrize("policy", [TolerantScaling(growth_interval=3, tolerance=0.3), FixedScaling(8.0), NoScaling()])
+def test_any_policy_runs_as_it_simulates(make, policy):
+    """The scale of every step is the policy's, and fixed policies skip too."""
+    trace = [True, True, True, False, True, False, False, True] * 4
+    scales, tensors = _run(GradScaler("cpu", policy=policy), make, trace)
+    assert scales == simulate(policy, trace).loss_scale_after.tolist()
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_it_is_a_torch_scaler():
+    """`isinstance` in users' code holds, and the public surface is complete."""
+    scaler = GradScaler("cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+    public = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
+    ours = {name for cls in type(scaler).__mro__ if cls.__module__.startswith("lossscale_torch") for name in vars(cls)}
+    assert public <= ours
+
+
+def test_semi_private_names_are_there():
+    """The names that other packages read: before a loss, after one, and after a step."""
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert (scaler._init_scale, scaler._growth_factor, scaler._backoff_factor) == (8.0, 2.0, 0.5)
+    assert (scaler._growth_interval, scaler._init_growth_tracker, scaler._enabled, scaler._device) == (
+        2000,
+        0,
+        True,
+        "cpu",
+    )
+    assert scaler._scale is None is scaler._growth_tracker
+    scaler._lazy_init_scale_growth_tracker("cpu")
+    assert scaler._scale.item() == 8.0
+    assert scaler._growth_tracker.dtype == torch.int32
+    param, optimizer = _one_param(torch.tensor([8.0, float("inf")]))
+    scaler.scale(torch.ones(()))
+    assert scaler._found_inf_per_device(optimizer) == {}
+    assert scaler._check_inf_per_device(optimizer)[torch.device("cpu")].item() == 1.0
+    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    found = scaler._unscale_grads_(optimizer, torch.tensor(0.125), torch.zeros(()), False)
+    assert found[torch.device("cpu")].item() == 1.0
+    assert param.grad[0].item() == 1.0
+    assert scaler._get_scale_async() is scaler._scale
+    assert scaler._get_growth_tracker() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s, o: s.step(o), AssertionError, "Attempted step but _scale is None."),
+        (lambda s, o: s.unscale_(o), AssertionError, "Attempted unscale_ but _scale is None."),
+        (lambda s, o: s.update(), AssertionError, "Attempted update but _scale is None."),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.update()),
+            AssertionError,
+            "No inf checks were recorded prior to update.",
+        ),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.unscale_(o), s.unscale_(o)),
+            RuntimeError,
+            "unscale_() has already been called on this optimizer since the last update().",
+        ),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.step(o), s.unscale_(o)),
+            RuntimeError,
+            "unscale_() is being called after step().",
+        ),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.step(o), s.step(o)),
+            RuntimeError,
+            "step() has already been called since the last update().",
+        ),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.step(o, closure=lambda: 1)),
+            RuntimeError,
+            "Closure use is not currently supported if GradScaler is enabled.",
+        ),
+        (lambda s, o: s.scale(5), ValueError, "outputs must be a Tensor or an iterable of Tensors"),
+        (lambda s, o: s.load_state_dict({}), RuntimeError, "The source state dict is empty"),
+        (lambda s, o: s.load_state_dict({"scale": 1.0}), KeyError, "growth_factor"),
+        (
+            lambda s, o: (s.scale(torch.ones(())), s.update(torch.ones(2))),
+            AssertionError,
+            "new_scale should be a float",
+        ),
+        (lambda s, o: (s.scale(torch.ones(())), s.unscale_(o), pickle.dumps(s)), AssertionError, "may only be pickled"),
+        (lambda s, o: GradScaler("cpu", growth_factor=1.0), AssertionError, "The growth factor must be > 1.0."),
+        (lambda s, o: GradScaler("cpu", backoff_factor=1.0), AssertionError, "The backoff factor must be < 1.0."),
+    ],
+)
+@pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+def test_errors_are_torchs(make_scaler, call, error, message):
+    """The same type and the same words, from torch's scaler and from ours."""
+    _, optimizer = _one_param(torch.ones(2))
+    with pytest.raises(error) as caught:
+        call(make_scaler("cpu"), optimizer)
+    assert message in str(caught.value)
+
+
+def test_update_takes_a_new_scale():
+    """A float, an int (which torch refuses) or a one-element tensor, kept within float32's good range."""
+    scaler = _ready()
+    scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    scaler.update(4)
+    assert scaler.get_scale() == 4.0
+    scaler.update(torch.tensor([2.0]))
+    assert scaler._scale.item() == 2.0
+    for bad in (0.0, float("nan"), "8", True):
+        with pytest.raises(AssertionError, match="new_scale"):
+            scaler.update(bad)
+
+
+def test_setters_replace_the_policy():
+    """torch's setters work, obey the rules, and lowering the interval below the count works."""
+    scaler = _ready(growth_interval=100)
+    _, optimizer = _one_param(torch.ones(1))
+    for _ in range(10):
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.set_growth_interval(5)
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    assert (scaler.get_growth_interval(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (5, 4.0, 0.25)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**18
+    with pytest.raises(PolicyError):
+        scaler.set_growth_factor(0.5)
+    with pytest.raises(PolicyError, match="has no growth_interval"):
+        GradScaler("cpu", policy="none").set_growth_interval(3)
+
+
+def test_disabled_is_a_pass_through():
+    """Every method is a no-op, the getters included."""
+    scaler = GradScaler("cpu", enabled=False)
+    loss = torch.ones(())
+    param, optimizer = _one_param(torch.ones(2))
+    assert scaler.scale(loss) is loss
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.update().applied
+    assert param.tolist() == [0.0, 0.0]
+    assert (scaler.state_dict(), scaler.get_scale(), scaler.is_enabled()) == ({}, 1.0, False)
+    scaler.load_state_dict({})
+    assert scaler.get_growth_factor() == 2.0
+    assert scaler.diagnose().startswith("disabled")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA; there the warning is not due")
+def test_without_cuda_it_disables_itself_as_torch_does():
+    """torch's warning, in its words."""
+    with pytest.warns(UserWarning, match="CUDA is not available.  Disabling."):
+        assert not GradScaler().is_enabled()
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 2)])
+def test_losses_of_every_dtype_and_shape(dtype, shape):
+    """Half losses are lifted, one-dimensional ones too; float64 stays."""
+    scaled = GradScaler("cpu").scale(torch.full(shape, 2, dtype=dtype))
+    assert scaled.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert (scaled == 2.0**17).all()
+
+
+def test_nested_losses():
+    """Containers keep their type, dicts scale their values, and other iterables stay lazy."""
+    scaler = GradScaler("cpu", init_scale=4.0)
+    one = torch.ones(())
+    nested = scaler.scale({"a": [one, (one,)]})
+    assert nested["a"][1][0].item() == 4.0
+    assert [t.item() for t in scaler.scale(iter([one, one]))] == [4.0, 4.0]
+    result = scaler.scale(torch.return_types.max((one, one)))
+    assert type(result) is torch.return_types.max
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
+def test_gradients_of_every_dtype(dtype, bad):
+    """They are unscaled in place, and one bad element skips."""
+    param, optimizer = _one_param(torch.full((5,), 2.0, dtype=dtype))
+    if bad is not None:
+        param.grad[3] = bad
+    scaler = _ready(init_scale=2.0)
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert bool(info.applied) == (bad is None)
+    assert (param == (0.0 if bad is None else 1.0)).all()
+
+
+def test_mixed_dtypes_and_layouts_in_one_optimizer():
+    """Buckets of their own, one decision."""
+    params = [
+        torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ]
+    params.append(torch.nn.Parameter(torch.ones(4, 2)))
+    for param in params[:3]:
+        param.grad = torch.full_like(param, 4.0)
+    params[3].grad = torch.sparse_coo_tensor([[1]], [[4.0, 4.0]], (4, 2), check_invariants=True)
+    scaler = _ready(init_scale=4.0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.unscale_(optimizer)
+    assert [param.grad.dtype for param in params] == [param.dtype for param in params]
+    assert all((param.grad == 1.0).all() for param in params[:3])
+    assert params[3].grad.to_dense()[1].tolist() == [1.0, 1.0]
+    params[2].grad[0] = 1.0
+    scaler.step(optimizer)
+    assert scaler.update().applied
+
+
+def test_sparse_duplicates_are_summed_before_the_check():
+    """Two finite entries whose sum is infinite are an overflow; torch misses it in float32."""
+    grad = torch.sparse_coo_tensor([[0, 0]], [[3e38], [3e38]], (2, 1), check_invariants=True)
+    param, optimizer = _one_param(grad)
+    scaler = _ready(init_scale=1.0)
+    scaler.step(optimizer)
+    assert not scaler.update().applied
+    assert (param == 1.0).all()
+
+
+def test_float16_gradients_are_refused_by_name():
+    """torch's sentence first, then which parameters, and the mend; on request they are unscaled."""
+    model = torch.nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 8.0)
+    scaler = _ready(init_scale=8.0)
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.") as caught:
+        scaler.unscale_(optimizer)
+    for word in ("weight (torch.float16, shape (2, 2))", "bias", "torch.autocast", "half_gradients=True"):
+        assert word in str(caught.value)
+    allowed = _ready(init_scale=8.0, half_gradients=True)
+    allowed.unscale_(optimizer)
+    assert (model.weight.grad == 1.0).all()
+
+
+@EACH_OPTIMIZER
+def test_below_a_scale_of_one_unscaling_cannot_overflow_unseen(make):
+    """A finite scaled gradient that becomes infinite when unscaled is an overflow."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([param])
+    for _ in range(2):  # the first with the state on the host, the second, if fused, on the device
+        param.grad = torch.full((2,), 3e37)
+        scaler = _ready(init_scale=2.0**-20)
+        scaler.step(optimizer)
+        assert not scaler.update().applied
+        assert (param == 1.0).all()
+
+
+@EACH_OPTIMIZER
+def test_the_scale_neither_vanishes_nor_becomes_infinite(make):
+    """300 overflows end at 2**-126, 300 growths at 2**126, and nothing becomes NaN."""
+    for finite, end in ((False, 2.0**-126), (True, 2.0**126)):
+        scales, tensors = _run(GradScaler("cpu", init_scale=2.0, growth_interval=1), make, [finite] * 140)
+        assert scales[-1] == end
+        assert all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_a_skipped_first_step_leaves_no_garbage_in_fused_momentum():
+    """torch's fused SGD allocates momentum and then skips: what it left unwritten is zeroed."""
+    trace = [False, True, True, False, True]
+    fused, unfused = (
+        _run(GradScaler("cpu"), lambda p, f=f: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=f), trace)
+        for f in (True, False)
+    )
+    for a, b in zip(fused[1], unfused[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_any_positive_init_scale_is_taken():
+    """What torch accepts is accepted, brought to where float32 keeps the scale and its reciprocal."""
+    assert GradScaler("cpu", init_scale=1e38).get_scale() == 2.0**126
+    assert GradScaler("cpu", init_scale=1e-44).get_scale() == 2.0**-126
+    with pytest.raises(PolicyError, match="init_scale"):
+        GradScaler("cpu", init_scale=0.0)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+@EACH_OPTIMIZER
+def test_an_optimizer_without_gradients_is_a_finite_no_op(make):
+    """Nothing is checked, so nothing changes; the reason can be asked for."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([param])
+    scaler = _ready()
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert info.applied
+    assert (scaler.get_scale(), scaler.metrics()["steps"]) == (2.0**16, 0)
+    assert "no gradients" in scaler.diagnose()
+
+
+def test_closures_are_refused_positionally_too():
+    """A positional None, as Accelerate passes it, is no closure."""
+    _, optimizer = _one_param(torch.ones(2))
+    scaler = _ready()
+    with pytest.raises(RuntimeError, match="Closure use"):
+        scaler.step(optimizer, lambda: 1)
+    scaler.step(optimizer, None)
+
+
+def test_two_optimizers_skip_each_by_itself_and_back_off_once():
+    """One flag for the scale, one decision for each optimizer."""
+    good, good_optimizer = _one_param(torch.full((2,), 2.0))
+    bad, bad_optimizer = _one_param(torch.full((2,), float("inf")))
+    worse, worse_optimizer = _one_param(torch.full((2,), float("nan")))
+    scaler = _ready(init_scale=2.0)
+    for optimizer in (bad_optimizer, good_optimizer, worse_optimizer):
+        scaler.step(optimizer)
+    info = scaler.update()
+    assert not info.applied
+    assert (good.tolist(), bad.tolist(), worse.tolist()) == ([0.0, 0.0], [1.0, 1.0], [1.0, 1.0])
+    assert scaler.get_scale() == 1.0
+
+
+def test_joint_skip():
+    """With it, one overflow skips all; an optimizer that comes too late is an error that names the mend."""
+    good, good_optimizer = _one_param(torch.full((2,), 2.0))
+    _, bad_optimizer = _one_param(torch.full((2,), float("inf")))
+    scaler = _ready(init_scale=2.0, joint_skip=True)
+    scaler.unscale_(good_optimizer)
+    scaler.unscale_(bad_optimizer)
+    scaler.step(good_optimizer)
+    scaler.step(bad_optimizer)
+    scaler.update()
+    assert good.tolist() == [1.0, 1.0]
+    scaler.scale(torch.ones(()))
+    scaler.step(good_optimizer)
+    with pytest.raises(CallOrderError, match="unscale_\\(\\) on every optimizer"):
+        scaler.step(bad_optimizer)
+
+
+@pytest.mark.parametrize("first_is_finite", [True, False])
+def test_the_scale_captured_unscales_what_was_scaled_with_it(first_is_finite):
+    """An update between two optimizers of one loss changes neither the second's gradient nor the count of steps."""
+    _, first_optimizer = _one_param(torch.full((2,), 8.0 if first_is_finite else float("inf")))
+    second, second_optimizer = _one_param(torch.full((2,), 8.0))
+    scaler = _ready(init_scale=8.0, growth_interval=1)
+    scaler.step(first_optimizer)
+    scaler.update()
+    scaler.step(second_optimizer)
+    info = scaler.update()
+    assert second.tolist() == [0.0, 0.0]
+    assert bool(info.applied) == first_is_finite
+    assert scaler.get_scale() == (16.0 if first_is_finite else 4.0)
+    assert scaler.metrics()["steps"] == 1
+
+
+def test_a_gan_with_two_losses():
+    """Two losses, two optimizers, an update each: every true gradient arrives, and an overflow skips its own."""
+    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    generator, discriminator = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.0) for module in (discriminator, generator)]
+    noise = torch.ones(1, 2)
+    for step in range(6):
+        for module, optimizer in zip((discriminator, generator), optimizers, strict=True):
+            image = generator(noise)
+            loss = discriminator(image.detach() if module is discriminator else image).sum()
+            module.zero_grad()
+            expected = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)[0].clone()
+            scaler.scale(loss).backward(inputs=list(module.parameters()))
+            if step == 3 and module is generator:
+                module.weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            applied = bool(scaler.update().applied)
+            assert applied == (step != 3 or module is discriminator)
+            if applied:
+                torch.testing.assert_close(module.weight.grad, expected)
+    assert scaler.metrics()["skipped_steps"] == 1
+
+
+# -- what happened -----------------------------------------------------------------------------------------------------
+
+
+@EACH_OPTIMIZER
+def test_step_info_is_right_and_schedules_follow_applied_steps_only(make):
+    """`if info.applied: scheduler.step()`, fused or not, without torch's warning about the order of the two."""
+    model = _model()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scaler = GradScaler("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for finite in (False, True, False, True):
+            _backward(scaler, model, finite)
+            scaler.step(optimizer)
+            info = scaler.update()
+            assert bool(info.applied) == finite
+            if info.applied:
+                scheduler.step()
+    assert scheduler.get_last_lr() == [0.1 / 4]
+    assert float(info.loss_scale_after) == scaler.get_scale() == 2.0**14
+
+
+def test_metrics_and_diagnose():
+    """The core's numbers and sentences."""
+    scaler = GradScaler("cpu")
+    _run(scaler, OPTIMIZERS["sgd"], [True] * 5 + [False] * 6)
+    numbers = scaler.metrics()
+    assert (int(numbers["applied_steps"]), int(numbers["skipped_steps"])) == (5, 6)
+    assert scaler.diagnose().startswith("skipping too often")
+
+
+def test_a_limit_on_the_streak():
+    """The error comes where the host knows; a fused optimizer's flag stays on its device."""
+    policy = DynamicScaling(max_overflow_streak=3)
+    with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
+        _run(GradScaler("cpu", policy=policy), OPTIMIZERS["sgd"], [False] * 3)
+
+
+def test_overflow_report_names_the_parameters():
+    """NaN and infinities apart, and the largest finite magnitude; finite gradients are not in it."""
+    model = _model()
+    model.weight.grad = torch.tensor([[1.0, -9.0, float("nan"), float("inf")]] * 3)
+    model.bias.grad = torch.ones(3)
+    (report,) = overflow_report(model.named_parameters())
+    assert report == ("weight", 3, 3, 0, 9.0)
+    model.bias.grad = torch.tensor([float("-inf")] * 3)
+    assert overflow_report(model.named_parameters())[1] == ("bias", 0, 0, 3, 0.0)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("target", [GradScaler, torch.amp.GradScaler])
+def test_checkpoints_travel_between_torch_and_ours(source, target):
+    """Through `torch.save` and `weights_only` loading: the next scales are those of the uninterrupted run."""
+    trace = [True, True, False, True, True, True, True, False, True, True] * 3
+    kwargs = {"init_scale": 2.0**10, "growth_interval": 4, "backoff_factor": 0.25}
+    whole, _ = _run(torch.amp.GradScaler("cpu", **kwargs), OPTIMIZERS["sgd"], trace)
+    first = source("cpu", **kwargs)
+    _run(first, OPTIMIZERS["sgd"], trace[:17])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = target("cpu")
+    second.load_state_dict(torch.load(file, weights_only=True))
+    rest, _ = _run(second, OPTIMIZERS["sgd"], trace[17:])
+    assert rest == whole[17:]
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], OPTIMIZERS["sgd-fused"]], ids=["host", "device"])
+def test_a_checkpoint_is_the_cores_state_too(make):
+    """The core restores it from the same dict, counters and all, wherever the state lived."""
+    policy = TolerantScaling(growth_interval=3)
+    scaler = GradScaler("cpu", policy=policy)
+    trace = [True, False, True, True, True, False]
+    _run(scaler, make, trace)
+    expected = policy.init_state()
+    for finite in trace:
+        expected = policy.update(expected, finite)
+    assert state_from_dict(scaler.state_dict(), policy) == expected
+    again = GradScaler("cpu", policy=policy)
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_loading_into_a_live_scaler_takes_effect_at_once():
+    """The tensor that multiplies the next loss is the restored one."""
+    scaler = _ready()
+    scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 2.0})
+    assert scaler.scale(torch.ones(())).item() == 2.0
+
+
+def test_a_policy_given_is_a_policy_kept():
+    """A checkpoint does not override it, and the difference is told; a broken checkpoint is refused."""
+    scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=7))
+    with pytest.warns(CheckpointWarning, match="growth_interval was 2000 and is 7"):
+        scaler.load_state_dict(GradScaler("cpu", policy="dynamic").state_dict())
+    assert scaler.get_growth_interval() == 7
+    with pytest.raises(CheckpointError, match=r"growth_tracker=0\.5"):
+        scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "_growth_tracker": 0.5})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"])
+@EACH_OPTIMIZER
+def test_a_copy_goes_on_alike(make, duplicate):
+    """Between iterations; what the copy does leaves the original alone."""
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    _run(scaler, make, [True, False, True, True])
+    twin = duplicate(scaler)
+    trace = [True, True, False, True, True, True]
+    assert _run(twin, make, trace)[0] == _run(scaler, make, trace)[0]
+    assert np.float32(twin.get_scale()) == scaler.get_scale()

@@ -1,0 +1,143 @@
+"""How often a step waits for its device, counted; and what `torch.compile` makes of a changing scale."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lossscale_torch import GradScaler, all_finite, init_state, scale, select, unscale
+
+
+class _Synchronisations(TorchDispatchMode):
+    """Counts the reads of a tensor's value, each of which waits for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count `.item()` and its kin."""
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def _count(make, clip=False, unscale_first=False, finite=True):
+    """Return the synchronisations of one step, past the first."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    optimizer = make(params)
+    scaler = GradScaler("cpu")
+    for _ in range(3):
+        with _Synchronisations() as seen:
+            scaler.scale(torch.ones(()))
+            for param in params:
+                param.grad = torch.full((3,), 1.0 if finite else float("inf"))
+            before = seen.count
+            if clip:
+                scaler.unscale_and_clip_(optimizer, 1.0)
+            elif unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            counted = seen.count - before
+    return counted
+
+
+class _Plain(torch.optim.Optimizer):
+    """An optimizer whose own step reads nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("unscale_first", [True, False])
+def test_an_ordinary_optimizer_costs_one_synchronisation_a_step(finite, unscale_first):
+    """The flag, once; the scale is updated on the host and read by nobody."""
+    assert _count(_Plain, unscale_first=unscale_first, finite=finite) == 1
+
+
+@pytest.mark.parametrize("unscale_first", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_fused_optimizer_costs_none(finite, unscale_first):
+    """Flag, decision and update stay on the device."""
+    assert _count(lambda p: torch.optim.SGD(p, lr=0.1, fused=True), unscale_first=unscale_first, finite=finite) == 0
+
+
+def test_reading_the_outcome_is_what_costs():
+    """`info.applied` of a fused step is a tensor until somebody asks."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+    scaler = GradScaler("cpu")
+    with _Synchronisations() as seen:
+        scaler.scale(torch.ones(()))
+        param.grad = torch.ones(3)
+        scaler.step(optimizer)
+        info = scaler.update()
+        scaler.metrics()
+        assert seen.count == 0
+        assert info.applied
+        assert seen.count == 1
+
+
+def test_the_verbs_need_no_values():
+    """On torch's `meta` device, which has none, every verb runs: none of them waits for anything."""
+    state = init_state("dynamic", device="meta")
+    grads = {
+        "w": torch.ones(3, device="meta", dtype=torch.float16),
+        "none": None,
+        "n": torch.ones(2, dtype=torch.int32),
+    }
+    assert scale(grads["w"], state).dtype == torch.float32
+    assert unscale(grads, state)["w"].dtype == torch.float32
+    flag = torch.empty((), dtype=torch.bool, device="meta")
+    assert select(flag, {"w": grads["w"]}, {"w": grads["w"]})["w"].shape == (3,)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_changing_scale_does_not_recompile(fused):
+    """One compiled training step serves every scale."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    frames = CompileCounter()
+
+    @torch.compile(backend=frames)
+    def train(x):
+        scaler.scale(model(x).sum()).backward()
+
+    counts = []
+    scales = set()
+    for step in range(12):
+        optimizer.zero_grad()
+        train(torch.ones(2, 4))
+        if step % 3 == 2:
+            model.weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        scales.add(scaler.get_scale())
+        counts.append(frames.frame_count)
+    assert len(scales) > 4
+    assert counts[-1] == counts[3], counts
+
+
+def test_the_verbs_on_real_tensors():
+    """The functional verbs: values, dtypes, sparse and complex gradients, structures."""
+    state = init_state("dynamic")
+    half = torch.full((2,), 2.0**-8, dtype=torch.float16)
+    assert unscale([half], state)[0].tolist() == [2.0**-24] * 2
+    assert scale(half, state).tolist() == [2.0**8] * 2
+    sparse = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,), check_invariants=True)
+    assert not all_finite([half, sparse])
+    assert all_finite({"a": [half, None, 3], "b": torch.tensor([1e38 + 1j])})
+    assert not all_finite(torch.tensor([complex(0, float("inf"))]))
+    assert all_finite([])
+    old, new = {"w": torch.zeros(2), "n": 1}, {"w": torch.ones(2), "n": 2}
+    assert select(all_finite([half]), new, old)["w"].tolist() == [1.0, 1.0]
+    assert select(torch.tensor(False), new, old)["n"].item() == 1
+    assert select(False, new, old)["w"] is old["w"]
