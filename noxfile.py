@@ -17,9 +17,10 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-FRAMEWORKS = ("numpy",)
+FRAMEWORKS = ("numpy", "torch")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
-ALL_FRAMEWORKS = ("torch==2.13.0", "jax==0.10.2", "tensorflow-cpu==2.21.*")
+TORCH = "torch==2.13.0"
+ALL_FRAMEWORKS = (TORCH, "jax==0.10.2", "tensorflow-cpu==2.21.*")
 
 
 def _group(name: str) -> list[str]:
@@ -37,7 +38,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, *_group("typing"))
     session.run("mypy")
 
 
@@ -45,8 +46,13 @@ def typing(session: nox.Session) -> None:
 @nox.parametrize("framework", FRAMEWORKS)
 def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with only that framework installed: `nox -s "tests(framework='numpy')"`."""
-    session.install("-e", ".[demo]", *_group("test"))
-    session.run("pytest", "-n", "auto", *session.posargs)
+    if framework == "numpy":
+        session.install("-e", ".[demo]", *_group("test"))
+        session.run("pytest", "-n", "auto", *session.posargs)
+    else:
+        session.install("-e", ".[demo]", TORCH, *_group("test"), *_group("torch-test"))
+        session.install("--no-deps", "timm>=1.0.31")  # its torchvision has no build for this torch
+        session.run("pytest", "-n", "auto", *map(str, Path("tests/adapters").glob("test_torch_*.py")))
 
 
 @nox.session
@@ -85,6 +91,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure what the library costs against its bars: `nox -s bench -- --output docs/benchmarks/core.md`."""
-    session.install("-e", ".")
-    session.run("python", "benchmarks/bench_core.py", *(session.posargs or ["--quick"]))
+    """Measure what the library costs against its bars: `nox -s bench -- --output-folder docs/benchmarks`."""
+    session.install("-e", ".", TORCH)
+    for name in ("core", "torch"):
+        session.run("python", f"benchmarks/bench_{name}.py", *(session.posargs or ["--quick"]))

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_core.py                                       measure and print
     python benchmarks/bench_core.py --quick                               a smoke test, in seconds
-    python benchmarks/bench_core.py --output docs/benchmarks/core.md      keep the table
+    python benchmarks/bench_core.py --output-folder docs/benchmarks    keep the table
 
 Exits with status 1 where a bar is missed by more than the noise allowed.
 """
@@ -63,4 +63,4 @@ def measure(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(run("What the core costs", measure, f"NumPy {np.__version__}, CPU", __doc__))
+    sys.exit(run("core", "What the core costs", measure, f"NumPy {np.__version__}, CPU", __doc__))

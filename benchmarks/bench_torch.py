@@ -2,7 +2,7 @@
 
     python benchmarks/bench_torch.py                                      measure and print
     python benchmarks/bench_torch.py --quick                              a smoke test, in seconds
-    python benchmarks/bench_torch.py --output docs/benchmarks/torch.md    keep the table
+    python benchmarks/bench_torch.py --output-folder docs/benchmarks  keep the table
 
 Runs on the CPU, and on a CUDA device too where there is one. Exits with status 1 where a bar is missed on the CPU by
 more than the noise allowed.
@@ -139,4 +139,4 @@ def measure(quick: bool) -> list[Row]:
 
 if __name__ == "__main__":
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "not measured on a GPU"
-    sys.exit(run("What the PyTorch scaler costs", measure, f"torch {torch.__version__}, {gpu}", __doc__))
+    sys.exit(run("torch", "What the PyTorch scaler costs", measure, f"torch {torch.__version__}, {gpu}", __doc__))

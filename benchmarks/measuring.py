@@ -70,11 +70,11 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str) -> int:
+def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str) -> int:
     """Measure, print, keep the table where asked, and return 1 where a bar was missed on the CPU."""
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repetitions: shows that everything runs")
-    parser.add_argument("--output", type=Path, help="a Markdown file to keep the table in")
+    parser.add_argument("--output-folder", type=Path, help="a folder to keep the table in, as Markdown")
     options = parser.parse_args()
     rows = measure(options.quick)
     machine = f"{versions}, Python {platform.python_version()}, {platform.machine()}"
@@ -82,6 +82,8 @@ def run(title: str, measure: Callable[[bool], list[Row]], versions: str, usage: 
         f"{table(rows)}\n\nMedians over interleaved repetitions in one run; bars count as held within 5 %. {machine}."
     )
     print(text)
-    if options.output:
-        options.output.write_text(f"# {title}\n\n{text}\n\nMade by `nox -s bench -- --output {options.output}`.\n")
+    if options.output_folder:
+        (options.output_folder / f"{name}.md").write_text(
+            f"# {title}\n\n{text}\n\nMade by `nox -s bench -- --output-folder {options.output_folder}`.\n"
+        )
     return 0 if options.quick or all(row.held for row in rows if "(cuda)" not in row.work) else 1

@@ -95,6 +95,7 @@ class GradScaler(TorchSurface):
         self._had_no_gradients = False
         self._per_optimizer_states: dict[int, Any] = defaultdict(OptimizerRecord)
 
+    @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
@@ -314,7 +315,6 @@ class GradScaler(TorchSurface):
         copy._process_group = self._process_group  # a group is shared, not copied
         return copy
 
-    @torch.compiler.disable
     def _capture_scale(self, device: torch.device) -> None:
         """Begin a step: what is scaled from now on is unscaled by this scale, whatever `update` does meanwhile."""
         if self._placed_scale is None:

@@ -27,8 +27,8 @@ def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[Grad
     """Return a report on each parameter whose gradient holds NaN or infinity, in the order given.
 
     Call it after a skipped step, with `model.named_parameters()`; where nothing overflowed the list is empty. A
-    gradient with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large. Reads
-    every gradient and synchronises with the host.
+    gradient with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large.
+    Reads every gradient and synchronises with the host.
     """
     return [
         _report(name, values)
