@@ -3,7 +3,7 @@
 nox                                  all of them, as CI does
 nox -s tests                         the core's tests, without any framework
 nox -s "tests(framework='numpy')"    one framework's tests
-nox -s bench -- --output docs/benchmarks/core.md
+nox -s bench -- --output-folder docs/benchmarks
 """
 
 import shutil

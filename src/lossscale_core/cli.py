@@ -3,6 +3,7 @@
 Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2.
 """
 
+import importlib.util
 import io
 import json
 import math
@@ -27,7 +28,12 @@ from lossscale_core._settings import rules_of
 from lossscale_core._trace_file import read_gradient_max, read_overflow
 from lossscale_core.errors import LossScaleError
 
-_FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
+_FRAMEWORKS = {
+    "numpy": "lossscale_core",
+    "torch": "lossscale_torch",
+    "jax": "lossscale_jax",
+    "tensorflow": "lossscale_tf",
+}
 _MOST_ROWS = 40
 _PICTURES = (".png", ".pdf", ".svg")
 _FILE = click.Path(path_type=Path)
@@ -72,7 +78,9 @@ def lossscale(context: click.Context) -> None:
 
 
 @lossscale.command(epilog=_example("lossscale demo --steps 300 --out lossscale-demo"))
-@click.option("--framework", type=click.Choice(_FRAMEWORKS), default="numpy", show_default=True, help="What trains.")
+@click.option(
+    "--framework", type=click.Choice(tuple(_FRAMEWORKS)), default="numpy", show_default=True, help="What trains."
+)
 @click.option("--policy", "policy_file", type=_FILE, help="A policy file (.toml or .json) for the dynamic regime.")
 @click.option("--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="Weighs the loss.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
@@ -86,7 +94,7 @@ def demo(framework: str, policy_file: Path | None, weight: float, seed: int, ste
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
-    if framework != "numpy":
+    if importlib.util.find_spec(_FRAMEWORKS[framework]) is None or importlib.util.find_spec(framework) is None:
         raise click.UsageError(
             f"--framework {framework} needs its adapter, which this installation lacks; "
             f"run: pip install --upgrade 'lossscale[{framework}]'"

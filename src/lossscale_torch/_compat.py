@@ -96,7 +96,7 @@ class TorchSurface(torch.amp.GradScaler):
             self._placed_scale = torch.full((), float(new), device=self._placed_scale.device)
 
     @property
-    def _scale(self) -> Tensor | None:  # type: ignore[override]
+    def _scale(self) -> Tensor | None:
         return self._placed_scale
 
     @_scale.setter
@@ -111,6 +111,10 @@ class TorchSurface(torch.amp.GradScaler):
         if isinstance(tracker, Tensor) or self._placed_scale is None:
             return tracker if isinstance(tracker, Tensor) else None
         return torch.full((), int(tracker), dtype=torch.int32, device=self._placed_scale.device)
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Any) -> None:
+        self._state.set(growth_tracker=int(value))
 
     def _get_growth_tracker(self) -> int:
         return int(self._state.read().growth_tracker) if self._enabled else 0

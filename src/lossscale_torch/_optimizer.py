@@ -191,7 +191,7 @@ class GradScaler(TorchSurface):
         return result
 
     @torch.compiler.disable
-    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
         `applied` is True where every optimizer's gradients were finite, fused or not; it and the other fields stay on
@@ -338,7 +338,7 @@ class GradScaler(TorchSurface):
         """Return an optimizer's record; if it was updated since the last loss, its gradients are a new step's."""
         if self._used_scale is None or id(optimizer) in self._updated_optimizers:
             self._capture_scale(self._device_of_scale)
-        return self._per_optimizer_states[id(optimizer)]  # type: ignore[no-any-return]
+        return self._per_optimizer_states[id(optimizer)]
 
     def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
         self._require_scale(caller)
@@ -365,7 +365,7 @@ class GradScaler(TorchSurface):
         per_device = self._unscale_grads_(optimizer, self._inverse_scale(), found, self._half_gradients)
         self._note_found(optimizer, record, per_device)
 
-    def _unscale_grads_(  # type: ignore[override]
+    def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
@@ -394,7 +394,7 @@ class GradScaler(TorchSurface):
         stage = record["stage"]
         self._note_found(optimizer, record, found)
         record["stage"] = stage
-        return record["found_inf_per_device"]  # type: ignore[no-any-return]
+        return record["found_inf_per_device"]
 
     def _note_found(
         self,

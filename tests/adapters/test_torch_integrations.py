@@ -181,12 +181,13 @@ def test_timm():
     native._scaler = GradScaler("cpu", init_scale=2.0**10)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spoiled = []
-    model.weight.register_post_accumulate_grad_hook(
-        lambda weight: (
-            spoiled.append(len(spoiled)) or (len(spoiled) - 1 in OVERFLOWS and weight.grad.fill_(float("inf")))
-        )
-    )
+    losses = []
+
+    def spoil(weight):
+        if len(losses) - 1 in OVERFLOWS:
+            weight.grad.fill_(float("inf"))
+
+    model.weight.register_post_accumulate_grad_hook(spoil)
     for step, (images, targets) in enumerate(_data()):
         optimizer.zero_grad()
         before = model.weight.detach().clone()

@@ -133,7 +133,6 @@ def test_help_has_an_example(command):
 
 
 BAD_INPUT = [
-    (("demo", "--framework", "torch"), "pip install --upgrade 'lossscale[torch]'"),
     (("demo", "--framework", "jax"), "pip install --upgrade 'lossscale[jax]'"),
     (("demo", "--framework", "tensorflow"), "pip install --upgrade 'lossscale[tensorflow]'"),
     (("demo", "--framework", "caffe"), "caffe"),

@@ -108,5 +108,5 @@ def test_a_limit_on_the_streak_ends_the_run():
     """The demo knows the flag on the host, so it raises where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        train(DIGITS, policy, np.float16, 1.0, 0, 10, lambda: None)
-    train(DIGITS, NoScaling(), np.float32, 1.0, 0, 10, lambda: None)
+        train(DIGITS, policy, "float16", 1.0, 0, 10, lambda: None)
+    train(DIGITS, NoScaling(), "float32", 1.0, 0, 10, lambda: None)

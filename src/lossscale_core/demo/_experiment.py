@@ -1,20 +1,21 @@
 """Four regimes side by side, and the same four over a sweep of the loss's weight."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core.demo import _data
-from lossscale_core.demo._numpy import train
 from lossscale_core.demo._records import Experiment, Run, Settings
 
 DEFAULT_WEIGHT = 1e-5
 DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """Grows much faster than in real training, so that a few hundred steps show it find its level."""
 FIXED_SCALE = 64.0
+TRAINERS = {"numpy": "lossscale_core.demo._numpy", "torch": "lossscale_core.demo._torch"}
+"""The module whose `train` serves each framework, imported when it is asked for."""
 WEIGHTS = tuple(10.0**-exponent for exponent in range(7))
 
 
@@ -22,17 +23,17 @@ class Regime(NamedTuple):
     """A dtype to store in, and a policy for the loss scale."""
 
     name: str
-    dtype: Any
+    dtype: str
     policy: ScalingPolicy
 
 
 def regimes(policy: ScalingPolicy) -> list[Regime]:
     """Return the four regimes; the last is float16 under `policy`."""
     return [
-        Regime("float32", np.float32, NoScaling()),
-        Regime("float16, no scaling", np.float16, NoScaling()),
-        Regime(f"float16, fixed {FIXED_SCALE:g}", np.float16, FixedScaling(FIXED_SCALE)),
-        Regime("float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic", np.float16, policy),
+        Regime("float32", "float32", NoScaling()),
+        Regime("float16, no scaling", "float16", NoScaling()),
+        Regime(f"float16, fixed {FIXED_SCALE:g}", "float16", FixedScaling(FIXED_SCALE)),
+        Regime("float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic", "float16", policy),
     ]
 
 
@@ -48,13 +49,15 @@ def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[],
 
 
 def _run_all(settings: Settings, digits: _data.Digits, on_run: Callable[[str, int], Callable[[], Any]]) -> Experiment:
+    train = importlib.import_module(TRAINERS[settings.framework]).train
     runs: dict[str, Run] = {}
     sweep: dict[str, dict[float, float]] = {}
     for regime in regimes(settings.policy):
         on_step = on_run(regime.name, settings.steps * (1 + len(set(WEIGHTS) - {settings.weight})))
 
         def at(weight: float, regime: Regime = regime, on_step: Callable[[], Any] = on_step) -> Run:
-            return train(digits, regime.policy, regime.dtype, weight, settings.seed, settings.steps, on_step)
+            run: Run = train(digits, regime.policy, regime.dtype, weight, settings.seed, settings.steps, on_step)
+            return run
 
         runs[regime.name] = at(settings.weight)
         by_weight = {settings.weight: runs[regime.name].accuracy}

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from lossscale_core._arrays import all_finite, init_state, scale, unscale
 from lossscale_core._policy import ScalingPolicy
@@ -12,11 +11,7 @@ from lossscale_core._report import check_overflow_streak
 from lossscale_core.demo import _network
 from lossscale_core.demo._data import Digits
 from lossscale_core.demo._network import Backward, Layer, Matrix
-from lossscale_core.demo._records import Run, Step
-
-BATCH_SIZE = 512
-_LEARNING_RATE = 3e-3
-_MEASURE_EVERY = 20
+from lossscale_core.demo._records import BATCH_SIZE, LEARNING_RATE, MEASURE_EVERY, Run, Step
 
 
 class _Adam:
@@ -34,14 +29,14 @@ class _Adam:
             mean += 0.1 * (grad - mean)
             square += 0.001 * (grad * grad - square)
             denominator = np.sqrt(square / (1.0 - 0.999**self.count)) + 1e-16
-            array -= _LEARNING_RATE * (mean / (1.0 - 0.9**self.count)) / denominator
+            array -= LEARNING_RATE * (mean / (1.0 - 0.9**self.count)) / denominator
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def train(
     digits: Digits,
     policy: ScalingPolicy,
-    dtype: DTypeLike,
+    dtype: str,
     weight: float,
     seed: int,
     steps: int,
@@ -62,7 +57,7 @@ def train(
         if grads_finite:
             adam.step(masters, unscale(scaled.grads, state))
         gradient_max = scaled.largest / float(state.loss_scale)
-        if step % _MEASURE_EVERY == 0 or not grads_finite:
+        if step % MEASURE_EVERY == 0 or not grads_finite:
             exact = _in_float32(layers, outputs, logits_grad * np.float32(weight))
             flushed.append(_flushed_share(scaled.grads, exact.grads))
             gradient_max = gradient_max if grads_finite else exact.largest

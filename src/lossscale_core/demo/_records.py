@@ -6,6 +6,11 @@ from typing import Any, NamedTuple
 from lossscale_core._config import policy_to_dict
 from lossscale_core._policy import ScalingPolicy
 
+BATCH_SIZE = 512
+LEARNING_RATE = 3e-3
+MEASURE_EVERY = 20
+"""Every framework's run has these; a backward pass in float32 beside the stored one is made every so many steps."""
+
 
 class Step(NamedTuple):
     """One training step."""

@@ -1,0 +1,43 @@
+"""The demo on PyTorch: the same network, data and policy file, and the same kind of trace."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT
+from lossscale_core.demo._data import load
+from lossscale_core.demo._experiment import regimes
+from lossscale_core.demo._torch import train
+from lossscale_core.testing import simulate
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
+    """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
+    digits = load()
+    runs = {
+        regime.name: train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        for regime in regimes(DEFAULT_POLICY)
+    }
+    exact, dynamic = runs["float32"], runs["float16, dynamic"]
+    assert exact.accuracy > 0.97
+    assert abs(dynamic.accuracy - exact.accuracy) <= 0.01
+    assert runs["float16, no scaling"].accuracy <= exact.accuracy - 0.10
+    assert exact.flushed == 0.0
+    assert dynamic.flushed < 0.05
+    replayed = simulate(DEFAULT_POLICY, [not step.skipped for step in dynamic.steps])
+    assert replayed.loss_scale_used.tolist() == [step.loss_scale for step in dynamic.steps]
+
+
+def test_the_command(tmp_path):
+    """`lossscale demo --framework torch` writes what `lossscale simulate` reads."""
+    command = [sys.executable, "-m", "lossscale_core"]
+    demo = [*command, "demo", "--framework", "torch", "--steps", "5", "--out", str(tmp_path)]
+    assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
+    assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "torch"
+    trace = str(tmp_path / "trace.json")
+    simulation = [*command, "simulate", str(tmp_path / "policy.toml"), "--gradient-max", trace]
+    done = subprocess.run(simulation, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "of 5 steps" in done.stdout
