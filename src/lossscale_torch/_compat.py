@@ -23,6 +23,7 @@ class TorchSurface(torch.amp.GradScaler):
     _enabled: bool
     _state: ScalerState
     _placed_scale: Tensor | None
+    _scale_on_host: Any = None
     _per_optimizer_states: Any
 
     @property
@@ -85,11 +86,12 @@ class TorchSurface(torch.amp.GradScaler):
         return self._placed_scale, self._growth_tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        self._placed_scale = torch.full((), float(self._state.current.loss_scale), device=dev)
+        self._placed_scale = torch.empty((), device=dev)
+        self._place_scale()
 
     def _place_scale(self) -> None:
         """Bring the tensor that multiplies losses up to date; never in place, since a graph may still need the old."""
-        new = self._state.current.loss_scale
+        new = self._scale_on_host = self._state.current.loss_scale
         if isinstance(new, Tensor):
             self._placed_scale = new
         elif self._placed_scale is not None:

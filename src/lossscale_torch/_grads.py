@@ -1,7 +1,7 @@
 """What only torch can do with gradients: find, check, unscale and measure them where they live."""
 
+import sys
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,6 @@ from lossscale_core import tree
 
 _HALF = (torch.float16, torch.bfloat16)
 _mesh_groups: "WeakKeyDictionary[Any, tuple[int, tuple[Any, ...]]]" = WeakKeyDictionary()
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 def scale(loss: Any, state: Any) -> Any:
@@ -137,12 +136,16 @@ def buckets(values: list[Tensor]) -> list[list[Tensor]]:
 
 def _are_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
-    return (
-        {Tensor} == set(map(type, grads))
-        and {torch.strided} == set(map(_layout, grads))
-        and len(set(map(_dtype, grads))) == 1 == len(set(map(Tensor.get_device, grads)))
-        and not grads[0].is_complex()
-    )
+    dtype, device = grads[0].dtype, grads[0].get_device()
+    others = [
+        grad
+        for grad in grads
+        if type(grad) is not Tensor
+        or grad.dtype is not dtype
+        or grad.layout is not torch.strided
+        or grad.get_device() != device
+    ]
+    return not others and not dtype.is_complex
 
 
 def half_gradients_message(optimizer: torch.optim.Optimizer) -> str:
@@ -209,6 +212,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return ()
     known = _mesh_groups.get(optimizer)
     if known is None or known[0] != len(optimizer.param_groups):
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -235,4 +240,4 @@ def _beside(loss_scale: Any, tensor: Tensor) -> Any:
     """Return `loss_scale` so that it can stand in an expression beside `tensor`."""
     if not isinstance(loss_scale, Tensor):
         return float(loss_scale)
-    return moved(loss_scale, tensor.device)
+    return loss_scale if loss_scale.get_device() == tensor.get_device() else moved(loss_scale, tensor.device)

@@ -36,10 +36,11 @@ class OptimizerRecord(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(stage=OptState.READY, found_inf_per_device={})
-        self.finite: bool | None = None
-        """Whether its gradients are finite on every rank, once the host knows."""
-        self.grad_scale: Tensor | None = None
-        """What a fused optimizer has left to divide its gradients by."""
+
+    finite: bool | None = None
+    """Whether its gradients are finite on every rank, once the host knows."""
+    grad_scale: Tensor | None = None
+    """What a fused optimizer has left to divide its gradients by."""
 
 
 class GradScaler(TorchSurface):
@@ -90,6 +91,7 @@ class GradScaler(TorchSurface):
         self._placed_scale: Tensor | None = None
         self._used_scale: Tensor | None = None
         self._inverse: Tensor | None = None
+        self._clean_flag: Tensor | None = None
         self._is_captured = False
         self._updated_optimizers: set[int] = set()
         self._had_no_gradients = False
@@ -185,8 +187,10 @@ class GradScaler(TorchSurface):
         else:
             if record["stage"] is OptState.READY:
                 self._unscale(optimizer, record)
-            finite = all(map(_known_on_host, self._deciding(record)))
+            finite = all(map(_known_on_host, self._deciding(record))) if self._joint_skip else _known_on_host(record)
             result = optimizer.step(*args, **kwargs) if finite else None
+            if finite and len(self._per_optimizer_states) == 1:
+                self._clean_flag = next(iter(record["found_inf_per_device"].values()), None)  # known to be 0.0 still
         record["stage"] = OptState.STEPPED
         return result
 
@@ -206,21 +210,22 @@ class GradScaler(TorchSurface):
         self._is_captured = False
         if new_scale is not None:
             return self._set_scale(new_scale)
-        checked = {key: record for key, record in records.items() if record["found_inf_per_device"]}
+        checked = [record for record in records.values() if record["found_inf_per_device"]]
         self._had_no_gradients = not checked
         if not checked:
-            if not any(record["stage"] is not OptState.READY for record in records.values()):
+            if all(record["stage"] is OptState.READY for record in records.values()):
                 raise AssertionError("No inf checks were recorded prior to update.")
             return step_info(self._state.current, self._state.current)
-        if self._updated_optimizers & checked.keys():
+        if not self._updated_optimizers.isdisjoint(records):
             self._state.begin_step()
-        self._updated_optimizers |= checked.keys()
-        previous = self._state.current.loss_scale
-        info = self._state.update(_all_finite(list(checked.values()), self._device_of_scale))
-        if isinstance(previous, Tensor) or not self._state.is_on_host or previous != self._state.current.loss_scale:
+        self._updated_optimizers.update(records)
+        info = self._state.update(_all_finite(checked, self._placed_scale))
+        if not self._state.is_on_host:
             self._place_scale()
-        if self._state.is_on_host:
-            check_overflow_streak(self.policy, self._state.current)
+            return info
+        if info.loss_scale_after != self._scale_on_host:
+            self._place_scale()
+        check_overflow_streak(self.policy, self._state.current)
         return info
 
     def metrics(self) -> dict[str, Any]:
@@ -305,8 +310,9 @@ class GradScaler(TorchSurface):
                 "of an iteration, or at the end after scaler.update()."
             )
         self._state.read()
-        fresh = {"_placed_scale": None, "_used_scale": None, "_inverse": None, "_is_captured": False}
-        return {**self.__dict__, **fresh, "_process_group": None, "_updated_optimizers": set()}
+        fresh = dict.fromkeys(("_placed_scale", "_used_scale", "_inverse", "_clean_flag"))
+        fresh.update(_is_captured=False, _process_group=None, _updated_optimizers=set())
+        return {**self.__dict__, **fresh}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         copy = type(self).__new__(type(self))
@@ -361,8 +367,11 @@ class GradScaler(TorchSurface):
         return buckets
 
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
-        found = torch.zeros((), device=self._device_of_scale)
-        per_device = self._unscale_grads_(optimizer, self._inverse_scale(), found, self._half_gradients)
+        inverse = self._inverse_scale()
+        found, self._clean_flag = self._clean_flag, None
+        if found is None or found.device != inverse.device:
+            found = torch.zeros((), device=inverse.device)
+        per_device = self._unscale_grads_(optimizer, inverse, found, self._half_gradients)
         self._note_found(optimizer, record, per_device)
 
     def _unscale_grads_(
@@ -456,15 +465,19 @@ class GradScaler(TorchSurface):
 def _known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
-        record.finite = not any(flag.item() != 0.0 for flag in record["found_inf_per_device"].values())
+        record.finite = True
+        for flag in record["found_inf_per_device"].values():
+            if flag.item() != 0.0:
+                record.finite = False
     return record.finite
 
 
-def _all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
-    """Combine the records' flags: on the host where all are known there, else on `device`."""
-    if all(record.finite is not None for record in records):
-        return all(bool(record.finite) for record in records)
-    flags = [_grads.moved(flag, device) for record in records for flag in record["found_inf_per_device"].values()]
+def _all_finite(records: list[OptimizerRecord], scale: Any) -> bool | Tensor:
+    """Combine the records' flags: on the host where all are known there, else on the device of `scale`."""
+    known = [record.finite for record in records]
+    if None not in known:
+        return False not in known
+    flags = [_grads.moved(flag, scale.device) for record in records for flag in record["found_inf_per_device"].values()]
     return torch.stack(flags).amax() == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from lossscale_core import ScalingPolicy, StepInfo, as_policy, state_from_dict, state_to_dict, step_info
@@ -37,7 +38,7 @@ class ScalerState:
     @property
     def is_on_host(self) -> bool:
         """Whether reading the state costs no synchronisation."""
-        return not isinstance(self.current.loss_scale, torch.Tensor)
+        return isinstance(self.current.loss_scale, np.generic)
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
@@ -45,6 +46,10 @@ class ScalerState:
 
     def update(self, grads_finite: Any) -> StepInfo:
         """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise."""
+        if self._before is None and self.is_on_host and not isinstance(grads_finite, torch.Tensor):
+            self._before, self._finite = self.current, grads_finite
+            self.current = self.policy.update(self._before, grads_finite)
+            return step_info(self._before, self.current)
         before = self.current if self._before is None else self._before
         finite = grads_finite if self._finite is None else self._finite & grads_finite
         if isinstance(before.loss_scale, torch.Tensor):
@@ -72,7 +77,7 @@ class ScalerState:
     def may_be_below_one(self) -> bool:
         """Return whether the loss scale may be below 1, where unscaling can overflow. Waits for no device."""
         scale = self.current.loss_scale
-        if not isinstance(scale, torch.Tensor):
+        if isinstance(scale, np.generic):
             return bool(scale < 1.0)
         if scale.device.type == "cpu":
             return bool(scale.numpy() < 1.0)  # in the host's own memory there is nobody to wait for
