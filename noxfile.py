@@ -65,7 +65,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every example of the README and the docs: `nox -s docs`."""
-    session.install("-e", ".[demo]", *_group("test"))
+    session.install("-e", ".[demo]", TORCH, *_group("test"))
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 
