@@ -257,7 +257,8 @@ def _count_overflow(state: AnyScaleState, _: Namespace) -> Any:
 def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
     # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
     highest = max(2.0 * policy.max_scale / policy.growth_factor, _settings.SMALLEST_SCALE)
-    return _at_most(policy.max_scale, _at_most(highest, scale, xp) * policy.growth_factor, xp)
+    grown = xp.where(scale < highest, scale, highest) * policy.growth_factor
+    return _at_most(policy.max_scale, grown, xp)
 
 
 def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:

@@ -29,12 +29,8 @@ class StepInfo(NamedTuple):
 
 def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:
     """Return what the step that led from `before` to `after` did. Does not synchronise with the host."""
-    return StepInfo(
-        applied=after.skipped_steps == before.skipped_steps,
-        loss_scale_used=before.loss_scale,
-        loss_scale_after=after.loss_scale,
-        overflow_streak=after.overflow_streak,
-    )
+    applied = after.skipped_steps == before.skipped_steps
+    return StepInfo(applied, before.loss_scale, after.loss_scale, after.overflow_streak)
 
 
 def metrics(state: AnyScaleState) -> dict[str, Array]:

@@ -74,7 +74,8 @@ def select(grads_finite: Any, new: Any, old: Any) -> Any:
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     """Return one tensor times the loss scale, half ones in float32."""
-    return _lifted(loss) * _beside(loss_scale, loss)
+    lifted = loss.float() if loss.dtype in _HALF else loss
+    return lifted * _beside(loss_scale, lifted)
 
 
 def is_gradient(leaf: Any) -> bool:

@@ -34,9 +34,6 @@ from lossscale_torch._state import ScalerState
 class OptimizerRecord(dict[str, Any]):
     """What is known of one optimizer since the last update: torch's own keys, and what was decided."""
 
-    def __init__(self) -> None:
-        super().__init__(stage=OptState.READY, found_inf_per_device={})
-
     finite: bool | None = None
     """Whether its gradients are finite on every rank, once the host knows."""
     grad_scale: Tensor | None = None
@@ -95,7 +92,7 @@ class GradScaler(TorchSurface):
         self._is_captured = False
         self._updated_optimizers: set[int] = set()
         self._had_no_gradients = False
-        self._per_optimizer_states: dict[int, Any] = defaultdict(OptimizerRecord)
+        self._per_optimizer_states: dict[int, Any] = defaultdict(_new_record)
 
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
@@ -178,8 +175,7 @@ class GradScaler(TorchSurface):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._require_scale("step")
-        record = self._record_of(optimizer)
+        record = self._record_of(optimizer, "step")
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -206,7 +202,7 @@ class GradScaler(TorchSurface):
         if not self._enabled:
             return StepInfo(True, 1.0, 1.0, 0)
         self._require_scale("update")
-        records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(OptimizerRecord)
+        records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(_new_record)
         self._is_captured = False
         if new_scale is not None:
             return self._set_scale(new_scale)
@@ -317,7 +313,7 @@ class GradScaler(TorchSurface):
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
         copy = type(self).__new__(type(self))
         copy.__setstate__({**self.__getstate__(), "_state": ScalerState(self.policy, self._state.current)})
-        copy._per_optimizer_states = defaultdict(OptimizerRecord)
+        copy._per_optimizer_states = defaultdict(_new_record)
         copy._process_group = self._process_group  # a group is shared, not copied
         return copy
 
@@ -340,15 +336,14 @@ class GradScaler(TorchSurface):
             self._check_scale_growth_tracker(caller)  # raises in torch's words
         return self._placed_scale  # type: ignore[return-value]
 
-    def _record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
+    def _record_of(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
         """Return an optimizer's record; if it was updated since the last loss, its gradients are a new step's."""
         if self._used_scale is None or id(optimizer) in self._updated_optimizers:
-            self._capture_scale(self._device_of_scale)
+            self._capture_scale(self._require_scale(caller).device)
         return self._per_optimizer_states[id(optimizer)]
 
     def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
-        self._require_scale(caller)
-        record = self._record_of(optimizer)
+        record = self._record_of(optimizer, caller)
         if record["stage"] is OptState.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if record["stage"] is OptState.STEPPED:
@@ -369,7 +364,7 @@ class GradScaler(TorchSurface):
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         inverse = self._inverse_scale()
         found, self._clean_flag = self._clean_flag, None
-        if found is None or found.device != inverse.device:
+        if found is None or found.get_device() != inverse.get_device():
             found = torch.zeros((), device=inverse.device)
         per_device = self._unscale_grads_(optimizer, inverse, found, self._half_gradients)
         self._note_found(optimizer, record, per_device)
@@ -383,7 +378,8 @@ class GradScaler(TorchSurface):
             device = bucket[0].device
             if device not in found:
                 found[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
-            _grads.check_and_multiply_(bucket, found[device], _grads.moved(inv_scale, device))
+            factor = inv_scale if found[device] is found_inf else _grads.moved(inv_scale, device)
+            _grads.check_and_multiply_(bucket, found[device], factor)
             if check_again:  # below a scale of 1 a finite gradient may overflow by being unscaled
                 _grads.check_and_multiply_(bucket, found[device], torch.ones((), device=device))
         return found
@@ -460,6 +456,10 @@ class GradScaler(TorchSurface):
             if is_first_step:
                 _grads.zero_unwritten_momentum(optimizer, optimizer.found_inf)
             del optimizer.grad_scale, optimizer.found_inf
+
+
+def _new_record() -> OptimizerRecord:
+    return OptimizerRecord(stage=OptState.READY, found_inf_per_device={})
 
 
 def _known_on_host(record: OptimizerRecord) -> bool:

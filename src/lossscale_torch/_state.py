@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from lossscale_core import ScalingPolicy, StepInfo, as_policy, state_from_dict, state_to_dict, step_info
@@ -32,13 +31,10 @@ class ScalerState:
         self.policy = policy
         self.current = policy.init_state() if state is None else state
         """The state: host scalars, or tensors of shape `()`."""
+        self.is_on_host = True
+        """Whether reading the state costs no synchronisation."""
         self._before: Any = None
         self._finite: Any = None
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether reading the state costs no synchronisation."""
-        return isinstance(self.current.loss_scale, np.generic)
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
@@ -56,8 +52,8 @@ class ScalerState:
             finite = torch.as_tensor(finite, device=before.loss_scale.device)
         elif isinstance(finite, torch.Tensor):
             before = _on_device(before, finite.device)
-        xp = torch if isinstance(finite, torch.Tensor) else None
-        self.current = self.policy.update(before, finite, xp=xp)
+        self.is_on_host = not isinstance(finite, torch.Tensor)
+        self.current = self.policy.update(before, finite, xp=None if self.is_on_host else torch)
         self._before, self._finite = before, finite
         return step_info(before, self.current)
 
@@ -65,6 +61,7 @@ class ScalerState:
         """Return the state as host scalars. Waits for the device where it lives on one, and keeps it on the host."""
         if not self.is_on_host:
             self.current = state_from_dict(state_to_dict(self.current), self.policy)
+            self.is_on_host = True
             self.begin_step()
         return self.current
 
@@ -77,7 +74,7 @@ class ScalerState:
     def may_be_below_one(self) -> bool:
         """Return whether the loss scale may be below 1, where unscaling can overflow. Waits for no device."""
         scale = self.current.loss_scale
-        if isinstance(scale, np.generic):
+        if self.is_on_host:
             return bool(scale < 1.0)
         if scale.device.type == "cpu":
             return bool(scale.numpy() < 1.0)  # in the host's own memory there is nobody to wait for
