@@ -11,23 +11,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from lossscale_core import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    DynamicScaling,
-    ScalingPolicy,
     StepInfo,
     as_policy,
     check_overflow_streak,
     diagnose,
     metrics,
-    state_from_dict,
-    state_to_dict,
     step_info,
     tree,
 )
-from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import _clip, _grads
-from lossscale_torch._compat import TorchSurface, within_bounds
+from lossscale_torch._checkpoint import CheckpointedScaler, torch_policy
 from lossscale_torch._state import ScalerState
 
 
@@ -40,7 +34,7 @@ class OptimizerRecord(dict[str, Any]):
     """What a fused optimizer has left to divide its gradients by."""
 
 
-class GradScaler(TorchSurface):
+class GradScaler(CheckpointedScaler):
     """A drop-in for `torch.amp.GradScaler` that takes any policy and says what each step did.
 
     ```python
@@ -80,7 +74,7 @@ class GradScaler(TorchSurface):
         self._enabled = enabled and _is_available(device)
         self._follows_checkpoint = policy is None
         if policy is None:
-            policy = _torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
+            policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
         self._state = ScalerState(as_policy(policy))
         self._process_group = process_group
         self._joint_skip = joint_skip
@@ -238,84 +232,6 @@ class GradScaler(TorchSurface):
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
             )
         return answer
-
-    def check_sync(self) -> None:
-        """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
-
-        Compares over `process_group`, or over all ranks. Synchronises with the host.
-        """
-        distributed = torch.distributed
-        mine = state_to_dict(self._state.read(), self.policy)
-        theirs: list[Any] = [None] * distributed.get_world_size(self._process_group)
-        distributed.all_gather_object(theirs, mine, group=self._process_group)
-        different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
-        if different:
-            scales = ", ".join(f"rank {rank}: {theirs[rank]['loss_scale']:g}" for rank in [0, *different])
-            raise SyncError(
-                f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
-                "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
-
-        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Empty
-        when disabled. Synchronises with the host.
-        """
-        if not self._enabled:
-            return {}
-        state = self._state.read()
-        return {
-            "scale": float(state.loss_scale),
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-            "_growth_tracker": int(state.growth_tracker),
-            **state_to_dict(state, self.policy),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
-
-        A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
-        policy keeps it, and a `CheckpointWarning` names each difference. Raises torch's `RuntimeError` for an empty
-        dict, `KeyError` for a missing key and `CheckpointError` for a value no state can hold.
-        """
-        if not self._enabled:
-            return
-        if len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
-        policy = _checkpoint_policy(state_dict, self.policy) if self._follows_checkpoint else self.policy
-        if "version" in state_dict:
-            state = state_from_dict(state_dict, policy)
-        else:
-            state = policy.init_state()
-            scale = within_bounds(state_dict["scale"], policy)
-            fields = {"loss_scale": scale, "growth_tracker": state_dict["_growth_tracker"]}
-            state = state_from_dict({**state_to_dict(state), **fields}, policy)
-        self._state = ScalerState(policy, state)
-        self._place_scale()
-        self._is_captured = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._per_optimizer_states:
-            raise AssertionError(
-                "A GradScaler instance may only be pickled at the beginning "
-                "of an iteration, or at the end after scaler.update()."
-            )
-        self._state.read()
-        fresh = dict.fromkeys(("_placed_scale", "_used_scale", "_inverse", "_clean_flag"))
-        fresh.update(_is_captured=False, _process_group=None, _updated_optimizers=set())
-        return {**self.__dict__, **fresh}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GradScaler":
-        copy = type(self).__new__(type(self))
-        copy.__setstate__({**self.__getstate__(), "_state": ScalerState(self.policy, self._state.current)})
-        copy._per_optimizer_states = defaultdict(_new_record)
-        copy._process_group = self._process_group  # a group is shared, not copied
-        return copy
 
     def _capture_scale(self, device: torch.device) -> None:
         """Begin a step: what is scaled from now on is unscaled by this scale, whatever `update` does meanwhile."""
@@ -488,34 +404,3 @@ def _is_available(device: str) -> bool:
         "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=3
     )
     return False
-
-
-def _torch_policy(
-    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
-) -> ScalingPolicy:
-    """Return torch's dynamic rule; what torch asserts is asserted in its words, and every positive scale is taken."""
-    if enabled and growth_factor <= 1.0:
-        raise AssertionError("The growth factor must be > 1.0.")
-    if enabled and backoff_factor >= 1.0:
-        raise AssertionError("The backoff factor must be < 1.0.")
-    if not enabled:
-        return DynamicScaling()
-    return DynamicScaling(
-        init_scale=min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
-    )
-
-
-def _checkpoint_policy(state_dict: dict[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
-    """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
-    if "policy" in state_dict:
-        return as_policy(state_dict["policy"])
-    if "version" in state_dict:
-        return policy
-    return _torch_policy(
-        2.0**16, state_dict["growth_factor"], state_dict["backoff_factor"], state_dict["growth_interval"], enabled=True
-    )

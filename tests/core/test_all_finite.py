@@ -16,6 +16,16 @@ COMPLEX = [np.complex64, np.complex128]
 BAD = [np.nan, -np.nan, np.inf, -np.inf]
 
 
+def _peak_bytes(array):
+    """Return how much judging a finite array allocates at most."""
+    tracemalloc.start()
+    try:
+        assert all_finite(array)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def _largest(dtype):
     return ml_dtypes.finfo(dtype).max if dtype is ml_dtypes.bfloat16 else np.finfo(np.dtype(dtype)).max
 
@@ -96,25 +106,13 @@ def test_allocates_at_most_one_mebibyte(dtype, fill, layout):
         array *= np.float32(1e30)  # squares overflow: the exact look is taken
     array = {"contiguous": array, "strided": array[::2, ::3], "transposed": array.T}[layout]
     all_finite(array)
-    tracemalloc.start()
-    try:
-        assert all_finite(array)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak <= 2**20
+    assert _peak_bytes(array) <= 2**20
 
 
 def test_an_unaligned_array_is_not_copied():
     """Sixteen million bytes that begin at an odd address are judged within a mebibyte, too."""
     array = np.zeros(16_000_001, np.uint8)[1:].view(np.float32)
-    tracemalloc.start()
-    try:
-        assert all_finite(array)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak <= 2**20
+    assert _peak_bytes(array) <= 2**20
 
 
 def test_read_only_arrays_are_fine():
