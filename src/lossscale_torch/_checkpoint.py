@@ -24,7 +24,6 @@ class CheckpointedScaler(TorchSurface):
 
     _follows_checkpoint: bool
     _process_group: Any
-    _is_captured: bool
 
     def check_sync(self) -> None:
         """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
@@ -94,7 +93,7 @@ class CheckpointedScaler(TorchSurface):
             )
         self._state.read()
         fresh = dict.fromkeys(("_placed_scale", "_used_scale", "_inverse", "_clean_flag"))
-        fresh.update(_is_captured=False, _process_group=None, _updated_optimizers=set())
+        fresh.update(_is_captured=False, _process_group=None, _updated_optimizers=set(), _unscaled={}, _joint=[])
         return {**self.__dict__, **fresh}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointedScaler":
@@ -119,7 +118,7 @@ def torch_policy(
         init_scale=min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
+        growth_interval=min(growth_interval, 2**31 - 1),  # torch's "never" may be any number
         min_scale=SMALLEST_SCALE,
         max_scale=LARGEST_SCALE,
     )
@@ -131,6 +130,6 @@ def _checkpoint_policy(state_dict: dict[str, Any], policy: ScalingPolicy) -> Sca
         return as_policy(state_dict["policy"])
     if "version" in state_dict:
         return policy
-    return torch_policy(
-        2.0**16, state_dict["growth_factor"], state_dict["backoff_factor"], state_dict["growth_interval"], enabled=True
-    )
+    growth = max(state_dict["growth_factor"], 1.0 + 2.0**-23)  # torch's setters take a factor of 1
+    backoff = min(state_dict["backoff_factor"], 1.0 - 2.0**-24)
+    return torch_policy(2.0**16, growth, backoff, state_dict["growth_interval"], enabled=True)

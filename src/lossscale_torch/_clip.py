@@ -8,17 +8,22 @@ from torch import Tensor
 _JOIN_BELOW = 4096
 
 
+@torch.no_grad()
 def total_norm(buckets: list[list[Tensor]], norm_type: float) -> float:
     """Return the norm of all gradients together, not finite exactly where one of their elements is not.
 
-    Each of `buckets` holds dense, real tensors of one device and dtype. A sum of squares may overflow without an
-    infinity among the gradients: then it is taken again in float64. Reads each gradient once. Synchronises with the
-    host once.
+    Each of `buckets` holds dense, real tensors of one device and dtype. A sum of powers may overflow without an
+    infinity among the gradients: then it is taken again in float64, of gradients divided by the largest. Reads each
+    gradient once. Synchronises with the host once.
     """
+    buckets = [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]
     if not buckets:
         return 0.0
-    norm = _norm(buckets, norm_type, in_float64=False)
-    return norm if math.isfinite(norm) or math.isinf(norm_type) else _norm(buckets, norm_type, in_float64=True)
+    norm = _norm(buckets, norm_type)
+    if math.isfinite(norm) or math.isinf(norm_type):
+        return norm
+    largest = _norm(buckets, math.inf)
+    return largest * _norm([[each.double() / largest for each in bucket] for bucket in buckets], norm_type)
 
 
 def unscaled_norm(buckets: list[list[Tensor]], scale: float, norm_type: float) -> float:
@@ -26,26 +31,27 @@ def unscaled_norm(buckets: list[list[Tensor]], scale: float, norm_type: float) -
 
     That is possible only below a scale of 1, and there costs a second read.
     """
-    if scale < 1.0 and any(_norm([b], math.inf, False) / scale > torch.finfo(b[0].dtype).max for b in buckets):
+    if scale < 1.0 and any(total_norm([b], math.inf) / scale > torch.finfo(b[0].dtype).max for b in buckets):
         return math.inf
     return total_norm(buckets, norm_type) / scale
 
 
+@torch.no_grad()
 def multiply_(buckets: list[list[Tensor]], factor: float) -> None:
     """Multiply all gradients in place by one number."""
     for bucket in buckets:
         torch._foreach_mul_(bucket, factor)
 
 
-def _norm(buckets: list[list[Tensor]], norm_type: float, in_float64: bool) -> float:
-    norms = [_bucket_norm(bucket, norm_type, in_float64).to(buckets[0][0].device, torch.float64) for bucket in buckets]
+def _norm(buckets: list[list[Tensor]], norm_type: float) -> float:
+    norms = [_bucket_norm(bucket, norm_type).to(buckets[0][0].device, torch.float64) for bucket in buckets]
     return float(torch.linalg.vector_norm(torch.stack(norms), norm_type))
 
 
-def _bucket_norm(bucket: list[Tensor], norm_type: float, in_float64: bool) -> Tensor:
-    if norm_type == 2.0 and not in_float64 and bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
+def _bucket_norm(bucket: list[Tensor], norm_type: float) -> Tensor:
+    if norm_type == 2.0 and bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
         return _norm_by_dots(bucket)
-    dtype = torch.float64 if in_float64 else torch.float32 if bucket[0].dtype.itemsize < 4 else None
+    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, norm_type, dtype=dtype)), norm_type)
 
 

@@ -24,6 +24,8 @@ class TorchSurface(torch.amp.GradScaler):
     _state: ScalerState
     _placed_scale: Tensor | None
     _scale_on_host: Any = None
+    _placed_version = 0
+    _is_captured: bool
     _per_optimizer_states: Any
 
     @property
@@ -61,7 +63,7 @@ class TorchSurface(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too."""
-        self._change_policy(growth_interval=new_interval)
+        self._change_policy(growth_interval=min(new_interval, 2**31 - 1))
 
     def _change_policy(self, **settings: Any) -> None:
         if not isinstance(self.policy, DynamicScaling) and not hasattr(self.policy, next(iter(settings))):
@@ -96,6 +98,12 @@ class TorchSurface(torch.amp.GradScaler):
             self._placed_scale = new
         elif self._placed_scale is not None:
             self._placed_scale = torch.full((), float(new), device=self._placed_scale.device)
+            self._placed_version = self._placed_scale._version
+
+    def _adopt_scale_written_in_place(self) -> None:
+        """Take over what somebody wrote into `_scale` itself."""
+        if self._state.is_on_host and self._placed_scale._version != self._placed_version:  # type: ignore[union-attr]
+            self._set_scale(self._placed_scale.item())  # type: ignore[union-attr]
 
     @property
     def _scale(self) -> Tensor | None:
@@ -103,9 +111,10 @@ class TorchSurface(torch.amp.GradScaler):
 
     @_scale.setter
     def _scale(self, value: Tensor | None) -> None:
-        if value is not None:
-            self._state.set(loss_scale=value.item())
         self._placed_scale = value
+        self._is_captured = False
+        if value is not None:
+            self._set_scale(value.item())
 
     @property
     def _growth_tracker(self) -> Any:

@@ -172,6 +172,9 @@ def found_inf_in(bucket: list[Tensor], factor: Tensor | None = None) -> Tensor:
     With `factor` it is what they hold after being multiplied by it that counts. The bucket is left alone.
     """
     if factor is not None:
+        bucket = [each for each in bucket if each.numel()]
+        if not bucket:
+            return torch.zeros((), device=factor.device)
         return _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax() * factor)
     found = torch.zeros((), device=bucket[0].device)
     check_and_multiply_(bucket, found, torch.ones((), device=found.device))
@@ -189,12 +192,12 @@ def check_and_multiply_(bucket: list[Tensor], found_inf: Tensor, factor: Tensor)
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
 
 
-def zero_unwritten_momentum(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Zero the momentum that a skipped first step has left uninitialised; without waiting to know whether it was.
+def zero_unwritten_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
+    """Zero the momentum that a parameter's first step, if skipped, has left uninitialised; without waiting to know.
 
     torch's fused SGD allocates its momentum before its kernel decides to skip, and would use it as it is from then on.
     """
-    for state in optimizer.state.values():
+    for state in new_states:
         momentum = state.get("momentum_buffer")
         if momentum is not None:
             momentum.copy_(torch.where(moved(found_inf, momentum.device) == 0.0, momentum, 0.0))

@@ -1,9 +1,11 @@
 """`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
 
+import functools
+import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from lossscale_core import (
+    LARGEST_SCALE,
     StepInfo,
     as_policy,
     check_overflow_streak,
@@ -23,6 +26,12 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import _clip, _grads
 from lossscale_torch._checkpoint import CheckpointedScaler, torch_policy
 from lossscale_torch._state import ScalerState
+
+_LEGACY = (
+    "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
+    "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
+    "use them directly."
+)
 
 
 class OptimizerRecord(dict[str, Any]):
@@ -83,8 +92,11 @@ class GradScaler(CheckpointedScaler):
         self._used_scale: Tensor | None = None
         self._inverse: Tensor | None = None
         self._clean_flag: Tensor | None = None
+        self._may_be_below_one = False
         self._is_captured = False
         self._updated_optimizers: set[int] = set()
+        self._unscaled: dict[int, OptimizerRecord] = {}
+        self._joint: list[OptimizerRecord] = []
         self._had_no_gradients = False
         self._per_optimizer_states: dict[int, Any] = defaultdict(_new_record)
 
@@ -135,7 +147,9 @@ class GradScaler(CheckpointedScaler):
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         record = self._record_to_unscale(optimizer, "unscale_and_clip_")
-        if _grads.mesh_groups(optimizer):  # the norm of sharded gradients is torch's own business
+        norm_type = float(norm_type)
+        is_torchs = norm_type != 2.0 and any(grad.is_complex() for grad in _grads.grads_of(optimizer))
+        if is_torchs or _grads.mesh_groups(optimizer):  # of complex numbers, or of sharded gradients
             self._unscale(optimizer, record)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         buckets = self._buckets(optimizer, self._half_gradients)
@@ -150,7 +164,7 @@ class GradScaler(CheckpointedScaler):
                 "`error_if_nonfinite=False`"
             )
         if math.isfinite(norm):
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if getattr(optimizer, "_step_supports_amp_scaling", False) and clip * LARGEST_SCALE > scale:
                 record.grad_scale = torch.full((), scale / clip, device=self._device_of_scale)
             else:
                 _clip.multiply_(buckets, clip / scale)
@@ -197,18 +211,22 @@ class GradScaler(CheckpointedScaler):
             return StepInfo(True, 1.0, 1.0, 0)
         self._require_scale("update")
         records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(_new_record)
-        self._is_captured = False
+        self._is_captured, self._joint = False, []
         if new_scale is not None:
+            self._used_scale = None
             return self._set_scale(new_scale)
+        stepped = [key for key, record in records.items() if record["stage"] is OptState.STEPPED]
+        if len(stepped) != len(records):  # who is unscaled already may step after this update, too
+            self._unscaled = {key: record for key, record in records.items() if key not in stepped}
         checked = [record for record in records.values() if record["found_inf_per_device"]]
         self._had_no_gradients = not checked
         if not checked:
             if all(record["stage"] is OptState.READY for record in records.values()):
                 raise AssertionError("No inf checks were recorded prior to update.")
             return step_info(self._state.current, self._state.current)
-        if not self._updated_optimizers.isdisjoint(records):
+        if not self._updated_optimizers.isdisjoint(stepped):
             self._state.begin_step()
-        self._updated_optimizers.update(records)
+        self._updated_optimizers.update(stepped)
         info = self._state.update(_all_finite(checked, self._placed_scale))
         if not self._state.is_on_host:
             self._place_scale()
@@ -237,10 +255,13 @@ class GradScaler(CheckpointedScaler):
         """Begin a step: what is scaled from now on is unscaled by this scale, whatever `update` does meanwhile."""
         if self._placed_scale is None:
             self._lazy_init_scale_growth_tracker(device)
+        self._adopt_scale_written_in_place()
         if self._used_scale is not self._placed_scale:
             self._used_scale, self._inverse = self._placed_scale, None
+        self._may_be_below_one = self._state.may_be_below_one()
         self._state.begin_step()
         self._updated_optimizers.clear()
+        self._unscaled.clear()
         self._is_captured = True
 
     @property
@@ -256,6 +277,8 @@ class GradScaler(CheckpointedScaler):
         """Return an optimizer's record; if it was updated since the last loss, its gradients are a new step's."""
         if self._used_scale is None or id(optimizer) in self._updated_optimizers:
             self._capture_scale(self._require_scale(caller).device)
+        if id(optimizer) in self._unscaled:
+            self._per_optimizer_states[id(optimizer)] = self._unscaled.pop(id(optimizer))
         return self._per_optimizer_states[id(optimizer)]
 
     def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
@@ -289,7 +312,7 @@ class GradScaler(CheckpointedScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = {}
-        check_again = inv_scale is self._inverse and self._state.may_be_below_one()
+        check_again = inv_scale is self._inverse and self._may_be_below_one
         for bucket in self._buckets(optimizer, allow_fp16):
             device = bucket[0].device
             if device not in found:
@@ -306,7 +329,7 @@ class GradScaler(CheckpointedScaler):
         if self._used_scale is None:
             self._capture_scale(scale.device)
         record = self._per_optimizer_states[id(optimizer)]
-        inverse = self._inverse_scale() if self._state.may_be_below_one() else None
+        inverse = self._inverse_scale() if self._may_be_below_one else None
         found: dict[torch.device, Tensor] = {}
         for bucket in self._buckets(optimizer, allow_half=True):
             device = bucket[0].device
@@ -346,7 +369,7 @@ class GradScaler(CheckpointedScaler):
             return [record]
         records = list(self._per_optimizer_states.values())
         late = any(each["stage"] is OptState.STEPPED and each is not record for each in records)
-        if late and record not in getattr(self, "_joint", []):
+        if late and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
                 "call unscale_() on every optimizer before the first step()"
@@ -355,6 +378,9 @@ class GradScaler(CheckpointedScaler):
         return records
 
     def _step_fused(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
+        if _takes_scaler(type(optimizer).step):
+            warnings.warn(_LEGACY, FutureWarning, stacklevel=4)
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
         if record["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
             record.grad_scale = self._used_scale
@@ -364,14 +390,19 @@ class GradScaler(CheckpointedScaler):
         preset = getattr(optimizer, "grad_scale", None)
         factors = [factor for factor in (record.grad_scale, preset) if factor is not None]
         optimizer.grad_scale = math.prod(factors[1:], start=factors[0]) if factors else None
-        optimizer.found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        is_first_step = not optimizer.state
+        optimizer.found_inf = (torch.stack(flags) != 0.0).any().float()  # kernels take 1.0 alone for an overflow
+        known_states = len(optimizer.state)
         try:
             return optimizer.step(*args, **kwargs)
         finally:
-            if is_first_step:
-                _grads.zero_unwritten_momentum(optimizer, optimizer.found_inf)
+            if len(optimizer.state) > known_states:
+                _grads.zero_unwritten_momentum(list(optimizer.state.values())[known_states:], optimizer.found_inf)
             del optimizer.grad_scale, optimizer.found_inf
+
+
+@functools.cache
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def _new_record() -> OptimizerRecord:

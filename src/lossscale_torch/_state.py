@@ -60,10 +60,14 @@ class ScalerState:
     def read(self) -> Any:
         """Return the state as host scalars. Waits for the device where it lives on one, and keeps it on the host."""
         if not self.is_on_host:
-            self.current = state_from_dict(state_to_dict(self.current), self.policy)
+            self.current = self._on_host(self.current)
             self.is_on_host = True
-            self.begin_step()
+            if self._before is not None:
+                self._before, self._finite = self._on_host(self._before), bool(self._finite)
         return self.current
+
+    def _on_host(self, state: Any) -> Any:
+        return state_from_dict(state_to_dict(state), self.policy)
 
     def set(self, **fields: Any) -> None:
         """Set fields of the state to plain numbers."""

@@ -105,6 +105,35 @@ def test_order_and_disabled_mode():
     torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
 
 
+@EACH
+@pytest.mark.parametrize(("scale", "max_norm"), [(1.0, 0.0), (2.0**100, 1e-30)])
+def test_extreme_clipping(make, scale, max_norm):
+    """A norm clipped to nothing, or by more than float32 can hold, is clipped all the same."""
+    params = _params(torch.full((2,), scale))
+    optimizer = make(params)
+    scaler = GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_and_clip_(optimizer, max_norm)
+    scaler.step(optimizer)
+    assert scaler.update().applied
+    assert params[0].abs().max().item() <= max_norm
+
+
+def test_squares_that_overflow_float64():
+    """Two elements of 1e200 are finite, and so is their norm."""
+    norm, _, scaler = _clipped(SGD["foreach"], [torch.full((2,), 1e200, dtype=torch.float64)], 1.0, init_scale=1.0)
+    assert scaler.get_scale() == 1.0
+    assert torch.isinf(norm) or norm.item() > 1e38  # the norm itself is float32
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
+def test_complex_gradients_are_measured_by_their_magnitude(norm_type):
+    """As torch measures them."""
+    grads = [torch.tensor([3 + 4j, 1 + 1j])]
+    norm, _, _ = _clipped(SGD["foreach"], grads, 1.0, norm_type)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(_params(*grads), 1.0, norm_type))
+
+
 def test_no_gradients_have_norm_zero():
     """Nothing to clip, nothing to skip."""
     params = [torch.nn.Parameter(torch.ones(2))]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 
@@ -436,6 +437,124 @@ def test_the_scale_captured_unscales_what_was_scaled_with_it(first_is_finite):
     assert bool(info.applied) == first_is_finite
     assert scaler.get_scale() == (16.0 if first_is_finite else 4.0)
     assert scaler.metrics()["steps"] == 1
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_who_is_unscaled_is_not_unscaled_again_after_an_update(fused, clip):
+    """Accelerate unscales every optimizer for clipping, then steps and updates one after the other."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for expected in (0.0, -1.0):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(params).sum()).backward()
+        for optimizer in optimizers:
+            scaler.unscale_and_clip_(optimizer, 100.0) if clip else scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+        assert [param.item() for param in params] == [expected, expected]
+    assert int(scaler.metrics()["steps"]) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_reading_the_scale_between_two_updates_changes_nothing(fused):
+    """One loss that overflowed in two optimizers backs off once, whoever looks in between."""
+    optimizers = [_one_param(torch.full((1,), float("inf")), fused=fused)[1] for _ in range(2)]
+    scaler = _ready(init_scale=64.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.get_scale()
+    assert scaler.get_scale() == 32.0
+
+
+def test_below_one_it_is_the_scale_used_that_counts():
+    """A scale that has grown to 1 since does not hide that the gradients were scaled by a half."""
+    _, first = _one_param(torch.ones(1))
+    second, second_optimizer = _one_param(torch.full((1,), 3e38))
+    scaler = _ready(init_scale=0.5, growth_interval=1)
+    scaler.step(first)
+    scaler.update()
+    scaler.step(second_optimizer)
+    assert not scaler.update().applied
+    assert second.item() == 1.0
+
+
+def test_the_scale_may_be_set_through_torchs_private_tensor():
+    """Assigned or written in place, it multiplies the next loss and divides its gradients."""
+    scaler = _ready(init_scale=64.0)
+    scaler._scale = torch.tensor(128.0)
+    assert scaler.scale(torch.ones(())).item() == scaler.get_scale() == 128.0
+    param, optimizer = _one_param(torch.ones(1))
+    scaler.step(optimizer)
+    scaler.update()
+    scaler._scale.fill_(16.0)
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    assert param.grad.item() == 16.0
+    scaler.unscale_(optimizer)
+    assert param.grad.item() == 1.0
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("flag", [2.0, float("nan")])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_flag_raised_by_others_skips(flag, fused):
+    """Any flag but 0 is an overflow, and a fused kernel is told so in the one way it knows."""
+    param, optimizer = _one_param(torch.ones(1), fused=fused)
+    scaler = _ready(init_scale=2.0)
+    scaler.unscale_(optimizer)
+    for each in scaler._found_inf_per_device(optimizer).values():
+        each.fill_(flag)
+    scaler.step(optimizer)
+    assert not scaler.update().applied
+    assert param.item() == 1.0
+
+
+def test_an_optimizer_of_the_old_contract_gets_the_scaler():
+    """As with torch: one whose step takes `grad_scaler` is handed it, with a warning."""
+
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            grad_scaler.unscale_(self)
+            self.given = grad_scaler
+
+    param = torch.nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    optimizer = Old([param], lr=1.0)
+    scaler = _ready()
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        scaler.step(optimizer)
+    assert optimizer.given is scaler
+    assert scaler.update().applied
+
+
+def test_torch_settings_that_mean_never_are_taken():
+    """An interval beyond int32, and a checkpoint whose factor is 1."""
+    assert GradScaler("cpu", growth_interval=10**10).get_growth_interval() == 2**31 - 1
+    peer = torch.amp.GradScaler("cpu", growth_interval=10**10)
+    peer.set_growth_factor(1.0)
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(peer.state_dict())
+    assert scaler.get_growth_factor() == pytest.approx(1.0)
+
+
+def test_gradients_without_elements_are_finite():
+    """At any scale, fused or not, clipped or not."""
+    for fused, clip, init_scale in itertools.product((False, True), (False, True), (0.5, 2.0)):
+        param = torch.nn.Parameter(torch.ones(0))
+        param.grad = torch.ones(0)
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+        scaler = _ready(init_scale=init_scale)
+        if clip:
+            assert scaler.unscale_and_clip_(optimizer, 1.0).item() == 0.0
+        scaler.step(optimizer)
+        assert scaler.update().applied
 
 
 def test_a_gan_with_two_losses():
