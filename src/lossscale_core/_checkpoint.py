@@ -20,13 +20,12 @@ def state_to_dict(state: AnyScaleState, policy: Any = None) -> dict[str, Any]:
     """Return `state`, of any framework, as plain numbers under `"version"` and the names of its fields.
 
     With `policy` (anything `as_policy` takes) its config is saved too, under `"policy"`, and compared when the state is
-    restored. Synchronises with the host.
+    restored; a policy of one's own has no config and is left out. Synchronises with the host.
     """
     saved: dict[str, Any] = {"version": VERSION}
     saved.update({name: _plain_number(value) for name, value in state._asdict().items()})
-    if policy is not None:
-        saved["policy"] = policy_to_dict(as_policy(policy))
-    return saved
+    config = None if policy is None else _config_of(as_policy(policy))
+    return saved if config is None else {**saved, "policy": config}
 
 
 def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
@@ -65,7 +64,8 @@ def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_poli
     if fitting != fields["loss_scale"]:
         notes.append(f"loss_scale was {fields['loss_scale']:g} and becomes {fitting:g}")
         fields["loss_scale"] = fitting
-    is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != policy_to_dict(policy)["kind"]
+    kind = (_config_of(policy) or {}).get("kind")
+    is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != kind
     for name in start._fields:
         is_foreign = name in _TRACKERS and is_other_kind
         if name not in fields or (is_foreign and fields[name] != getattr(start, name)):
@@ -81,6 +81,13 @@ def _scale_bounds(policy: Any) -> tuple[np.float32, np.float32]:
         return only, only
     low, high = getattr(policy, "min_scale", SMALLEST_SCALE), getattr(policy, "max_scale", LARGEST_SCALE)
     return np.float32(low), np.float32(high)
+
+
+def _config_of(policy: ScalingPolicy) -> dict[str, Any] | None:
+    try:
+        return policy_to_dict(policy)
+    except PolicyError:
+        return None
 
 
 def _plain_number(value: Any) -> int | float:

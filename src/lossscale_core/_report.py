@@ -49,8 +49,10 @@ def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
     For whoever has the state on the host anyway; reading it from a device would synchronise.
     """
     limit = getattr(policy, "max_overflow_streak", None)
+    if limit is None:
+        return
     streak = int(state.overflow_streak)
-    if limit is not None and streak >= limit:
+    if streak >= limit:
         raise OverflowStreakError(
             f"overflow_streak={streak} has reached max_overflow_streak={limit}, and the loss scale is down to "
             f"{float(state.loss_scale):g}; look for a NaN or infinity in the loss, or raise max_overflow_streak "

@@ -104,8 +104,8 @@ class GradScaler(CheckpointedScaler):
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
-        Half losses of any shape are lifted to float32. The scale is captured: it unscales what was scaled with it, also
-        when `update` is called in between. Does not synchronise.
+        Half losses of any shape are lifted to float32. The scale is captured: it unscales every gradient until `scale`
+        is called again, also when `update` is called in between. Does not synchronise.
         """
         if not self._enabled:
             return outputs

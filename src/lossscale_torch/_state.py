@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lossscale_core import ScalingPolicy, StepInfo, as_policy, state_from_dict, state_to_dict, step_info
+from lossscale_core import ScalingPolicy, StepInfo, as_policy, step_info
 
 
 def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
@@ -67,7 +67,8 @@ class ScalerState:
         return self.current
 
     def _on_host(self, state: Any) -> Any:
-        return state_from_dict(state_to_dict(state), self.policy)
+        start = self.policy.init_state()
+        return start._make(type(first)(value.item()) for first, value in zip(start, state, strict=True))
 
     def set(self, **fields: Any) -> None:
         """Set fields of the state to plain numbers."""

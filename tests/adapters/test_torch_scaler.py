@@ -195,6 +195,15 @@ def test_update_takes_a_new_scale():
             scaler.update(bad)
 
 
+@EACH_OPTIMIZER
+def test_a_scale_set_by_hand_outlives_reading_it(make):
+    """A fixed policy's scale may be set, and stays set wherever the state lives."""
+    scaler = GradScaler("cpu", policy=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(32.0)
+    assert _run(scaler, make, [True, False, True])[0] == [32.0] * 3
+
+
 def test_setters_replace_the_policy():
     """torch's setters work, obey the rules, and lowering the interval below the count works."""
     scaler = _ready(growth_interval=100)

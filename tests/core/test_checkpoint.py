@@ -155,6 +155,25 @@ def test_another_kind_of_policy_starts_its_own_trackers_fresh():
     assert (float(state.loss_scale), int(state.steps), float(state.steps_since_change)) == (64.0, 1, 0.0)
 
 
+def test_a_policy_of_ones_own_saves_and_restores_its_state():
+    """It has no config to save, and a config saved by another policy does not stand in its way."""
+
+    class Own:
+        def init_state(self):
+            return DynamicScaling().init_state()
+
+        def update(self, state, grads_finite, *, xp=None):
+            return DynamicScaling().update(state, grads_finite, xp=xp)
+
+    own = Own()
+    state = own.update(own.init_state(), False)
+    assert "policy" not in state_to_dict(state, own)
+    assert state_from_dict(state_to_dict(state, own), own) == state
+    with pytest.warns(CheckpointWarning, match="cannot be compared"):
+        restored = state_from_dict(state_to_dict(state, DynamicScaling()), own)
+    assert restored.loss_scale == state.loss_scale
+
+
 def test_a_saved_policy_nobody_can_read_is_a_warning():
     """A policy of a later release does not stand in the way of its state."""
     with pytest.warns(CheckpointWarning, match="cannot be compared"):
