@@ -12,7 +12,7 @@ from lossscale_core._finite import all_finite_in
 from lossscale_core._state import AnyScaleState, Array
 
 Namespace = Any
-_HOST_SCALARS = (bool, int, float, complex, np.generic)
+_HOST_SCALARS = (np.generic, bool, int, float, complex)
 _ON_HOST = (*_HOST_SCALARS, np.ndarray)
 
 

@@ -92,7 +92,7 @@ class CheckpointedScaler(TorchSurface):
                 "of an iteration, or at the end after scaler.update()."
             )
         self._state.read()
-        fresh = dict.fromkeys(("_placed_scale", "_used_scale", "_inverse", "_clean_flag"))
+        fresh = dict.fromkeys(("_placed_scale", "_used_scale", "_inverse", "_clean_flag", "_last_step"))
         fresh.update(_is_captured=False, _process_group=None, _updated_optimizers=set(), _unscaled={}, _joint=[])
         return {**self.__dict__, **fresh}
 

@@ -5,7 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from lossscale_torch._grads import moved
+
 _JOIN_BELOW = 4096
+_LARGEST_ORDER = 7.0  # the largest float32 to this power still is a float64, however many are summed
 
 
 @torch.no_grad()
@@ -16,13 +19,15 @@ def total_norm(buckets: list[list[Tensor]], norm_type: float) -> float:
     infinity among the gradients: then it is taken again in float64, of gradients divided by the largest. Reads each
     gradient once. Synchronises with the host once.
     """
-    buckets = [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]
+    buckets = _without_empty(buckets)
     if not buckets:
         return 0.0
     norm = _norm(buckets, norm_type)
     if math.isfinite(norm) or math.isinf(norm_type):
         return norm
     largest = _norm(buckets, math.inf)
+    if not math.isfinite(largest):
+        return largest
     return largest * _norm([[each.double() / largest for each in bucket] for bucket in buckets], norm_type)
 
 
@@ -36,11 +41,30 @@ def unscaled_norm(buckets: list[list[Tensor]], scale: float, norm_type: float) -
     return total_norm(buckets, norm_type) / scale
 
 
+def is_exact_on_device(grads: list[Tensor], norm_type: float) -> bool:
+    """Return whether `norm_on_device` is finite exactly where every gradient is: float64 has the room, and is there."""
+    has_room = math.isinf(norm_type) or norm_type <= _LARGEST_ORDER
+    return has_room and all(grad.dtype is not torch.float64 and grad.device.type != "mps" for grad in grads)
+
+
+@torch.no_grad()
+def norm_on_device(buckets: list[list[Tensor]], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm of all gradients together as a float64 tensor of shape `()` on `device`; waits for nothing."""
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for bucket in _without_empty(buckets):
+        norms += [moved(each, device) for each in torch._foreach_norm(bucket, norm_type, dtype=torch.float64)]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
 @torch.no_grad()
 def multiply_(buckets: list[list[Tensor]], factor: float) -> None:
     """Multiply all gradients in place by one number."""
     for bucket in buckets:
         torch._foreach_mul_(bucket, factor)
+
+
+def _without_empty(buckets: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]
 
 
 def _norm(buckets: list[list[Tensor]], norm_type: float) -> float:

@@ -137,16 +137,13 @@ def buckets(values: list[Tensor]) -> list[list[Tensor]]:
 
 def _are_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
-    dtype, device = grads[0].dtype, grads[0].get_device()
-    others = [
-        grad
-        for grad in grads
-        if type(grad) is not Tensor
-        or grad.dtype is not dtype
-        or grad.layout is not torch.strided
-        or grad.get_device() != device
-    ]
-    return not others and not dtype.is_complex
+    dtype, device, strided = grads[0].dtype, grads[0].get_device(), torch.strided
+    for grad in grads:
+        if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not strided:
+            return False
+        if grad.get_device() != device:
+            return False
+    return not dtype.is_complex
 
 
 def half_gradients_message(optimizer: torch.optim.Optimizer) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from lossscale_core import (
     LARGEST_SCALE,
@@ -25,6 +24,7 @@ from lossscale_core import (
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import _clip, _grads
 from lossscale_torch._checkpoint import CheckpointedScaler, torch_policy
+from lossscale_torch._records import READY, STEPPED, UNSCALED, OptimizerRecord, all_finite, known_on_host, new_record
 from lossscale_torch._state import ScalerState
 
 _LEGACY = (
@@ -32,15 +32,6 @@ _LEGACY = (
     "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
     "use them directly."
 )
-
-
-class OptimizerRecord(dict[str, Any]):
-    """What is known of one optimizer since the last update: torch's own keys, and what was decided."""
-
-    finite: bool | None = None
-    """Whether its gradients are finite on every rank, once the host knows."""
-    grad_scale: Tensor | None = None
-    """What a fused optimizer has left to divide its gradients by."""
 
 
 class GradScaler(CheckpointedScaler):
@@ -90,6 +81,7 @@ class GradScaler(CheckpointedScaler):
         self._half_gradients = half_gradients
         self._placed_scale: Tensor | None = None
         self._used_scale: Tensor | None = None
+        self._used_scale_on_host: Any = None
         self._inverse: Tensor | None = None
         self._clean_flag: Tensor | None = None
         self._may_be_below_one = False
@@ -98,7 +90,8 @@ class GradScaler(CheckpointedScaler):
         self._unscaled: dict[int, OptimizerRecord] = {}
         self._joint: list[OptimizerRecord] = []
         self._had_no_gradients = False
-        self._per_optimizer_states: dict[int, Any] = defaultdict(_new_record)
+        self._last_step: StepInfo | None = None
+        self._per_optimizer_states: dict[int, Any] = defaultdict(new_record)
 
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
@@ -141,34 +134,28 @@ class GradScaler(CheckpointedScaler):
         In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm, of shape `()`, is that of the unscaled
         gradients before clipping. The read that yields it proves them finite; where they are not, neither is the norm,
         the gradients stay as they are and the step will be skipped (with `error_if_nonfinite`: `RuntimeError`). A fused
-        optimizer takes over the multiply. Disabled, it clips. Synchronises with the host once.
+        optimizer takes over the multiply. Disabled, it clips. Synchronises with the host once for an ordinary
+        optimizer, for a fused one only if `error_if_nonfinite`.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         record = self._record_to_unscale(optimizer, "unscale_and_clip_")
         norm_type = float(norm_type)
-        is_torchs = norm_type != 2.0 and any(grad.is_complex() for grad in _grads.grads_of(optimizer))
-        if is_torchs or _grads.mesh_groups(optimizer):  # of complex numbers, or of sharded gradients
+        on_host = not _is_fused(optimizer) or self._device_of_scale.type == "cpu"
+        if self._needs_torchs_clipping(optimizer, norm_type, on_host):
             self._unscale(optimizer, record)
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         buckets = self._buckets(optimizer, self._half_gradients)
-        scale = float(self._used_scale)  # type: ignore[arg-type]
-        norm = _clip.unscaled_norm(buckets, scale, norm_type)
-        clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-        self._note_found(optimizer, record, {}, not math.isfinite(norm))
-        if error_if_nonfinite and not math.isfinite(norm):
+        clip = self._clip_on_host if on_host else self._clip_on_device
+        norm = clip(optimizer, record, buckets, max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                 "`error_if_nonfinite=False`"
             )
-        if math.isfinite(norm):
-            if getattr(optimizer, "_step_supports_amp_scaling", False) and clip * LARGEST_SCALE > scale:
-                record.grad_scale = torch.full((), scale / clip, device=self._device_of_scale)
-            else:
-                _clip.multiply_(buckets, clip / scale)
-        return torch.tensor(norm, dtype=torch.float32, device=self._device_of_scale)
+        return norm
 
     @torch.compiler.disable
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -184,18 +171,18 @@ class GradScaler(CheckpointedScaler):
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         record = self._record_of(optimizer, "step")
-        if record["stage"] is OptState.STEPPED:
+        if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if _is_fused(optimizer):
             result = self._step_fused(optimizer, record, *args, **kwargs)
         else:
-            if record["stage"] is OptState.READY:
+            if record["stage"] is READY:
                 self._unscale(optimizer, record)
-            finite = all(map(_known_on_host, self._deciding(record))) if self._joint_skip else _known_on_host(record)
+            finite = all(map(known_on_host, self._deciding(record))) if self._joint_skip else known_on_host(record)
             result = optimizer.step(*args, **kwargs) if finite else None
             if finite and len(self._per_optimizer_states) == 1:
                 self._clean_flag = next(iter(record["found_inf_per_device"].values()), None)  # known to be 0.0 still
-        record["stage"] = OptState.STEPPED
+        record["stage"] = STEPPED
         return result
 
     @torch.compiler.disable
@@ -207,34 +194,13 @@ class GradScaler(CheckpointedScaler):
         loss count as one step. `new_scale` sets the scale instead. Raises `AssertionError` where no step came first,
         and `OverflowStreakError` when the policy's `max_overflow_streak` is reached and the host knows.
         """
-        if not self._enabled:
-            return StepInfo(True, 1.0, 1.0, 0)
-        self._require_scale("update")
-        records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(_new_record)
-        self._is_captured, self._joint = False, []
-        if new_scale is not None:
-            self._used_scale = None
-            return self._set_scale(new_scale)
-        stepped = [key for key, record in records.items() if record["stage"] is OptState.STEPPED]
-        if len(stepped) != len(records):  # who is unscaled already may step after this update, too
-            self._unscaled = {key: record for key, record in records.items() if key not in stepped}
-        checked = [record for record in records.values() if record["found_inf_per_device"]]
-        self._had_no_gradients = not checked
-        if not checked:
-            if all(record["stage"] is OptState.READY for record in records.values()):
-                raise AssertionError("No inf checks were recorded prior to update.")
-            return step_info(self._state.current, self._state.current)
-        if not self._updated_optimizers.isdisjoint(stepped):
-            self._state.begin_step()
-        self._updated_optimizers.update(stepped)
-        info = self._state.update(_all_finite(checked, self._placed_scale))
-        if not self._state.is_on_host:
-            self._place_scale()
-            return info
-        if info.loss_scale_after != self._scale_on_host:
-            self._place_scale()
-        check_overflow_streak(self.policy, self._state.current)
-        return info
+        self._last_step = self._update(new_scale) if self._enabled else StepInfo(True, 1.0, 1.0, 0)
+        return self._last_step
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        """What the last `update` returned, for code whose framework called it; None before the first."""
+        return self._last_step
 
     def metrics(self) -> dict[str, Any]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
@@ -258,11 +224,40 @@ class GradScaler(CheckpointedScaler):
         self._adopt_scale_written_in_place()
         if self._used_scale is not self._placed_scale:
             self._used_scale, self._inverse = self._placed_scale, None
+            self._used_scale_on_host = self._scale_on_host
         self._may_be_below_one = self._state.may_be_below_one()
         self._state.begin_step()
         self._updated_optimizers.clear()
         self._unscaled.clear()
         self._is_captured = True
+
+    def _update(self, new_scale: float | Tensor | None) -> StepInfo:
+        self._require_scale("update")
+        records, self._per_optimizer_states = self._per_optimizer_states, defaultdict(new_record)
+        self._is_captured, self._joint = False, []
+        if new_scale is not None:
+            self._used_scale = None
+            return self._set_scale(new_scale)
+        stepped = {key for key, record in records.items() if record["stage"] is STEPPED}
+        if len(stepped) != len(records):  # who is unscaled already may step after this update, too
+            self._unscaled = {key: record for key, record in records.items() if key not in stepped}
+        checked = [record for record in records.values() if record["found_inf_per_device"]]
+        self._had_no_gradients = not checked
+        if not checked:
+            if all(record["stage"] is READY for record in records.values()):
+                raise AssertionError("No inf checks were recorded prior to update.")
+            return step_info(self._state.current, self._state.current)
+        if not self._updated_optimizers.isdisjoint(stepped):
+            self._state.begin_step()
+        self._updated_optimizers.update(stepped)
+        info = self._state.update(all_finite(checked, self._placed_scale))
+        if not self._state.is_on_host:
+            self._place_scale()
+            return info
+        if info.loss_scale_after != self._scale_on_host:
+            self._place_scale()
+        check_overflow_streak(self.policy, self._state.current)
+        return info
 
     @property
     def _device_of_scale(self) -> torch.device:
@@ -283,9 +278,9 @@ class GradScaler(CheckpointedScaler):
 
     def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
         record = self._record_of(optimizer, caller)
-        if record["stage"] is OptState.UNSCALED:
+        if record["stage"] is UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if record["stage"] is OptState.STEPPED:
+        if record["stage"] is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         return record
 
@@ -296,9 +291,43 @@ class GradScaler(CheckpointedScaler):
 
     def _buckets(self, optimizer: torch.optim.Optimizer, allow_half: bool) -> list[list[Tensor]]:
         buckets = _grads.buckets_of(optimizer)
-        if not allow_half and any(bucket[0].dtype is torch.float16 for bucket in buckets):
+        if not allow_half and torch.float16 in [bucket[0].dtype for bucket in buckets]:
             raise ValueError(_grads.half_gradients_message(optimizer))
         return buckets
+
+    def _needs_torchs_clipping(self, optimizer: torch.optim.Optimizer, norm_type: float, on_host: bool) -> bool:
+        """Return whether gradients are sharded or complex, or one read for the norm would not prove them finite."""
+        if _grads.mesh_groups(optimizer) or not norm_type > 0.0:
+            return True
+        grads = _grads.grads_of(optimizer)
+        if norm_type != 2.0 and any(grad.is_complex() for grad in grads):
+            return True
+        return not on_host and (self._may_be_below_one or not _clip.is_exact_on_device(grads, norm_type))
+
+    def _clip_on_host(
+        self, optimizer: Any, record: OptimizerRecord, buckets: list[list[Tensor]], max_norm: float, norm_type: float
+    ) -> Tensor:
+        scale = float(self._used_scale_on_host)
+        norm = _clip.unscaled_norm(buckets, scale, norm_type)
+        self._note_found(optimizer, record, {}, not math.isfinite(norm))
+        if math.isfinite(norm):
+            clip = min(1.0, max_norm / (norm + 1e-6))
+            if _is_fused(optimizer) and clip * LARGEST_SCALE > scale:
+                record.grad_scale = torch.full((), scale / clip, device=self._device_of_scale)
+            else:
+                _clip.multiply_(buckets, clip / scale)
+        return torch.tensor(norm, dtype=torch.float32, device=self._device_of_scale)
+
+    def _clip_on_device(
+        self, optimizer: Any, record: OptimizerRecord, buckets: list[list[Tensor]], max_norm: float, norm_type: float
+    ) -> Tensor:
+        scale: Any = self._used_scale
+        norm = _clip.norm_on_device(buckets, norm_type, scale.device) / scale
+        finite = torch.isfinite(norm)
+        self._note_found(optimizer, record, {scale.device: (~finite).float()})
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        record.grad_scale = torch.where(finite, scale / clip, 1.0).float()  # infinite where clipped to nothing
+        return norm.float()
 
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         inverse = self._inverse_scale()
@@ -315,12 +344,13 @@ class GradScaler(CheckpointedScaler):
         check_again = inv_scale is self._inverse and self._may_be_below_one
         for bucket in self._buckets(optimizer, allow_fp16):
             device = bucket[0].device
-            if device not in found:
-                found[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
-            factor = inv_scale if found[device] is found_inf else _grads.moved(inv_scale, device)
-            _grads.check_and_multiply_(bucket, found[device], factor)
+            flag = found.get(device)
+            if flag is None:
+                flag = found[device] = found_inf if device == found_inf.device else found_inf.to(device, copy=True)
+            factor = inv_scale if flag is found_inf else _grads.moved(inv_scale, device)
+            _grads.check_and_multiply_(bucket, flag, factor)
             if check_again:  # below a scale of 1 a finite gradient may overflow by being unscaled
-                _grads.check_and_multiply_(bucket, found[device], torch.ones((), device=device))
+                _grads.check_and_multiply_(bucket, flag, torch.ones((), device=device))
         return found
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -361,14 +391,14 @@ class GradScaler(CheckpointedScaler):
             _grads.reduce_max(combined, groups)
             found = {device: combined}
         record["found_inf_per_device"] = found
-        record["stage"] = OptState.UNSCALED
+        record["stage"] = UNSCALED
 
     def _deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
         """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""
         if not self._joint_skip:
             return [record]
         records = list(self._per_optimizer_states.values())
-        late = any(each["stage"] is OptState.STEPPED and each is not record for each in records)
+        late = any(each["stage"] is STEPPED and each is not record for each in records)
         if late and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
@@ -381,7 +411,7 @@ class GradScaler(CheckpointedScaler):
         if _takes_scaler(type(optimizer).step):
             warnings.warn(_LEGACY, FutureWarning, stacklevel=4)
             return optimizer.step(*args, **kwargs, grad_scaler=self)
-        if record["stage"] is OptState.READY:
+        if record["stage"] is READY:
             self._check_inf_per_device(optimizer)
             record.grad_scale = self._used_scale
         device = self._device_of_scale
@@ -400,32 +430,14 @@ class GradScaler(CheckpointedScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
 
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes the flag and the factor itself, on its device."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 @functools.cache
 def _takes_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-def _new_record() -> OptimizerRecord:
-    return OptimizerRecord(stage=OptState.READY, found_inf_per_device={})
-
-
-def _known_on_host(record: OptimizerRecord) -> bool:
-    """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
-    if record.finite is None:
-        record.finite = True
-        for flag in record["found_inf_per_device"].values():
-            if flag.item() != 0.0:
-                record.finite = False
-    return record.finite
-
-
-def _all_finite(records: list[OptimizerRecord], scale: Any) -> bool | Tensor:
-    """Combine the records' flags: on the host where all are known there, else on the device of `scale`."""
-    known = [record.finite for record in records]
-    if None not in known:
-        return False not in known
-    flags = [_grads.moved(flag, scale.device) for record in records for flag in record["found_inf_per_device"].values()]
-    return torch.stack(flags).amax() == 0.0
 
 
 def _is_available(device: str) -> bool:

@@ -1,9 +1,12 @@
 """`unscale_and_clip_`: torch's result with one read and one multiply, and as careful."""
 
+import math
+
 import pytest
 import torch
 
 from lossscale_torch import GradScaler
+from lossscale_torch._clip import is_exact_on_device, norm_on_device, total_norm
 
 
 def _params(*grads):
@@ -89,6 +92,27 @@ def test_below_a_scale_of_one_the_unscaled_norm_decides():
     assert torch.isinf(norm)
     assert not scaler.update().applied
     assert (params[0] == 0).all()
+
+
+@EACH
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf")])
+def test_a_norm_that_proves_nothing_hides_no_overflow(make, norm_type):
+    """Such a norm is finite whatever the gradients are; they are checked all the same."""
+    _, params, scaler = _clipped(make, [torch.tensor([1.0, float("inf")]), torch.ones(2)], 1.0, norm_type)
+    assert all((param == 0).all() for param in params)
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 7.0, float("inf")])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_on_a_device_is_the_norm_on_the_host(norm_type, size, dtype):
+    """Finite exactly where the gradients are, without a second look."""
+    grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
+    assert is_exact_on_device(grads, norm_type)
+    on_device = norm_on_device([grads], norm_type, torch.device("cpu")).item()
+    assert on_device == pytest.approx(total_norm([grads], norm_type), rel=1e-5, nan_ok=True)
+    assert math.isfinite(on_device) == all(bool(grad.isfinite().all()) for grad in grads)
 
 
 def test_order_and_disabled_mode():

@@ -1,7 +1,7 @@
 """An overflow on one rank skips on every rank: real gloo processes on loopback, over 200 steps of random overflows."""
 
-import socket
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -16,24 +16,20 @@ from lossscale_torch import GradScaler
 STEPS = 200
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _in_process(rank, world_size, port, work):
+def _in_process(rank, world_size, folder, work):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     try:
         work(rank, world_size)
+        dist.barrier()  # a rank that leaves while another still talks to it may abort
     finally:
         dist.destroy_process_group()
 
 
 def _on_ranks(world_size, work):
     """Run `work(rank, world_size)` in that many processes; the first failure is raised here."""
-    mp.start_processes(_in_process, (world_size, _free_port(), work), nprocs=world_size, start_method="spawn")
+    with TemporaryDirectory() as folder:
+        mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="spawn")
 
 
 def _local(module):

@@ -45,12 +45,11 @@ class _Module(LightningModule):
 
     def on_after_backward(self):
         self.weights.append(self.layer.weight.detach().clone())
-        self.skipped_before = int(self.scaler.metrics()["skipped_steps"])
         if len(self.weights) - 1 in OVERFLOWS:
             _spoil(self.layer)
 
     def lr_scheduler_step(self, scheduler, metric):
-        if int(self.scaler.metrics()["skipped_steps"]) == self.skipped_before:
+        if self.scaler.last_step.applied:
             scheduler.step()
         self.rates.append(scheduler.get_last_lr()[0])
 
@@ -141,6 +140,30 @@ def test_accelerate(tmp_path):
     scaler.update(1.0)
     accelerator.load_state(tmp_path)
     assert scaler.state_dict() == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_schedule_under_accelerate_follows_applied_steps(fused):
+    """A schedule that was not prepared asks the scaler, which knows of a fused optimizer's skips, too."""
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accelerator = _accelerator(scaler)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        for step, (images, targets) in enumerate(_data()):
+            optimizer.zero_grad()
+            accelerator.backward((model(images) - targets).square().mean())
+            if step in {0, *OVERFLOWS}:
+                _spoil(model)
+            before = model.weight.detach().clone()
+            optimizer.step()
+            assert bool(scaler.last_step.applied) != torch.equal(before, model.weight)
+            if accelerator.sync_gradients and scaler.last_step.applied:
+                schedule.step()
+    assert schedule.get_last_lr()[0] == 0.5 ** (STEPS - len({0, *OVERFLOWS}))
 
 
 def test_accelerate_with_two_optimizers():

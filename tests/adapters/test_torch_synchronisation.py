@@ -68,6 +68,38 @@ def test_a_fused_optimizer_costs_none(finite, unscale_first):
     assert _count(lambda p: torch.optim.SGD(p, lr=0.1, fused=True), unscale_first=unscale_first, finite=finite) == 0
 
 
+def test_clipping_costs_an_ordinary_optimizer_the_same_one_synchronisation():
+    """The norm, whose finiteness is the flag."""
+    assert _count(_Plain, clip=True) == 1
+
+
+class _FusedOnMeta(_Plain):
+    """What a fused optimizer is to a scaler, on a device that nobody can wait for."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:
+        """Take the factor, if any is left, and the flag, which stay where they are."""
+        assert self.grad_scale is None or self.grad_scale.is_meta
+        assert self.found_inf.is_meta
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_costs_a_fused_optimizer_none(norm_type, dtype):
+    """A whole step runs on torch's `meta` device, which has no values to read."""
+    params = [torch.nn.Parameter(torch.ones(3, device="meta", dtype=dtype)) for _ in range(2)]
+    optimizer = _FusedOnMeta(params)
+    scaler = GradScaler("meta", policy="dynamic")
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        scaler.scale(torch.ones((), device="meta"))
+        assert scaler.unscale_and_clip_(optimizer, 1.0, norm_type).is_meta
+        scaler.step(optimizer)
+        assert scaler.update().applied.is_meta
+
+
 def test_reading_the_outcome_is_what_costs():
     """`info.applied` of a fused step is a tensor until somebody asks."""
     param = torch.nn.Parameter(torch.ones(3))
