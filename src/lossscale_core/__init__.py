@@ -10,7 +10,7 @@ from lossscale_core._arrays import all_finite, init_state, scale, select, unscal
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
-from lossscale_core._report import StepInfo, check_overflow_streak, diagnose, metrics, step_info
+from lossscale_core._report import GradientReport, StepInfo, check_overflow_streak, diagnose, metrics, step_info
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, TolerantScaleState
@@ -22,6 +22,7 @@ __all__ = [
     "SMALLEST_SCALE",
     "DynamicScaling",
     "FixedScaling",
+    "GradientReport",
     "NoScaling",
     "ScaleState",
     "ScalingPolicy",

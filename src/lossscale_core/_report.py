@@ -27,6 +27,21 @@ class StepInfo(NamedTuple):
     """int32: overflows in a row, this step included; 0 when it was applied."""
 
 
+class GradientReport(NamedTuple):
+    """What is not finite in one gradient."""
+
+    name: str
+    """Whose gradient it is."""
+    nan: int
+    """How many elements are NaN."""
+    positive_inf: int
+    """How many elements are +inf."""
+    negative_inf: int
+    """How many elements are -inf."""
+    largest_finite: float
+    """The largest magnitude among the finite elements, as stored; 0.0 where there are none."""
+
+
 def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:
     """Return what the step that led from `before` to `after` did. Does not synchronise with the host."""
     applied = after.skipped_steps == before.skipped_steps

@@ -6,6 +6,7 @@ LossScaleError
 ├── CallOrderError(RuntimeError)             calls came in an order that would corrupt gradients
 ├── CheckpointError(ValueError)              a saved state cannot be restored
 ├── TraceFileError(ValueError)               a recorded run cannot be read
+├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
@@ -33,6 +34,10 @@ class CheckpointError(LossScaleError, ValueError):
 
 class TraceFileError(LossScaleError, ValueError):
     """A recorded run cannot be read: its file does not hold a value a step."""
+
+
+class ScaleStateError(LossScaleError, LookupError):
+    """An optimizer state holds no scale state, or several."""
 
 
 class SyncError(LossScaleError, RuntimeError):

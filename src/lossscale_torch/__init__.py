@@ -3,9 +3,10 @@
 `GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
 """
 
+from lossscale_core import GradientReport
 from lossscale_torch._grads import all_finite, scale, select, unscale
 from lossscale_torch._optimizer import GradScaler
-from lossscale_torch._report import GradientReport, overflow_report
+from lossscale_torch._report import overflow_report
 from lossscale_torch._state import init_state
 
 __all__ = [

@@ -1,26 +1,12 @@
 """Which parameters overflowed, and how."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lossscale_core import GradientReport
 from lossscale_torch._grads import values_of
-
-
-class GradientReport(NamedTuple):
-    """What is not finite in one parameter's gradient."""
-
-    name: str
-    nan: int
-    """How many elements are NaN."""
-    positive_inf: int
-    """How many elements are +inf."""
-    negative_inf: int
-    """How many elements are -inf."""
-    largest_finite: float
-    """The largest magnitude among the finite elements, as stored; 0.0 where there are none."""
 
 
 def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[GradientReport]:

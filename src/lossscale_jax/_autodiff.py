@@ -1,0 +1,65 @@
+"""`jax.value_and_grad` of a scaled loss."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+
+from lossscale_jax import _axes
+from lossscale_jax._grads import all_finite, scale, unscale
+
+
+class ScaledGradients(NamedTuple):
+    """What a scaled backward pass yields, unscaled."""
+
+    value: Any
+    """The loss as `fun` returned it."""
+    aux: Any
+    """What else `fun` returned; None without `has_aux`."""
+    grads: Any
+    """The gradients, unscaled, in float32 or wider; averaged over `axis_name`."""
+    grads_finite: Array
+    """bool, shape `()`: every gradient element is finite, on every device along `axis_name`."""
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: Any = None,
+) -> Callable[..., ScaledGradients]:
+    """Return a function `(state, *args, **kwargs)` that differentiates `fun(*args, **kwargs)` with its loss scaled.
+
+    As `jax.value_and_grad`, the loss multiplied by the state's scale on the way. `argnums` counts without the state.
+    Under `shard_map`, `pmap` or `vmap` with data split over `axis_name`, gradients are unscaled, averaged over it and
+    checked, so that every device comes to the same `grads_finite`; `value` and `aux` stay each device's own. Forgetting
+    it there lets the devices' states drift apart: `shard_map` raises, `pmap` cannot know. Does not synchronise with the
+    host. Follows the interface of flax's `DynamicScale.value_and_grad`.
+    """
+
+    @functools.wraps(fun)
+    def scaled_value_and_grad(state: Any, *args: Any, **kwargs: Any) -> ScaledGradients:
+        def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
+            value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            return scale(value, state), (value, aux)
+
+        if axis_name is not None:
+            args = _with_varying(args, argnums, axis_name)
+        grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
+        grads = unscale(grads, state)
+        if axis_name is not None:
+            grads = lax.pmean(grads, axis_name)
+        finite = all_finite(grads)
+        if axis_name is None:
+            _axes.require_reduced(finite, state)
+        return ScaledGradients(value, aux, grads, finite)
+
+    return scaled_value_and_grad
+
+
+def _with_varying(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: Any) -> tuple[Any, ...]:
+    """Return `args` with those to differentiate marked as varying: `shard_map` sums the gradients of others itself."""
+    chosen = {argnums % len(args)} if isinstance(argnums, int) else {n % len(args) for n in argnums}
+    return tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))

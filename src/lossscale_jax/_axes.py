@@ -1,0 +1,61 @@
+"""Named axes of `shard_map`, `pmap` and `vmap`: combining over them, and what `shard_map` tracks of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def all_true(flag: Array, axis_name: Any) -> Array:
+    """Return whether `flag` is true everywhere along `axis_name`; as it is where that is None."""
+    if axis_name is None:
+        return flag
+    return lax.pmin(flag.astype(jnp.int32), axis_name) == 1
+
+
+def varying_as(x: Any, like: Any) -> Any:
+    """Return the pytree `x` marked as varying over every axis over which a leaf of `like` does."""
+    axes: frozenset[str] = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
+    return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
+
+
+def matching(x: Any, like: Any) -> Any:
+    """Return the pytree `x` in the dtypes and marked as varying over the axes of `like`, leaf by leaf."""
+    return jax.tree.map(lambda leaf, other: _vary(_of_dtype(leaf, other), varying_axes(other)), x, like)
+
+
+def vary_over(x: Any, axis_name: Any) -> Any:
+    """Return the pytree `x` marked as varying over `axis_name`, so that nothing reduces its gradient unasked."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Return the mesh axes over which `shard_map` knows `x` to vary; without `check_vma` it knows of none."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def _vary(leaf: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - varying_axes(leaf)))
+    if not missing:
+        return leaf
+    return lax.pcast(leaf, missing, to="varying")
+
+
+def _of_dtype(leaf: Any, like: Any) -> Any:
+    return leaf if jnp.result_type(leaf) == like.dtype else leaf.astype(like.dtype)
+
+
+def require_reduced(flag: Array, state: Any) -> None:
+    """Raise `ValueError` where `shard_map` knows that devices disagree on `flag` while they share `state`."""
+    forgotten = varying_axes(flag) - frozenset().union(*map(varying_axes, jax.tree.leaves(state)))
+    if forgotten:
+        names = ", ".join(map(repr, sorted(forgotten)))
+        raise ValueError(
+            f"the gradients differ along mesh axis {names} while the loss scale is shared, so devices would decide "
+            f"differently; pass axis_name={names}, or give each device a state of its own"
+        )

@@ -1,0 +1,152 @@
+"""Scale, check, unscale and select: pure functions of pytrees, right under every transform."""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from lossscale_jax import _axes
+
+_JOIN_BELOW = 2**14
+
+
+def scale(loss: Any, state: Any) -> Any:
+    """Return `loss` times the loss scale: what to differentiate.
+
+    `loss` is an array of any shape and dtype, or a pytree of them. Everything below float32 is lifted to it first,
+    since a scale of 2**16 is already infinite in float16. Does not synchronise.
+    """
+    return jax.tree.map(lambda leaf: _lifted(jnp.asarray(leaf)) * jnp.asarray(state.loss_scale), loss)
+
+
+def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
+    """Return whether every gradient element is finite, as a bool array of shape `()`.
+
+    `grads` is a pytree of arrays of any float or complex dtype; integer leaves do not count, duplicates of sparse
+    (BCOO) ones are summed first, and nothing at all is finite. With `axis_name` (one or a tuple) the flag is combined
+    over these axes of `shard_map`, `pmap` or `vmap`; arrays sharded under `jit` need none. Exact: large finite values
+    are never flagged. Does not synchronise.
+    """
+    return _axes.all_true(finite_when_unscaled(grads, None), axis_name)
+
+
+def unscale(grads: Any, state: Any) -> Any:
+    """Return `grads` divided by the loss scale.
+
+    float16 and bfloat16 leaves come back in float32, others in their own dtype; integer leaves pass through. Does not
+    synchronise.
+    """
+    loss_scale = jnp.asarray(state.loss_scale)
+    return jax.tree.map(lambda leaf: _lifted(leaf) / loss_scale if is_gradient(leaf) else leaf, grads)
+
+
+def select(grads_finite: Any, new: Any, old: Any) -> Any:
+    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+
+    `new` and `old` are pytrees alike: parameters, optimizer state, batch statistics, averages, step counters, PRNG
+    keys, together in one call. Leaves that are no arrays (an activation function) must be equal. `grads_finite` is a
+    bool array of shape `()`, and nothing synchronises; or a Python bool, which picks the leaves of one side untouched.
+    Raises `ValueError` where structures, shapes or such leaves differ.
+    """
+    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
+
+
+def _select_leaf(grads_finite: Any, path: Any, new: Any, old: Any) -> Any:
+    if not (_is_array(new) and _is_array(old)):
+        if new is old or new == old:
+            return new
+        raise ValueError(f"{_name(path)} is {new!r} in new and {old!r} in old; a leaf that is no array must not change")
+    if jnp.shape(new) != jnp.shape(old):
+        raise ValueError(
+            f"{_name(path)} has shape {jnp.shape(new)} in new and {jnp.shape(old)} in old; pass two trees of one shape"
+        )
+    if isinstance(grads_finite, bool | np.bool_):
+        return new if grads_finite else old
+    return jnp.where(grads_finite, new, old)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` holds floats, real or complex; raise `TypeError` for what is no array at all."""
+    if not _is_array(leaf):
+        raise TypeError(f"{leaf!r} is no array; pass a pytree of arrays, such as jax.grad returns")
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
+    """Return whether every element is finite, and stays so when divided by `loss_scale` in float32 or wider.
+
+    float32 and wider are proven finite by their sum of squares, which costs one read at memory speed. Where that is not
+    finite itself, or the scale is below 1, their extremes are looked at; narrower dtypes have no cheaper way anyway.
+    """
+    summed, compared = _by_cheapest_proof(grads)
+    exact = functools.partial(_extremes_are_finite, loss_scale=loss_scale)
+    finite = exact(compared)
+    if not summed:
+        return finite
+    proven = jnp.isfinite(sum_of_squares(summed))
+    if loss_scale is not None:
+        proven &= loss_scale >= 1.0
+    known = _axes.varying_as(jnp.asarray(True), (summed, loss_scale))
+    return finite & lax.cond(proven, lambda _: known, exact, summed)
+
+
+def sum_of_squares(arrays: list[Array]) -> Array:
+    """Return the sum of squared magnitudes of real or complex arrays, in float32 or wider; small ones are joined."""
+    total: Any = 0.0
+    for dtype in {array.dtype for array in arrays}:
+        flat = [jnp.ravel(array) for array in arrays if array.dtype == dtype]
+        large = [each for each in flat if each.size >= _JOIN_BELOW]
+        small = [each for each in flat if each.size < _JOIN_BELOW]
+        wide = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
+        for each in [*large, *([jnp.concatenate(small)] if small else [])]:
+            total += jnp.vdot(each, each, preferred_element_type=wide).real
+    return total
+
+
+def gradient_leaves(grads: Any) -> list[Array]:
+    """Return the leaves that hold floats; the duplicates of sparse ones are summed."""
+    sparse = sys.modules.get("jax.experimental.sparse")  # who has not imported it has none
+    if sparse is None:
+        leaves = jax.tree.leaves(grads)
+    else:
+        leaves = [
+            leaf.sum_duplicates(nse=leaf.nse).data if isinstance(leaf, sparse.BCOO) else leaf
+            for leaf in jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, sparse.BCOO))
+        ]
+    return [jnp.asarray(leaf) for leaf in leaves if is_gradient(leaf) and jnp.size(leaf)]
+
+
+def _by_cheapest_proof(grads: Any) -> tuple[list[Array], list[Array]]:
+    """Return the leaves to prove finite by a sum of squares, and those to prove finite by their extremes."""
+    leaves = gradient_leaves(grads)
+    compared = [leaf for leaf in leaves if leaf.dtype == jnp.float16]
+    return [leaf for leaf in leaves if leaf.dtype != jnp.float16], compared
+
+
+def _extremes_are_finite(arrays: list[Array], loss_scale: Array | None) -> Array:
+    """Return whether the smallest and the largest element of each array are finite; a NaN is both."""
+    by_dtype: dict[Any, list[Array]] = {}
+    for array in arrays:
+        for part in (array.real, array.imag) if jnp.iscomplexobj(array) else (array,):
+            by_dtype.setdefault(part.dtype, []).extend((jnp.min(part), jnp.max(part)))
+    finite = jnp.asarray(True)
+    for extremes in by_dtype.values():
+        stacked = _lifted(jnp.stack(extremes))
+        finite &= jnp.isfinite(stacked if loss_scale is None else stacked / loss_scale).all()
+    return finite
+
+
+def _lifted(array: Array) -> Array:
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "the leaf"

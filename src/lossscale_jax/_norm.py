@@ -1,0 +1,40 @@
+"""The global norm of gradients, whose read proves them finite, and what clipping by it multiplies with."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from lossscale_jax import _axes
+from lossscale_jax._grads import gradient_leaves, sum_of_squares
+
+
+def global_norm(grads: Any, loss_scale: Any = None) -> Array:
+    """Return the 2-norm of all leaves together, divided by `loss_scale`; not finite exactly where an element is not.
+
+    Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest.
+    """
+    leaves = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in gradient_leaves(grads)]
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    divisor = jnp.ones((), jnp.float32) if loss_scale is None else loss_scale
+    squares = sum_of_squares(leaves)
+    proven = jnp.isfinite(squares) & (divisor >= 1.0)
+
+    def exact(leaves: list[Array]) -> Array:
+        largest = jnp.stack([jnp.max(jnp.abs(leaf)) / divisor for leaf in leaves]).max()
+        ratio = jnp.where(jnp.isfinite(largest), divisor * jnp.maximum(largest, jnp.finfo(largest).tiny), jnp.inf)
+        scaled = sum_of_squares([leaf / ratio.astype(leaf.real.dtype) for leaf in leaves])
+        return _axes.varying_as(
+            jnp.where(jnp.isfinite(largest), largest * jnp.sqrt(scaled), largest), (leaves, divisor)
+        )
+
+    def quick(_: list[Array]) -> Array:
+        return _axes.varying_as(jnp.sqrt(squares) / divisor, (leaves, divisor))
+
+    return lax.cond(proven, quick, exact, leaves)
+
+
+def clip_factor(norm: Array, max_norm: float) -> Array:
+    """Return what to multiply gradients of this norm with so that it becomes at most `max_norm`."""
+    return max_norm / jnp.maximum(norm, max_norm)

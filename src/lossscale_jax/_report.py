@@ -1,0 +1,36 @@
+"""Which gradients overflowed, and how."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lossscale_core import GradientReport
+from lossscale_jax._grads import is_gradient
+
+
+def overflow_report(grads: Any) -> list[GradientReport]:
+    """Return a report on each leaf that holds NaN or infinity, named by its path in the pytree.
+
+    Call it with the gradients of a skipped step, outside of `jit`; where nothing overflowed the list is empty. A
+    gradient with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large.
+    Reads every gradient and synchronises with the host.
+    """
+    return [
+        _report(jax.tree_util.keystr(path), jnp.asarray(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if is_gradient(leaf) and not bool(jnp.isfinite(leaf).all())
+    ]
+
+
+def _report(name: str, values: Array) -> GradientReport:
+    parts = jnp.stack([values.real, values.imag]) if jnp.iscomplexobj(values) else values
+    magnitudes = jnp.where(jnp.isfinite(parts), jnp.abs(parts), 0.0)
+    return GradientReport(
+        name,
+        nan=int(jnp.isnan(parts).sum()),
+        positive_inf=int(jnp.isposinf(parts).sum()),
+        negative_inf=int(jnp.isneginf(parts).sum()),
+        largest_finite=float(magnitudes.max(initial=0.0)),
+    )
