@@ -17,22 +17,20 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
     leaves = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in gradient_leaves(grads)]
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    divisor = jnp.ones((), jnp.float32) if loss_scale is None else loss_scale
+    inverse = jnp.ones((), jnp.float32) if loss_scale is None else 1.0 / loss_scale
     squares = sum_of_squares(leaves)
-    proven = jnp.isfinite(squares) & (divisor >= 1.0)
-
-    def exact(leaves: list[Array]) -> Array:
-        largest = jnp.stack([jnp.max(jnp.abs(leaf)) / divisor for leaf in leaves]).max()
-        ratio = jnp.where(jnp.isfinite(largest), divisor * jnp.maximum(largest, jnp.finfo(largest).tiny), jnp.inf)
-        scaled = sum_of_squares([leaf / ratio.astype(leaf.real.dtype) for leaf in leaves])
-        return _axes.varying_as(
-            jnp.where(jnp.isfinite(largest), largest * jnp.sqrt(scaled), largest), (leaves, divisor)
-        )
 
     def quick(_: list[Array]) -> Array:
-        return _axes.varying_as(jnp.sqrt(squares) / divisor, (leaves, divisor))
+        return _axes.varying_as(jnp.sqrt(squares) * inverse, (leaves, inverse))
 
-    return lax.cond(proven, quick, exact, leaves)
+    def exact(leaves: list[Array]) -> Array:
+        largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
+        shrunk = [leaf / jnp.maximum(largest, jnp.finfo(largest).tiny).astype(leaf.real.dtype) for leaf in leaves]
+        largest *= inverse
+        norm = jnp.minimum(largest * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
+        return _axes.varying_as(jnp.where(jnp.isfinite(largest), norm, largest), (leaves, inverse))
+
+    return lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
 
 
 def clip_factor(norm: Array, max_norm: float) -> Array:

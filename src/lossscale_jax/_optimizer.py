@@ -16,7 +16,7 @@ from lossscale_jax._accumulation import Window, empty_window, extended, mean
 from lossscale_jax._grads import finite_when_unscaled, is_gradient, select, unscale
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._state import init_state
-from lossscale_jax._step import apply_or_skip, with_extra_args
+from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
 
 
 class LossScaledState(NamedTuple):
@@ -30,11 +30,13 @@ class LossScaledState(NamedTuple):
     """None without gradient accumulation."""
 
 
-class Transformation(NamedTuple):
-    """optax's shape of an optimizer, for where optax is not in use."""
-
+class _Pair(NamedTuple):
     init: Callable[..., Any]
     update: Callable[..., Any]
+
+
+class Transformation(_Pair):
+    """optax's shape of an optimizer, for where optax is not in use."""
 
 
 def loss_scaled(
@@ -69,28 +71,18 @@ def loss_scaled(
     `drop="micro_batch"` leaves out only those that overflowed and divides by the number of the others; then every
     micro-batch counts, and the scale may change within a window.
 
-    The result is an `optax.GradientTransformationExtraArgs` where optax is in use. Pure; never synchronises with the
-    host. Donate the optimizer state to `jit`: a step then costs next to nothing beyond the optimizer's own. Raises
-    `PolicyError` for settings that make no sense.
+    The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
+    saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
+    in one go; with parameters and state donated to `jit`, a step costs next to nothing beyond the optimizer's own.
+    Pure; never synchronises with the host. Raises `PolicyError` for settings that make no sense.
     """
-    settings = _Settings(as_policy(policy), axis_name, max_norm, accumulation_steps, drop)
-    settings.validate()
-    inner_update = with_extra_args(inner.update)
-
-    def init(params: Any) -> LossScaledState:
-        inner_state = inner.init(params)
-        if _find(inner_state):
-            raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        window = None if accumulation_steps == 1 else empty_window(params)
-        return LossScaledState(init_state(policy), inner_state, window)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
-        step = functools.partial(inner_update, params=params, **extra_args)
-        take = _take_step if state.window is None else _take_micro_step
-        return take(settings, step, updates, state)
-
+    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, inner)
+    optimizer.validate()
     optax = sys.modules.get("optax")
-    return (Transformation if optax is None else optax.GradientTransformationExtraArgs)(init, update)
+    shape = Transformation if optax is None else optax.GradientTransformationExtraArgs
+    transformation = shape(optimizer.init, optimizer.update)
+    transformation.apply_gradients = optimizer.apply_gradients
+    return transformation
 
 
 def get_scale_state(opt_state: Any) -> Any:
@@ -108,12 +100,13 @@ def get_scale_state(opt_state: Any) -> Any:
     raise ScaleStateError("the optimizer state holds no scale state; wrap the optimizer in loss_scaled")
 
 
-class _Settings(NamedTuple):
+class _LossScaled(NamedTuple):
     policy: Any
     axis_name: Any
     max_norm: float | None
     accumulation_steps: int
     drop: str
+    inner: Any
 
     def validate(self) -> None:
         if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
@@ -123,55 +116,92 @@ class _Settings(NamedTuple):
                 "max_norm clips what is already reduced, and axis_name is for what is not; reduce the gradients over "
                 "the axis first and leave axis_name out"
             )
-        if isinstance(self.accumulation_steps, bool) or not self.accumulation_steps >= 1:
+        if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
         if self.drop not in ("window", "micro_batch"):
             raise PolicyError(f"drop={self.drop!r} must be 'window' or 'micro_batch'")
 
+    def init(self, params: Any) -> LossScaledState:
+        """Return the optimizer state before the first step."""
+        inner_state = self.inner.init(params)
+        if _find(inner_state):
+            raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
+        window = None if self.accumulation_steps == 1 else empty_window(params)
+        return LossScaledState(init_state(self.policy), inner_state, window)
 
-def _take_step(settings: _Settings, step: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
-    before, clip = state.scale_state, None
-    if settings.max_norm is None:
-        finite = _decision(settings, finite_when_unscaled(grads, before.loss_scale), before)
-    else:
-        norm = global_norm(grads, before.loss_scale)
-        finite = _decision(settings, jnp.isfinite(norm), before)
-        clip = clip_factor(norm, settings.max_norm)
+    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
+        """Return the updates for scaled gradients `updates`, zero where the step is skipped, and the state after it."""
+        step = functools.partial(with_extra_args(self.inner.update), params=params, **extra_args)
 
-    def unscaled_step(grads: Any, inner_state: Any) -> Any:
-        return step(_multiplied(unscale(grads, before), clip), inner_state)
+        def kept(grads: Any, inner_state: Any) -> Any:
+            return no_updates(grads), inner_state
 
-    updates, inner_state = apply_or_skip(finite, unscaled_step, grads, state.inner_state)
-    return updates, LossScaledState(settings.policy.update(before, finite, xp=jnp), inner_state, None)
+        return self._take(step, kept, updates, state)
 
+    def apply_gradients(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, LossScaledState]:
+        """Return the parameters and the state after a step with scaled gradients; as they were where it is skipped."""
 
-def _take_micro_step(settings: _Settings, step: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
-    before = state.scale_state
-    finite = _decision(settings, finite_when_unscaled(grads, before.loss_scale), before)
-    window = extended(state.window, grads, finite, before)
-    is_full = window.seen >= settings.accumulation_steps
-    if settings.drop == "window":
-        applies = window.finite == window.seen
-        after = select(is_full, settings.policy.update(before, applies, xp=jnp), before)
-    else:
-        applies = window.finite > 0
-        after = settings.policy.update(before, finite, xp=jnp)
+        def step(grads: Any, inner_state: Any) -> Any:
+            updates, inner_state = with_extra_args(self.inner.update)(grads, inner_state, params, **extra_args)
+            return with_updates(params, updates), inner_state
 
-    def mean_step(window: Any, inner_state: Any) -> Any:
-        grads = mean(window)
-        clip = None if settings.max_norm is None else clip_factor(global_norm(grads), settings.max_norm)
-        return step(_multiplied(grads, clip), inner_state)
+        def kept(_: Any, inner_state: Any) -> Any:
+            return params, inner_state
 
-    updates, inner_state = apply_or_skip(is_full & applies, mean_step, window, state.inner_state)
-    window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)
-    return updates, LossScaledState(after, inner_state, window)
+        return self._take(step, kept, grads, state)
 
+    def _take(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
+        if state.window is None:
+            return self._take_step(step, kept, grads, state)
+        return self._take_micro_step(step, kept, grads, state)
 
-def _decision(settings: _Settings, finite: Array, scale_state: Any) -> Array:
-    """Return `finite` combined over the axis; raise where devices would decide differently."""
-    finite = _axes.all_true(finite, settings.axis_name)
-    _axes.require_reduced(finite, scale_state)
-    return finite
+    def _take_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
+        before, clip = state.scale_state, None
+        if self.max_norm is None:
+            finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+        else:
+            norm = global_norm(grads, before.loss_scale)
+            finite = self._decision(jnp.isfinite(norm), before)
+            clip = clip_factor(norm, self.max_norm)
+
+        def unscaled_step(grads: Any, inner_state: Any) -> Any:
+            return step(_multiplied(unscale(grads, before), clip), inner_state)
+
+        def unscaled_kept(grads: Any, inner_state: Any) -> Any:
+            return kept(unscale(grads, before), inner_state)
+
+        result, inner_state = apply_or_skip(finite, unscaled_step, unscaled_kept, grads, state.inner_state)
+        return result, LossScaledState(self.policy.update(before, finite, xp=jnp), inner_state, None)
+
+    def _take_micro_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
+        before = state.scale_state
+        finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+        window = extended(state.window, grads, finite, before)
+        is_full = window.seen >= self.accumulation_steps
+        if self.drop == "window":
+            applies = window.finite == window.seen
+            after = select(is_full, self.policy.update(before, applies, xp=jnp), before)
+        else:
+            applies = window.finite > 0
+            after = self.policy.update(before, finite, xp=jnp)
+
+        def mean_step(window: Any, inner_state: Any) -> Any:
+            grads = mean(window)
+            clip = None if self.max_norm is None else clip_factor(global_norm(grads), self.max_norm)
+            return step(_multiplied(grads, clip), inner_state)
+
+        def window_kept(window: Any, inner_state: Any) -> Any:
+            return kept(window.total, inner_state)
+
+        result, inner_state = apply_or_skip(is_full & applies, mean_step, window_kept, window, state.inner_state)
+        window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)
+        return result, LossScaledState(after, inner_state, window)
+
+    def _decision(self, finite: Array, scale_state: Any) -> Array:
+        """Return `finite` combined over the axis; raise where devices would decide differently."""
+        finite = _axes.all_true(finite, self.axis_name)
+        _axes.require_reduced(finite, scale_state)
+        return finite
 
 
 def _multiplied(grads: Any, factor: Array | None) -> Any:

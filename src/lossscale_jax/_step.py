@@ -11,25 +11,29 @@ from lossscale_jax import _axes
 from lossscale_jax._grads import select
 
 
-def apply_or_skip(finite: Array, update: Callable[..., Any], grads: Any, inner_state: Any) -> tuple[Any, Any]:
-    """Return `update(grads, inner_state)` where `finite`, else zero updates and `inner_state` as it was.
+def apply_or_skip(finite: Array, apply: Callable[..., Any], kept: Callable[..., Any], *operands: Any) -> Any:
+    """Return `apply(*operands)` where `finite`, else `kept(*operands)` in the same dtypes.
 
-    Traced, only the branch that is taken runs, and donated buffers are not copied. The zeros are negative: added to a
-    parameter they leave even the sign of its zeros alone.
+    Traced, only the branch that is taken runs, and donated buffers are not copied.
     """
-    updates, new_state = jax.eval_shape(update, grads, inner_state)
+    applied = jax.eval_shape(apply, *operands)
 
-    def skip(_: Any, inner_state: Any) -> tuple[Any, Any]:
-        return jax.tree.map(_nothing, updates), _axes.matching(inner_state, new_state)
+    def skip(*operands: Any) -> Any:
+        return _axes.matching(kept(*operands), applied)
 
     if isinstance(finite, jax.core.Tracer):
-        return lax.cond(finite, update, skip, grads, inner_state)
-    return select(finite, update(grads, inner_state), skip(grads, inner_state))
+        return lax.cond(finite, apply, skip, *operands)
+    return select(finite, apply(*operands), skip(*operands))
 
 
-def _nothing(like: jax.ShapeDtypeStruct) -> Array:
-    zeros = lax.full(like.shape, -0.0, like.dtype, sharding=like.sharding)
-    return _axes.matching(zeros, like)
+def no_updates(like: Any) -> Any:
+    """Return zero updates: negative, since added to a parameter they leave even the sign of its zeros alone."""
+    return jax.tree.map(lambda leaf: lax.full_like(leaf, -0.0), like)
+
+
+def with_updates(params: Any, updates: Any) -> Any:
+    """Return `params` with `updates` added, in the parameters' dtypes."""
+    return jax.tree.map(lambda param, update: (param + update).astype(param.dtype), params, updates)
 
 
 def with_extra_args(update: Callable[..., Any]) -> Callable[..., Any]:
