@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from lossscale_jax import _axes
 
-_JOIN_BELOW = 4096
+_EXPONENT_OF_FLOAT16 = 0x7C00
 
 
 def scale(loss: Any, state: Any) -> Any:
@@ -79,32 +79,47 @@ def is_gradient(leaf: Any) -> bool:
 def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     """Return whether every element is finite, and stays so when unscaled in float32 or wider.
 
-    float32 and wider are proven finite by their sum of squares, which costs one read at memory speed. Where that is not
-    finite itself, or the scale is below 1, their extremes are looked at; narrower dtypes have no cheaper way anyway.
+    bfloat16 and float32 or wider are proven finite by their sum of squares, which costs one read at memory speed; only
+    where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
-    summed, compared = _by_cheapest_proof(grads)
-    exact = functools.partial(_extremes_are_finite, loss_scale=loss_scale)
-    finite = exact(compared)
-    if not summed:
-        return finite
-    proven = jnp.isfinite(sum_of_squares(summed))
+    leaves = gradient_leaves(grads)
+    halves = [leaf for leaf in leaves if leaf.dtype == jnp.float16]
+    others = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
+    finite = each_element_finite(halves)
+    proven = jnp.isfinite(sum_of_squares(others)) if others else jnp.asarray(True)
     if loss_scale is not None:
         proven &= loss_scale >= 1.0
-    known = _axes.varying_as(jnp.asarray(True), (summed, loss_scale))
-    return finite & lax.cond(proven, lambda _: known, exact, summed)
+        others = leaves
+    if not others:
+        return finite
+    known = _axes.varying_as(jnp.asarray(True), (others, loss_scale))
+    exact = functools.partial(each_element_finite, loss_scale=loss_scale)
+    return finite & lax.cond(proven, lambda _: known, exact, others)
 
 
-def sum_of_squares(arrays: list[Array]) -> Array:
-    """Return the sum of squared magnitudes of real or complex arrays, in float32 or wider; small ones are joined."""
-    total: Any = 0.0
-    for dtype in {array.dtype for array in arrays}:
-        flat = [jnp.ravel(array) for array in arrays if array.dtype == dtype]
-        large = [each for each in flat if each.size >= _JOIN_BELOW]
-        small = [each for each in flat if each.size < _JOIN_BELOW]
-        wide = jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
-        for each in [*large, *([jnp.concatenate(small)] if small else [])]:
-            total += jnp.vdot(each, each, preferred_element_type=wide).real
-    return total
+def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) -> Array:
+    """Look at every element, one by one: on a CPU, XLA's min and max may lose a NaN."""
+    flags = []
+    for array in arrays:
+        if loss_scale is not None:
+            array = _lifted(array) * (1.0 / loss_scale)
+        if array.dtype == jnp.float16:  # compared as integers: an exponent of ones is an infinity or a NaN
+            bits = lax.bitcast_convert_type(array, jnp.uint16)
+            flags.append((bits & _EXPONENT_OF_FLOAT16 != _EXPONENT_OF_FLOAT16).all())
+        else:
+            flags.append(jnp.isfinite(array).all())
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def sum_of_squares(arrays: list[Array]) -> Any:
+    """Return the sum of the squared magnitudes of real or complex arrays, in float32 or wider."""
+    parts = [part for array in arrays for part in real_parts(_lifted(array))]
+    return sum(jnp.sum(jnp.square(part)) for part in parts)
+
+
+def real_parts(array: Array) -> tuple[Array, ...]:
+    """Return a complex array's real and imaginary part, or a real one alone."""
+    return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
 
 
 def gradient_leaves(grads: Any) -> list[Array]:
@@ -118,26 +133,6 @@ def gradient_leaves(grads: Any) -> list[Array]:
             for leaf in jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, sparse.BCOO))
         ]
     return [jnp.asarray(leaf) for leaf in leaves if is_gradient(leaf) and jnp.size(leaf)]
-
-
-def _by_cheapest_proof(grads: Any) -> tuple[list[Array], list[Array]]:
-    """Return the leaves to prove finite by a sum of squares, and those to prove finite by their extremes."""
-    leaves = gradient_leaves(grads)
-    compared = [leaf for leaf in leaves if leaf.dtype == jnp.float16]
-    return [leaf for leaf in leaves if leaf.dtype != jnp.float16], compared
-
-
-def _extremes_are_finite(arrays: list[Array], loss_scale: Array | None) -> Array:
-    """Return whether the smallest and the largest element of each array are finite; a NaN is both."""
-    by_dtype: dict[Any, list[Array]] = {}
-    for array in arrays:
-        for part in (array.real, array.imag) if jnp.iscomplexobj(array) else (array,):
-            by_dtype.setdefault(part.dtype, []).extend((jnp.min(part), jnp.max(part)))
-    finite = jnp.asarray(True)
-    for extremes in by_dtype.values():
-        stacked = _lifted(jnp.stack(extremes))
-        finite &= jnp.isfinite(stacked if loss_scale is None else stacked * (1.0 / loss_scale)).all()
-    return finite
 
 
 def _lifted(array: Array) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import gradient_leaves, sum_of_squares
+from lossscale_jax._grads import each_element_finite, gradient_leaves, sum_of_squares
 
 
 def global_norm(grads: Any, loss_scale: Any = None) -> Array:
@@ -24,11 +24,13 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
         return _axes.varying_as(jnp.sqrt(squares) * inverse, (leaves, inverse))
 
     def exact(leaves: list[Array]) -> Array:
+        finite = each_element_finite(leaves, 1.0 / inverse)
         largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
-        shrunk = [leaf / jnp.maximum(largest, jnp.finfo(largest).tiny).astype(leaf.real.dtype) for leaf in leaves]
-        largest *= inverse
-        norm = jnp.minimum(largest * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
-        return _axes.varying_as(jnp.where(jnp.isfinite(largest), norm, largest), (leaves, inverse))
+        root = jnp.sqrt(jnp.maximum(largest, jnp.finfo(largest).tiny))
+        shrink = 1.0 / root  # and once more: the reciprocal of the largest itself may underflow
+        shrunk = [leaf * shrink.astype(leaf.real.dtype) * shrink.astype(leaf.real.dtype) for leaf in leaves]
+        norm = jnp.minimum(root * inverse * root * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
+        return _axes.varying_as(jnp.where(finite, norm, jnp.inf), (leaves, inverse))
 
     return lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
 

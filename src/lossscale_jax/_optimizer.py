@@ -60,11 +60,11 @@ def loss_scaled(
         return optax.apply_updates(params, updates), opt_state
     ```
 
-    `inner` is any optimizer of optax's shape, `policy` anything `as_policy` takes. `inner` sees unscaled gradients, in
-    float32 or wider, clipped to a global norm of `max_norm` by the read that proves them finite. A skipped step gives
-    zero updates and leaves the inner state bit for bit. Where each device still has gradients of its own under
-    `shard_map` or `pmap`, `axis_name` combines the decision over them (clip after reducing, then: with `axis_name`
-    there is no `max_norm`).
+    `inner` is any optimizer of optax's shape, `policy` anything `as_policy` takes; parameters are a pytree of arrays
+    (partition an Equinox model first). `inner` sees unscaled gradients, in float32 or wider, clipped to a global norm
+    of `max_norm` by the read that proves them finite. A skipped step gives zero updates and leaves the inner state bit
+    for bit. Where each device still has gradients of its own under `shard_map` or `pmap`, `axis_name` combines the
+    decision over them (reduce first where you clip: with `axis_name` there is no `max_norm`).
 
     With `accumulation_steps` the mean of that many micro-batches makes one step, and other calls give zero updates.
     `drop="window"` skips the whole window if one of them overflowed, and the window counts as one step of the policy.
@@ -92,12 +92,16 @@ def get_scale_state(opt_state: Any) -> Any:
     """
     found = _find(opt_state)
     if len(found) == 1:
-        return next(iter(found.values()))
+        (state,) = found.values()
+        leaves = jax.tree.leaves(state)  # bare arrays, also where flax nnx keeps them in variables that it changes
+        return state._make(leaves) if len(leaves) == len(state) else state
     if found:
         raise ScaleStateError(
             f"the optimizer state holds {len(found)} scale states, at {', '.join(found)}; pass the part that you mean"
         )
-    raise ScaleStateError("the optimizer state holds no scale state; wrap the optimizer in loss_scaled")
+    raise ScaleStateError(
+        "the optimizer state holds no scale state; wrap the optimizer in loss_scaled, or merge what was split"
+    )
 
 
 class _LossScaled(NamedTuple):

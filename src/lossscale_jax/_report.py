@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lossscale_core import GradientReport
-from lossscale_jax._grads import is_gradient
+from lossscale_jax._grads import is_gradient, real_parts
 
 
 def overflow_report(grads: Any) -> list[GradientReport]:
@@ -25,7 +25,7 @@ def overflow_report(grads: Any) -> list[GradientReport]:
 
 
 def _report(name: str, values: Array) -> GradientReport:
-    parts = jnp.stack([values.real, values.imag]) if jnp.iscomplexobj(values) else values
+    parts = jnp.stack(real_parts(values))
     magnitudes = jnp.where(jnp.isfinite(parts), jnp.abs(parts), 0.0)
     return GradientReport(
         name,

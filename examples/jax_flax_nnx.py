@@ -1,0 +1,77 @@
+"""flax nnx in float16: an `nnx.Optimizer` that is loss-scaled, and skips the steps that overflow.
+
+    pip install '.[jax]' flax optax scikit-learn
+    python examples/jax_flax_nnx.py
+
+A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large. The
+training step is nnx's own but for three words: `loss_scaled`, `scale` and `get_scale_state`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from lossscale_core import DynamicScaling, ScaleState, diagnose, metrics
+from lossscale_jax import get_scale_state, loss_scaled, scale
+
+POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
+BATCH_SIZE = 128
+
+
+class Network(nnx.Module):
+    """Master weights in float32, as flax keeps them, and everything computed in float16."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(64, 64, dtype=jnp.float16, rngs=rngs)
+        self.out = nnx.Linear(64, 10, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return the logits, in float16."""
+        return self.out(nnx.relu(self.hidden(images)))
+
+
+class Result(NamedTuple):
+    """How well the network reads the test images, and where training ended."""
+
+    accuracy: float
+    scale_state: ScaleState
+    training: Any
+
+
+@nnx.jit
+def step(network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> None:
+    """Train on one batch, in place."""
+
+    def scaled_loss(network: Network) -> jax.Array:
+        logits = network(images).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return scale(loss, get_scale_state(optimizer.opt_state))
+
+    optimizer.update(network, nnx.grad(scaled_loss)(network))
+
+
+def main(steps: int = 200, seed: int = 0) -> Result:
+    """Train, say how it went in a line, and return the outcome."""
+    images, labels = load_digits(return_X_y=True)
+    images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
+    network = Network(nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(network, loss_scaled(optax.adam(1e-2), POLICY), wrt=nnx.Param)
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        rows = rng.integers(0, len(images), BATCH_SIZE)
+        step(network, optimizer, images[rows], labels[rows])
+    accuracy = float((network(test_images).argmax(axis=1) == test_labels).mean())
+    scale_state = get_scale_state(optimizer.opt_state)
+    applied_steps = metrics(scale_state)["applied_steps"]
+    print(f"accuracy {accuracy:.3f} after {applied_steps} applied steps; {diagnose(POLICY, scale_state)}")
+    return Result(accuracy, scale_state, nnx.as_pure(nnx.state(network)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""An overflow on one of eight devices skips on all of them, over 200 steps of random overflows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lossscale_core import DynamicScaling
+from lossscale_core.testing import simulate
+from lossscale_jax import all_finite, get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
+
+STEPS = 200
+DEVICES = 8
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+ADAM = optax.adam(1e-2)
+
+
+def _overflows():
+    """Return which device overflows at each step; DEVICES stands for none."""
+    victims = np.random.default_rng(0).integers(0, 2 * DEVICES, STEPS)
+    return np.minimum(victims, DEVICES)
+
+
+VICTIMS = _overflows()
+EXPECTED = simulate(POLICY, list(VICTIMS == DEVICES))
+
+
+def _mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
+
+
+def _batch(victim):
+    """Return two inputs a device, with an infinity on the victim's."""
+    images = np.linspace(0.1, 1.0, 2 * DEVICES * 8, dtype=np.float32).reshape(2 * DEVICES, 8)
+    if victim < DEVICES:
+        images[2 * victim, 0] = np.inf
+    return images
+
+
+def _loss(params, images):
+    return jnp.mean((images @ params["w"] + params["b"] - 1.0) ** 2)
+
+
+def _params():
+    return {"w": jnp.full((8, 8), 0.1), "b": jnp.zeros(8)}
+
+
+def _each_device(array):
+    return [np.asarray(shard.data) for shard in array.addressable_shards]
+
+
+def _check_replicated(tree):
+    for leaf in jax.tree.leaves(tree):
+        first, *others = _each_device(leaf)
+        assert all(first.tobytes() == other.tobytes() for other in others)
+
+
+def _run(step, params, opt_state, place=lambda images: images):
+    """Train, and check at each step that a skip left the parameters alone and the scale is what the policy says."""
+    for n, victim in enumerate(VICTIMS):
+        before = jax.device_get(params)
+        params, opt_state = step(params, opt_state, place(_batch(victim)))
+        state = get_scale_state(opt_state)
+        assert np.ravel(state.loss_scale)[0] == EXPECTED.loss_scale_after[n]
+        same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)]
+        assert all(same) == (victim < DEVICES)
+    return params, opt_state
+
+
+def _single_device_run():
+    optimizer = loss_scaled(ADAM, POLICY)
+
+    @jax.jit
+    def step(params, opt_state, images):
+        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(params)
+        return optimizer.apply_gradients(grads, opt_state, params)
+
+    return _run(step, _params(), optimizer.init(_params()))
+
+
+def _assert_close(params, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_value_and_grad(check_vma):
+    """Data parallel: gradients averaged, flag combined, states and parameters the same everywhere."""
+    mesh = _mesh()
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()), check_vma=check_vma
+    )
+    def step(params, carry, images):
+        opt_state, scale_state = carry
+        out = value_and_grad(_loss, axis_name="data")(scale_state, params, images)
+        updates, new_opt_state = ADAM.update(out.grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        params, opt_state = select(out.grads_finite, new, (params, opt_state))
+        return params, (opt_state, POLICY.update(scale_state, out.grads_finite))
+
+    params, carry = _params(), (ADAM.init(_params()), init_state(POLICY))
+    for n, victim in enumerate(VICTIMS):
+        params, carry = step(params, carry, _batch(victim))
+        assert carry[1].loss_scale == EXPECTED.loss_scale_after[n]
+    _check_replicated((params, carry))
+    _assert_close(params, _single_device_run()[0])
+
+
+def test_shard_map_with_gradients_of_ones_own():
+    """`axis_name` combines the flag while the optimizer inside reduces the gradients itself."""
+    mean = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.pmean(grads, "data"), state))
+    optimizer = loss_scaled(optax.chain(mean, ADAM), POLICY, axis_name="data")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
+    def step(params, opt_state, images):
+        own = lax.pcast(params, "data", to="varying")
+        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(own)
+        return optimizer.apply_gradients(grads, opt_state, params)
+
+    params, opt_state = _run(step, _params(), optimizer.init(_params()))
+    _check_replicated((params, opt_state))
+    _assert_close(params, _single_device_run()[0])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("in_one", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1e3])
+def test_sharded_jit(axis_type, in_one, max_norm):
+    """Arrays sharded over a mesh, data and parameters both, need no axis name: their reductions are global."""
+    mesh = _mesh(axis_type)
+    optimizer = loss_scaled(ADAM, POLICY, max_norm=max_norm)
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    def step(params, opt_state, images):
+        if axis_type is AxisType.Explicit:  # the matrix product of two arrays sharded alike needs one of them whole
+            gathered = lambda params: jax.tree.map(lambda p: jax.reshard(p, P()), params)  # noqa: E731
+        else:
+            gathered = lambda params: params  # noqa: E731
+        grads = jax.grad(lambda params: scale(_loss(gathered(params), images), get_scale_state(opt_state)))(params)
+        if in_one:
+            return optimizer.apply_gradients(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(place, _params())
+        params, opt_state = _run(step, params, jax.jit(optimizer.init)(params), place)
+    assert params["w"].sharding.spec[0] == "data"
+    _check_replicated(get_scale_state(opt_state))
+    _assert_close(params, _single_device_run()[0])
+
+
+def test_pmap():
+    """The older way to the same: one state a device, and all of them the same."""
+    optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
+
+    @functools.partial(jax.pmap, axis_name="data")
+    def step(params, opt_state, images):
+        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(params)
+        return optimizer.apply_gradients(lax.pmean(grads, "data"), opt_state, params)
+
+    replicate = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), tree)  # noqa: E731
+    params, opt_state = _run(
+        step,
+        replicate(_params()),
+        replicate(optimizer.init(_params())),
+        lambda images: images.reshape(DEVICES, 2, 8),
+    )
+    for leaf in jax.tree.leaves((params, opt_state)):
+        assert all(np.array_equal(leaf[0], other) for other in leaf)
+    _assert_close(jax.tree.map(lambda leaf: leaf[0], params), _single_device_run()[0])
+
+
+def test_parameters_sharded_inside_shard_map():
+    """Each device owns a row of the weights: its gradients are final, and only the flag must be shared."""
+    optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
+    mesh = _mesh()
+    state_specs = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(jnp.ones((8, 8))))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), state_specs, P("data")), out_specs=(P("data"), state_specs)
+    )
+    def step(rows, opt_state, inputs):
+        grads = jax.grad(lambda rows: scale(jnp.sum((rows - inputs) ** 2), get_scale_state(opt_state)))(rows)
+        return optimizer.apply_gradients(grads, opt_state, rows)
+
+    rows, opt_state = jnp.ones((8, 8)), optimizer.init(jnp.ones((8, 8)))
+    for n, victim in enumerate(VICTIMS):
+        before = np.asarray(rows)
+        rows, opt_state = step(rows, opt_state, _batch(victim)[::2])
+        assert get_scale_state(opt_state).loss_scale == EXPECTED.loss_scale_after[n]
+        assert np.array_equal(before, rows) == (victim < DEVICES)
+
+
+def test_all_finite_over_axes():
+    """One axis or several."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    check = jax.jit(
+        jax.shard_map(
+            lambda x: all_finite(x, axis_name=("data", "model")), mesh=mesh, in_specs=P("data", "model"), out_specs=P()
+        )
+    )
+    assert check(jnp.ones((4, 2)))
+    assert not check(jnp.ones((4, 2)).at[3, 1].set(jnp.nan))
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "update"])
+def test_a_forgotten_axis_name_is_an_error(call):
+    """`shard_map` knows that the devices would decide differently."""
+    optimizer = loss_scaled(ADAM, POLICY)
+
+    def step(params, opt_state, images):
+        own = lax.pcast(params, "data", to="varying")
+        if call == "value_and_grad":
+            return value_and_grad(_loss)(get_scale_state(opt_state), own, images).grads_finite
+        grads = jax.grad(_loss)(own, images)
+        return optimizer.update(grads, opt_state, own)[1].scale_state.loss_scale
+
+    mapped = jax.shard_map(step, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*pass axis_name='data'"):
+        mapped(_params(), optimizer.init(_params()), _batch(DEVICES))

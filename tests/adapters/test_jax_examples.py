@@ -1,0 +1,66 @@
+"""The JAX examples, run for real: they learn in float16, although their first steps overflow and are skipped."""
+
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HELD_BACK = {
+    "jax_plain": lambda training: training,
+    "jax_flax_linen": lambda state: (state.params, state.batch_stats, state.step, state.opt_state.inner_state),
+    "jax_flax_nnx": lambda params: params,
+    "jax_equinox": lambda model: model,
+}
+"""What a skipped step must leave alone, in what an example's `main` returns as `training`."""
+
+
+def _main(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def _numbers(tree):
+    """Return the leaves that are no activation functions."""
+    return [np.asarray(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if not callable(leaf)]
+
+
+def test_no_example_is_left_out():
+    """Each example has a line here."""
+    assert {path.stem for path in EXAMPLES.glob("jax_*.py")} == HELD_BACK.keys()
+
+
+@pytest.mark.parametrize("name", HELD_BACK)
+def test_it_learns(name, capsys):
+    """More than nine digits in ten are read, the start overflowed, and the float32 weights are all finite."""
+    result = _main(name)()
+    assert result.accuracy > 0.9
+    assert result.scale_state.steps == 200
+    assert 0 < result.scale_state.skipped_steps < 20
+    numbers = _numbers(HELD_BACK[name](result.training))
+    assert {number.dtype for number in numbers} <= {np.dtype(np.float32), np.dtype(np.int32)}
+    assert all(np.isfinite(number).all() for number in numbers)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("accuracy 0.9")
+    assert "; healthy: " in line
+
+
+@pytest.mark.parametrize("name", HELD_BACK)
+def test_an_overflow_changes_nothing_but_the_scale(name):
+    """The first step overflows: whatever is trained is as it was before it, bit for bit."""
+    before, after = (_main(name)(steps) for steps in (0, 1))
+    assert after.scale_state.skipped_steps == 1
+    assert after.scale_state.loss_scale == before.scale_state.loss_scale / 2
+    kept, initial = (_numbers(HELD_BACK[name](result.training)) for result in (after, before))
+    assert [number.tobytes() for number in kept] == [number.tobytes() for number in initial]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("jax_plain", lambda t: t.applied_steps), ("jax_flax_linen", lambda t: t.step)]
+)
+def test_a_step_counter_follows_applied_steps_only(name, count):
+    """What counts steps, such as the schedule, counts those that were applied."""
+    result = _main(name)(30)
+    assert count(result.training) == result.scale_state.steps - result.scale_state.skipped_steps < 30

@@ -1,0 +1,96 @@
+"""What jmp's and flax's scalers did, a translated policy does; and a state saved with Orbax goes on where it was."""
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling
+from lossscale_core.testing import overflow_traces
+from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
+
+
+def _scales(policy, grads_finite):
+    """Return the scale after each step of a jitted run."""
+
+    def step(state, finite):
+        state = policy.update(state, finite)
+        return state, state.loss_scale
+
+    return np.asarray(jax.lax.scan(step, init_state(policy), jnp.asarray(grads_finite, bool))[1])
+
+
+@given(st.integers(1, 5), overflow_traces(max_steps=40))
+def test_jmp(period, grads_finite):
+    """`period` is `growth_interval`; jmp's floor is 1, and it has no ceiling."""
+    policy = DynamicScaling(init_scale=2.0**15, growth_interval=period, max_scale=LARGEST_SCALE)
+
+    def step(state, finite):
+        state = jmp.DynamicLossScale(*state, period).adjust(finite)
+        return (state.loss_scale, state.counter), state.loss_scale
+
+    start = jnp.float32(2.0**15), jnp.int32(0)
+    _, expected = jax.lax.scan(step, start, jnp.asarray(grads_finite, bool))
+    np.testing.assert_array_equal(_scales(policy, grads_finite), expected)
+
+
+@given(st.integers(0, 4), overflow_traces(max_steps=40))
+def test_flax(growth_interval, grads_finite):
+    """flax grows one step later than its `growth_interval` says; it has neither floor nor ceiling to speak of."""
+    policy = DynamicScaling(growth_interval=growth_interval + 1, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+
+    def step(state, finite):
+        dynamic_scale = DynamicScale(growth_interval=growth_interval, fin_steps=state[0], scale=state[1])
+        gradient_of = dynamic_scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))
+        after, *_ = gradient_of(jnp.float32(1.0))
+        return (after.fin_steps, after.scale), after.scale
+
+    start = jnp.int32(0), jnp.float32(2.0**16)
+    _, expected = jax.lax.scan(step, start, jnp.asarray(grads_finite, bool))
+    np.testing.assert_array_equal(_scales(policy, grads_finite), expected)
+
+
+def test_flaxs_value_and_grad_is_ours():
+    """Same loss, same gradients, same flag."""
+
+    def loss(params, x):
+        return jnp.sum((params * x) ** 2), {"x": x}
+
+    params, x = jnp.arange(3.0), jnp.float16(0.5)
+    theirs = DynamicScale(scale=jnp.float32(2.0**10)).value_and_grad(loss, has_aux=True)(params, x)
+    ours = value_and_grad(loss, has_aux=True)(init_state(2.0**10), params, x)
+    assert ours.grads_finite == theirs.finite
+    assert (ours.value, ours.aux) == theirs.aux
+    np.testing.assert_array_equal(ours.grads, theirs.grad)
+
+
+@pytest.mark.filterwarnings("default")  # what Orbax warns of is Orbax's
+def test_orbax(tmp_path):
+    """The whole optimizer state is a pytree: what goes on from a checkpoint is bit for bit what went on without one."""
+    policy = DynamicScaling(init_scale=2.0**20, growth_interval=3)
+    optimizer = loss_scaled(optax.adam(0.1), policy)
+
+    @jax.jit
+    def step(params, opt_state):
+        def loss(params):
+            return scale(jnp.sum(params.astype(jnp.float16) ** 2).astype(jnp.float32), get_scale_state(opt_state))
+
+        return optimizer.apply_gradients(jax.grad(loss)(params), opt_state, params)
+
+    carry = jnp.ones(3), optimizer.init(jnp.ones(3))
+    for _ in range(7):
+        carry = step(*carry)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", carry)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: carry))
+    assert get_scale_state(restored[1]).skipped_steps > 0
+    for _ in range(5):
+        carry, restored = step(*carry), step(*restored)
+        jax.tree.map(np.testing.assert_array_equal, carry, restored)

@@ -1,0 +1,354 @@
+"""`loss_scaled`: atomic skips, clipping, accumulation, and optax's own wrappers around and inside it."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import DynamicScaling, state_from_dict, state_to_dict, step_info
+from lossscale_core.errors import PolicyError, ScaleStateError
+from lossscale_core.testing import overflow_traces, policies, simulate
+from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
+
+SCALE = 2.0**10
+POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
+PARAMS = {"w": jnp.array([1.0, -0.0, 0.0, 2.0]), "b": jnp.ones((2, 3))}
+GRADS = {"w": jnp.array([1.0, -2.0, 0.5, 4.0]), "b": jnp.full((2, 3), 0.25)}
+BAD = {"w": jnp.array([1.0, jnp.nan, 0.5, 4.0]), "b": jnp.full((2, 3), 0.25)}
+
+
+def _times(grads, factor):
+    return jax.tree.map(lambda grad: grad * factor, grads)
+
+
+def _bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def _in_two(optimizer):
+    """Return a step by `update` and `optax.apply_updates`."""
+
+    def step(params, opt_state, grads):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def _in_one(optimizer):
+    """Return a step by `apply_gradients`."""
+    return lambda params, opt_state, grads: optimizer.apply_gradients(grads, opt_state, params)
+
+
+WAYS = pytest.mark.parametrize("way", [_in_two, _in_one])
+WRAPS = pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "eager"])
+
+
+@WAYS
+@WRAPS
+def test_finite_steps_are_the_inner_optimizers(way, wrap):
+    """Whatever the scale; to the last bit, except that XLA fuses an update with its addition where it can."""
+    inner = optax.adam(0.1)
+    optimizer = loss_scaled(inner, POLICY)
+    step, plain = wrap(way(optimizer)), wrap(_in_two(inner))
+    params, opt_state, expected, expected_state = PARAMS, optimizer.init(PARAMS), PARAMS, inner.init(PARAMS)
+    for _ in range(5):
+        params, opt_state = step(params, opt_state, _times(GRADS, get_scale_state(opt_state).loss_scale))
+        expected, expected_state = plain(expected, expected_state, GRADS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    assert _bits(opt_state.inner_state) == _bits(expected_state)
+    assert get_scale_state(opt_state).loss_scale == 2 * SCALE
+
+
+@WAYS
+@WRAPS
+def test_a_skip_changes_nothing(way, wrap):
+    """Parameters, down to the signs of their zeros, and the inner state stay; the scale backs off."""
+    optimizer = loss_scaled(optax.adamw(0.1), POLICY)
+    step = wrap(way(optimizer))
+    params, opt_state = step(PARAMS, optimizer.init(PARAMS), _times(GRADS, SCALE))
+    params = {**params, "w": jnp.array([0.0, -0.0, 1.0, -1.0])}
+    after, after_state = step(params, opt_state, BAD)
+    assert _bits(after) == _bits(params)
+    assert _bits(after_state.inner_state) == _bits(opt_state.inner_state)
+    info = step_info(get_scale_state(opt_state), get_scale_state(after_state))
+    assert not info.applied
+    assert info.loss_scale_after == SCALE / 2
+
+
+@given(policies(), overflow_traces(max_steps=30))
+def test_the_scale_follows_the_policy(policy, grads_finite):
+    """State by state what the core simulates."""
+    optimizer = loss_scaled(optax.sgd(0.0), policy)
+    params = jnp.ones(2)
+
+    def step(opt_state, finite):
+        _, opt_state = optimizer.update(jnp.where(finite, jnp.ones(2), jnp.inf), opt_state, params)
+        return opt_state, get_scale_state(opt_state).loss_scale
+
+    _, scales = jax.lax.scan(step, optimizer.init(params), jnp.asarray(grads_finite, bool))
+    np.testing.assert_array_equal(scales, simulate(policy, grads_finite).loss_scale_after)
+
+
+def test_one_compilation_serves_the_run():
+    """Also with everything donated."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    step = jax.jit(_in_one(optimizer), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.copy, PARAMS)
+    opt_state = optimizer.init(params)
+    for n in range(6):
+        params, opt_state = step(params, opt_state, BAD if n == 3 else GRADS)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_parameters(dtype):
+    """Their gradients reach the inner optimizer in float32, and the parameters keep their dtype."""
+    seen = []
+
+    def record(updates, state, params=None):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves(updates))
+        return updates, state
+
+    inner = optax.chain(optax.GradientTransformation(lambda params: (), record), optax.sgd(1.0))
+    optimizer = loss_scaled(inner, 2.0**14)
+    params = jnp.ones(2, dtype)
+    for way in (_in_one, _in_two):
+        after, _ = jax.jit(way(optimizer))(params, optimizer.init(params), jnp.full(2, 2.0**14, dtype))
+        assert after.dtype == dtype
+        assert after.tolist() == [0.0, 0.0]
+    assert set(seen) == {jnp.dtype(jnp.float32)}
+
+
+def test_below_a_scale_of_one_the_unscaled_gradients_decide():
+    """What becomes infinite by being unscaled is skipped, with clipping and without."""
+    for max_norm in (None, 1.0):
+        optimizer = loss_scaled(optax.sgd(1.0), 2.0**-20, max_norm=max_norm)
+        step = jax.jit(_in_one(optimizer))
+        for size, applied in ((1e30, True), (1e36, False)):
+            before = optimizer.init(jnp.zeros(2))
+            _, after = step(jnp.zeros(2), before, jnp.full(2, size))
+            assert step_info(get_scale_state(before), get_scale_state(after)).applied == applied
+
+
+@WAYS
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_is_optaxs(way, max_norm):
+    """`max_norm` does what `clip_by_global_norm` inside does, which sees unscaled gradients."""
+    inside = loss_scaled(optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(1.0)), POLICY)
+    ours = loss_scaled(optax.sgd(1.0), POLICY, max_norm=max_norm)
+    grads = _times(GRADS, SCALE)
+    expected, _ = jax.jit(way(inside))(PARAMS, inside.init(PARAMS), grads)
+    params, _ = jax.jit(way(ours))(PARAMS, ours.init(PARAMS), grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    after, opt_state = jax.jit(way(ours))(PARAMS, ours.init(PARAMS), BAD)
+    assert _bits(after) == _bits(PARAMS)
+    assert get_scale_state(opt_state).skipped_steps == 1
+
+
+@pytest.mark.parametrize("size", [1e30, 3e38])
+def test_clipping_where_squares_overflow(size):
+    """Gradients whose squares overflow are finite, and are clipped to the right norm."""
+    optimizer = loss_scaled(optax.sgd(1.0), 1.0, max_norm=1.0)
+    params, opt_state = jax.jit(_in_one(optimizer))(jnp.zeros(4), optimizer.init(jnp.zeros(4)), jnp.full(4, size))
+    assert get_scale_state(opt_state).skipped_steps == 0
+    assert jnp.linalg.norm(params) <= 1.0 + 1e-6
+    if size < 1e38:  # beyond, the norm itself is no float32, and the gradient is clipped to less
+        np.testing.assert_allclose(params, -0.5, rtol=1e-6)
+
+
+def _run(optimizer, batches, params=PARAMS):
+    step = jax.jit(_in_one(optimizer))
+    opt_state = optimizer.init(params)
+    for grads in batches:
+        params, opt_state = step(params, opt_state, _times(grads, get_scale_state(opt_state).loss_scale))
+    return params, opt_state
+
+
+def test_a_window_is_one_step():
+    """The mean of its micro-batches, and one step of the policy."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=2)
+    params, opt_state = _run(optimizer, [GRADS, _times(GRADS, 3.0)] * 3)
+    expected, _ = _run(loss_scaled(optax.adam(0.1), POLICY), [_times(GRADS, 2.0)] * 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    assert get_scale_state(opt_state).steps == 3
+    assert get_scale_state(opt_state).loss_scale == 2 * SCALE
+
+
+def test_an_overflow_drops_the_window_and_nothing_else():
+    """The next window starts clean, and the scale backs off once, at the window's end."""
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY, accumulation_steps=2)
+    params, opt_state = _run(optimizer, [GRADS, BAD])
+    assert _bits(params) == _bits(PARAMS)
+    assert get_scale_state(opt_state).loss_scale == SCALE / 2
+    params, opt_state = _run(optimizer, [BAD, BAD, GRADS, GRADS])
+    expected, _ = _run(loss_scaled(optax.sgd(1.0), POLICY), [GRADS])
+    assert _bits(params) == _bits(expected)
+    assert get_scale_state(opt_state).skipped_steps == 1
+
+
+def test_an_overflow_drops_the_micro_batch_only():
+    """The others make the step, divided by their number; the scale backs off within the window."""
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY, accumulation_steps=3, drop="micro_batch")
+    params, opt_state = _run(optimizer, [_times(GRADS, 2.0), BAD, _times(GRADS, 4.0)])
+    expected, _ = _run(loss_scaled(optax.sgd(1.0), POLICY), [_times(GRADS, 3.0)])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    assert get_scale_state(opt_state).loss_scale == SCALE / 2
+    params, opt_state = _run(optimizer, [BAD] * 3)
+    assert _bits(params) == _bits(PARAMS)
+    assert get_scale_state(opt_state).skipped_steps == 3
+
+
+def test_multi_steps_inside_completes_its_window_later():
+    """optax's own accumulation, wrapped: an overflow costs it one micro-batch."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    params, opt_state = _run(loss_scaled(inner, POLICY), [GRADS, BAD, _times(GRADS, 3.0)])
+    expected, _ = _run(loss_scaled(optax.sgd(1.0), POLICY), [_times(GRADS, 2.0)])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, expected)
+    assert get_scale_state(opt_state).skipped_steps == 1
+
+
+def _nested():
+    scaled = loss_scaled(optax.sgd(1.0), POLICY)
+    return {
+        "chain": optax.chain(optax.identity(), scaled),
+        "MultiSteps": optax.MultiSteps(scaled, 1).gradient_transformation(),
+        "multi_transform": optax.multi_transform({"a": scaled, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
+        "inject_hyperparams": optax.inject_hyperparams(lambda rate: loss_scaled(optax.sgd(rate), POLICY))(rate=1.0),
+        "masked": optax.masked(scaled, {"w": True, "b": False}),
+    }
+
+
+@pytest.mark.parametrize("name", _nested())
+def test_the_scale_is_found_however_deep(name):
+    """In every wrapper of optax, before and after steps under jit."""
+    optimizer = _nested()[name]
+    opt_state = optimizer.init(PARAMS)
+    step = jax.jit(_in_two(optimizer))
+    assert get_scale_state(opt_state).loss_scale == SCALE
+    params, opt_state = step(PARAMS, opt_state, _times(GRADS, SCALE))
+    np.testing.assert_allclose(params["w"], PARAMS["w"] - GRADS["w"])
+    _, opt_state = step(params, opt_state, BAD)
+    assert get_scale_state(opt_state).loss_scale == SCALE / 2
+
+
+def test_flax_nnx_keeps_the_state_in_variables():
+    """What was found before a step stays what it was, and a skipped one is seen."""
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, loss_scaled(optax.adam(1e-2), POLICY), wrt=nnx.Param)
+    for size in (1.0, jnp.inf, 1.0):
+        before = get_scale_state(optimizer.opt_state)
+        optimizer.update(module, nnx.grad(lambda module, size=size: module(jnp.full((1, 2), size)).sum())(module))
+        after = get_scale_state(optimizer.opt_state)
+        assert step_info(before, after).applied == np.isfinite(size)
+    assert POLICY.update(after, jnp.asarray(True)).steps == 4
+
+
+def test_none_or_several_scales_are_an_error():
+    """The message lists where they are."""
+    scaled = loss_scaled(optax.sgd(1.0), POLICY)
+    several = optax.multi_transform({"a": scaled, "b": scaled}, {"w": "a", "b": "b"}).init(PARAMS)
+    with pytest.raises(ScaleStateError, match=r"2 scale states, at .*\['a'\].*\['b'\]"):
+        get_scale_state(several)
+    with pytest.raises(ScaleStateError, match="wrap the optimizer in loss_scaled"):
+        get_scale_state(optax.sgd(1.0).init(PARAMS))
+
+
+def test_extra_args_reach_the_inner_optimizer():
+    """Through a chain, too; an inner optimizer that knows none gets none."""
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda update: update * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    optimizer = optax.chain(loss_scaled(inner, 1.0), loss_scaled(optax.scale(1.0), 1.0))
+    updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(PARAMS), PARAMS, value=3.0, unknown=1.0)
+    np.testing.assert_allclose(updates["w"], 3.0 * GRADS["w"])
+
+
+def test_it_is_an_optax_transformation():
+    """So that chains and `isinstance` take it as such."""
+    assert isinstance(loss_scaled(optax.sgd(1.0), POLICY), optax.GradientTransformationExtraArgs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_norm": 0.0}, "max_norm=0.0 must be positive"),
+        ({"max_norm": float("nan")}, "max_norm=nan must be positive"),
+        ({"max_norm": 1.0, "axis_name": "data"}, "reduce the gradients over the axis first"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
+        ({"accumulation_steps": 1.5}, r"accumulation_steps=1\.5"),
+        ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    """Each is refused before anything is lost."""
+    with pytest.raises(PolicyError, match=message):
+        loss_scaled(optax.sgd(1.0), POLICY, **settings)
+
+
+def test_wrapping_twice_is_refused():
+    """Gradients would be unscaled twice."""
+    with pytest.raises(PolicyError, match="loss-scaled already"):
+        loss_scaled(optax.chain(loss_scaled(optax.sgd(1.0), POLICY)), POLICY).init(PARAMS)
+
+
+def test_a_scaled_loss_from_the_optimizer_state():
+    """The whole loop as a user writes it, in float16."""
+    inputs = jnp.arange(8.0).reshape(4, 2) / 8
+    targets = inputs @ jnp.array([1.0, -1.0])
+    optimizer = loss_scaled(optax.adam(0.05), DynamicScaling(init_scale=2.0**30, growth_interval=50))
+
+    @jax.jit
+    def step(params, opt_state):
+        def loss(params):
+            predictions = inputs.astype(jnp.float16) @ params.astype(jnp.float16)
+            value = jnp.mean((predictions.astype(jnp.float32) - targets) ** 2)
+            return scale(value, get_scale_state(opt_state)), value
+
+        grads, value = jax.grad(loss, has_aux=True)(params)
+        return *optimizer.apply_gradients(grads, opt_state, params), value
+
+    params = jnp.zeros(2)
+    opt_state = optimizer.init(params)
+    for _ in range(200):
+        params, opt_state, value = step(params, opt_state)
+    assert value < 1e-3
+    assert get_scale_state(opt_state).skipped_steps > 5
+
+
+def test_state_travels():
+    """Through the core's plain dict and through a pickle; the rest goes on bit for bit."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    params, opt_state = _run(optimizer, [GRADS, GRADS, BAD])
+    saved = state_to_dict(get_scale_state(opt_state), POLICY)
+    restored = jax.tree.map(jnp.asarray, state_from_dict(saved, POLICY))
+    assert _bits(restored) == _bits(get_scale_state(opt_state))
+    again = pickle.loads(pickle.dumps(jax.device_get(opt_state)))
+    assert isinstance(again, LossScaledState)
+    step = jax.jit(_in_one(optimizer))
+    expected, result = step(params, opt_state, GRADS), step(params, opt_state._replace(scale_state=restored), GRADS)
+    assert _bits(expected) == _bits(result)
+
+
+@given(st.lists(st.booleans(), max_size=8))
+def test_accumulation_equals_its_definition(finite):
+    """Against a plain loop over windows of three, for both ways to drop."""
+    for drop in ("window", "micro_batch"):
+        policy = DynamicScaling(init_scale=8.0, growth_interval=2)
+        optimizer = loss_scaled(optax.sgd(1.0), policy, accumulation_steps=3, drop=drop)
+        batches = [jnp.float32(n + 1 if is_finite else jnp.nan) for n, is_finite in enumerate(finite)]
+        params, _ = _run(optimizer, batches, jnp.float32(0.0))
+        expected = 0.0
+        for start in range(0, len(batches) // 3 * 3, 3):
+            good = [float(batch) for batch in batches[start : start + 3] if np.isfinite(batch)]
+            if len(good) == 3 or (drop == "micro_batch" and good):
+                expected -= sum(good) / len(good)
+        np.testing.assert_allclose(params, expected, rtol=1e-6)
