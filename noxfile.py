@@ -17,10 +17,11 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-FRAMEWORKS = ("numpy", "torch")
+FRAMEWORKS = ("numpy", "torch", "jax")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
 TORCH = "torch==2.13.0"
-ALL_FRAMEWORKS = (TORCH, "jax==0.10.2", "tensorflow-cpu==2.21.*")
+JAX = "jax==0.10.2"
+ALL_FRAMEWORKS = (TORCH, JAX, "tensorflow-cpu==2.21.*")
 
 
 def _group(name: str) -> list[str]:
@@ -38,7 +39,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", TORCH, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, JAX, *_group("typing"))
     session.run("mypy")
 
 
@@ -46,13 +47,14 @@ def typing(session: nox.Session) -> None:
 @nox.parametrize("framework", FRAMEWORKS)
 def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with only that framework installed: `nox -s "tests(framework='numpy')"`."""
+    session.install("-e", ".[demo]", *_group("test"))
     if framework == "numpy":
-        session.install("-e", ".[demo]", *_group("test"))
         session.run("pytest", "-n", "auto", *session.posargs)
-    else:
-        session.install("-e", ".[demo]", TORCH, *_group("test"), *_group("torch-test"))
+        return
+    session.install({"torch": TORCH, "jax": JAX}[framework], *_group(f"{framework}-test"))
+    if framework == "torch":
         session.install("--no-deps", "timm>=1.0.31")  # its torchvision has no build for this torch
-        session.run("pytest", "-n", "auto", *map(str, Path("tests/adapters").glob("test_torch_*.py")))
+    session.run("pytest", "-n", "auto", *map(str, sorted(Path("tests/adapters").glob(f"test_{framework}_*.py"))))
 
 
 @nox.session
@@ -65,7 +67,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every example of the README and the docs: `nox -s docs`."""
-    session.install("-e", ".[demo]", TORCH, *_group("test"))
+    session.install("-e", ".[demo]", TORCH, JAX, "optax==0.2.8", *_group("test"))
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 
@@ -92,6 +94,6 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH)
-    for name in ("core", "torch"):
+    session.install("-e", ".", TORCH, JAX, *_group("jax-test"))
+    for name in ("core", "torch", "jax"):
         session.run("python", f"benchmarks/bench_{name}.py", *(session.posargs or ["--quick"]))
