@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_jax._grads import select, unscale
+from lossscale_jax._grads import lifted, select, unscale
 
 
 class Window(NamedTuple):
@@ -22,7 +22,7 @@ class Window(NamedTuple):
 
 def empty_window(params: Any) -> Window:
     """Return a window before its first micro-batch, for gradients of the shapes and dtypes of `params`, unscaled."""
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params)
+    zeros = jax.tree.map(lambda param: lifted(jnp.zeros_like(param)), params)
     return Window(zeros, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 

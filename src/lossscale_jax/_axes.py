@@ -36,7 +36,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Return the mesh axes over which `shard_map` knows `x` to vary; without `check_vma` it knows of none."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+    return frozenset((getattr(aval, "vma", None) or ()) if manual is None else manual.varying)
 
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:
@@ -48,6 +48,11 @@ def _vary(leaf: Any, axes: frozenset[str]) -> Any:
 
 def _of_dtype(leaf: Any, like: Any) -> Any:
     return leaf if jnp.result_type(leaf) == like.dtype else leaf.astype(like.dtype)
+
+
+def is_sharded_in_type(array: Array) -> bool:
+    """Return whether the type of `array` says how it is sharded, as with a mesh of explicit axes."""
+    return any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
 def require_reduced(flag: Array, state: Any) -> None:

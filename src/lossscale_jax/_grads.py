@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from lossscale_jax import _axes
@@ -20,7 +19,7 @@ def scale(loss: Any, state: Any) -> Any:
     `loss` is an array of any shape and dtype, or a pytree of them. Everything below float32 is lifted to it first,
     since a scale of 2**16 is already infinite in float16. Does not synchronise.
     """
-    return jax.tree.map(lambda leaf: _lifted(jnp.asarray(leaf)) * jnp.asarray(state.loss_scale), loss)
+    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), jnp.asarray(state.loss_scale)), loss)
 
 
 def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
@@ -41,7 +40,7 @@ def unscale(grads: Any, state: Any) -> Any:
     synchronise.
     """
     inverse = 1.0 / jnp.asarray(state.loss_scale)  # XLA fuses a product where it would store a quotient
-    return jax.tree.map(lambda leaf: _lifted(leaf) * inverse if is_gradient(leaf) else leaf, grads)
+    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), inverse) if is_gradient(leaf) else leaf, grads)
 
 
 def select(grads_finite: Any, new: Any, old: Any) -> Any:
@@ -64,7 +63,7 @@ def _select_leaf(grads_finite: Any, path: Any, new: Any, old: Any) -> Any:
         raise ValueError(
             f"{_name(path)} has shape {jnp.shape(new)} in new and {jnp.shape(old)} in old; pass two trees of one shape"
         )
-    if isinstance(grads_finite, bool | np.bool_):
+    if isinstance(grads_finite, bool):
         return new if grads_finite else old
     return jnp.where(grads_finite, new, old)
 
@@ -102,7 +101,7 @@ def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) ->
     flags = []
     for array in arrays:
         if loss_scale is not None:
-            array = _lifted(array) * (1.0 / loss_scale)
+            array = _times(array, 1.0 / loss_scale)
         if array.dtype == jnp.float16:  # compared as integers: an exponent of ones is an infinity or a NaN
             bits = lax.bitcast_convert_type(array, jnp.uint16)
             flags.append((bits & _EXPONENT_OF_FLOAT16 != _EXPONENT_OF_FLOAT16).all())
@@ -113,8 +112,15 @@ def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) ->
 
 def sum_of_squares(arrays: list[Array]) -> Any:
     """Return the sum of the squared magnitudes of real or complex arrays, in float32 or wider."""
-    parts = [part for array in arrays for part in real_parts(_lifted(array))]
-    return sum(jnp.sum(jnp.square(part)) for part in parts)
+    return sum(_squared(part) for array in arrays for part in real_parts(lifted(array)))
+
+
+def _squared(array: Array) -> Array:
+    """Return an array's product with itself: read at memory speed on a CPU, and no reshape to upset a sharding."""
+    if _axes.is_sharded_in_type(array):  # where JAX would ask how to shard the product, a scalar
+        return jnp.sum(jnp.square(array))
+    axes = tuple(range(array.ndim))
+    return lax.dot_general(array, array, ((axes, axes), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def real_parts(array: Array) -> tuple[Array, ...]:
@@ -135,8 +141,16 @@ def gradient_leaves(grads: Any) -> list[Array]:
     return [jnp.asarray(leaf) for leaf in leaves if is_gradient(leaf) and jnp.size(leaf)]
 
 
-def _lifted(array: Array) -> Array:
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+def lifted(array: Array) -> Array:
+    """Return `array` in float32, or in its own dtype where that is wider."""
+    if jnp.issubdtype(array.dtype, jnp.inexact) and jnp.finfo(array.dtype).bits >= 32:
+        return array
+    return array.astype(jnp.float32)
+
+
+def _times(array: Array, factor: Array) -> Array:
+    wide = lifted(array)
+    return wide * factor.astype(wide.dtype)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import each_element_finite, gradient_leaves, sum_of_squares
+from lossscale_jax._grads import each_element_finite, gradient_leaves, lifted, sum_of_squares
 
 
 def global_norm(grads: Any, loss_scale: Any = None) -> Array:
@@ -14,7 +14,7 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
 
     Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest.
     """
-    leaves = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in gradient_leaves(grads)]
+    leaves = [lifted(leaf) for leaf in gradient_leaves(grads)]
     if not leaves:
         return jnp.zeros((), jnp.float32)
     inverse = jnp.ones((), jnp.float32) if loss_scale is None else 1.0 / loss_scale

@@ -79,7 +79,7 @@ def loss_scaled(
     optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, inner)
     optimizer.validate()
     optax = sys.modules.get("optax")
-    shape = Transformation if optax is None else optax.GradientTransformationExtraArgs
+    shape: Any = Transformation if optax is None else optax.GradientTransformationExtraArgs
     transformation = shape(optimizer.init, optimizer.update)
     transformation.apply_gradients = optimizer.apply_gradients
     return transformation

@@ -47,6 +47,15 @@ def test_unscaled_gradients_are_float32(dtype):
     assert grads["none"] is None
 
 
+def test_strict_promotion():
+    """Nothing relies on JAX promoting dtypes by itself."""
+    with jax.numpy_dtype_promotion("strict"):
+        out = jax.jit(value_and_grad(lambda p: jnp.sum(p.astype(jnp.float16))))(init_state(2.0), jnp.ones(2))
+        assert out.grads.tolist() == [1.0, 1.0]
+        assert unscale(jnp.ones(2, jnp.bfloat16), init_state(2.0)).tolist() == [0.5, 0.5]
+        assert all_finite([jnp.ones(2, jnp.float16), jnp.ones(2, jnp.bfloat16), jnp.ones(2)])
+
+
 def test_float64_stays_float64():
     """With x64 on, master weights in float64 get gradients in float64, and the state stays 32 bits wide."""
     with jax.enable_x64(True):
