@@ -1,6 +1,8 @@
 """`jax.value_and_grad` of a scaled loss."""
 
 import functools
+import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,27 +41,45 @@ def value_and_grad(
     host. Follows the interface of flax's `DynamicScale.value_and_grad`.
     """
 
-    @functools.wraps(fun)
-    def scaled_value_and_grad(state: Any, *args: Any, **kwargs: Any) -> ScaledGradients:
+    def scaled_value_and_grad(state: Any, /, *args: Any, **kwargs: Any) -> ScaledGradients:
         def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return scale(value, state), (value, aux)
 
-        if axis_name is not None:
-            args = _with_varying(args, argnums, axis_name)
+        chosen = _chosen(argnums, len(args))
+        if axis_name is not None:  # else shard_map would sum the gradients of what is replicated by itself
+            args = tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
         grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
         grads = unscale(grads, state)
         if axis_name is not None:
             grads = lax.pmean(grads, axis_name)
         finite = all_finite(grads)
+        _axes.require_reduced(finite, state, axis_name, _PARTS)
         if axis_name is None:
-            _axes.require_reduced(finite, state)
+            _axes.require_reduced(value, (state, [args[n] for n in chosen]), axis_name, _PARTS)
         return ScaledGradients(value, aux, grads, finite)
 
-    return scaled_value_and_grad
+    return _presented_as(scaled_value_and_grad, fun)
 
 
-def _with_varying(args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: Any) -> tuple[Any, ...]:
-    """Return `args` with those to differentiate marked as varying: `shard_map` sums the gradients of others itself."""
-    chosen = {argnums % len(args)} if isinstance(argnums, int) else {n % len(args) for n in argnums}
-    return tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
+_PARTS = "; where each device holds a part of the parameters, let loss_scaled(..., axis_name=) decide instead"
+
+
+def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
+    """Return which of `count` arguments are differentiated; what is out of range is for JAX to refuse."""
+    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
+    return {operator.index(n) % count for n in numbers if count}
+
+
+def _presented_as(function: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` under the name of `fun`, and with its parameters after the state, by which `jit` goes."""
+    functools.update_wrapper(function, fun)
+    del function.__wrapped__  # type: ignore[attr-defined]
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # a builtin, say
+        return function
+    name = "state" if all(parameter.name != "state" for parameter in parameters) else "scale_state"
+    state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    function.__signature__ = inspect.Signature([state, *parameters])  # type: ignore[attr-defined]
+    return function

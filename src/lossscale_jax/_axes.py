@@ -55,12 +55,15 @@ def is_sharded_in_type(array: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
-def require_reduced(flag: Array, state: Any) -> None:
-    """Raise `ValueError` where `shard_map` knows that devices disagree on `flag` while they share `state`."""
-    forgotten = varying_axes(flag) - frozenset().union(*map(varying_axes, jax.tree.leaves(state)))
+def require_reduced(decisive: Any, shared: Any, axis_name: Any, otherwise: str = "") -> None:
+    """Raise `ValueError` where `shard_map` knows that devices with the same `shared` differ in what is `decisive`."""
+    known = frozenset().union(*map(varying_axes, jax.tree.leaves(shared)))
+    forgotten = frozenset().union(*map(varying_axes, jax.tree.leaves(decisive))) - known
     if forgotten:
-        names = ", ".join(map(repr, sorted(forgotten)))
+        given = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        names = (*given, *sorted(forgotten))
         raise ValueError(
-            f"the gradients differ along mesh axis {names} while the loss scale is shared, so devices would decide "
-            f"differently; pass axis_name={names}, or give each device a state of its own"
+            f"the gradients differ along mesh axis {', '.join(map(repr, sorted(forgotten)))} while the loss scale is "
+            f"shared, so devices would decide differently; reduce them first, or pass "
+            f"axis_name={(names[0] if len(names) == 1 else names)!r}{otherwise}"
         )

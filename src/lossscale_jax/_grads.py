@@ -39,8 +39,7 @@ def unscale(grads: Any, state: Any) -> Any:
     float16 and bfloat16 leaves come back in float32, others in their own dtype; integer leaves pass through. Does not
     synchronise.
     """
-    inverse = 1.0 / jnp.asarray(state.loss_scale)  # XLA fuses a product where it would store a quotient
-    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), inverse) if is_gradient(leaf) else leaf, grads)
+    return multiplied(grads, 1.0 / jnp.asarray(state.loss_scale))  # XLA fuses a product where it would store a quotient
 
 
 def select(grads_finite: Any, new: Any, old: Any) -> Any:
@@ -49,8 +48,10 @@ def select(grads_finite: Any, new: Any, old: Any) -> Any:
     `new` and `old` are pytrees alike: parameters, optimizer state, batch statistics, averages, step counters, PRNG
     keys, together in one call. Leaves that are no arrays (an activation function) must be equal. `grads_finite` is a
     bool array of shape `()`, and nothing synchronises; or a Python bool, which picks the leaves of one side untouched.
-    Raises `ValueError` where structures, shapes or such leaves differ.
+    Raises `ValueError` where structures, shapes, dtypes or such leaves differ, or the flag is not one.
     """
+    if jnp.shape(grads_finite) != ():
+        raise ValueError(f"grads_finite has shape {jnp.shape(grads_finite)}; pass one flag, of shape ()")
     return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
 
 
@@ -63,6 +64,8 @@ def _select_leaf(grads_finite: Any, path: Any, new: Any, old: Any) -> Any:
         raise ValueError(
             f"{_name(path)} has shape {jnp.shape(new)} in new and {jnp.shape(old)} in old; pass two trees of one shape"
         )
+    if hasattr(new, "dtype") and hasattr(old, "dtype") and new.dtype != old.dtype:
+        raise ValueError(f"{_name(path)} is {new.dtype} in new and {old.dtype} in old; cast one of them")
     if isinstance(grads_finite, bool):
         return new if grads_finite else old
     return jnp.where(grads_finite, new, old)
@@ -82,18 +85,17 @@ def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
     leaves = gradient_leaves(grads)
-    halves = [leaf for leaf in leaves if leaf.dtype == jnp.float16]
-    others = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
-    finite = each_element_finite(halves)
-    proven = jnp.isfinite(sum_of_squares(others)) if others else jnp.asarray(True)
+    summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
+    proven = each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
+    if summed:
+        proven &= jnp.isfinite(sum_of_squares(summed))
+    elif loss_scale is None:
+        return proven
     if loss_scale is not None:
         proven &= loss_scale >= 1.0
-        others = leaves
-    if not others:
-        return finite
-    known = _axes.varying_as(jnp.asarray(True), (others, loss_scale))
+    known = _axes.varying_as(jnp.asarray(True), (leaves, loss_scale))
     exact = functools.partial(each_element_finite, loss_scale=loss_scale)
-    return finite & lax.cond(proven, lambda _: known, exact, others)
+    return lax.cond(proven, lambda _: known, exact, leaves)
 
 
 def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) -> Array:
@@ -112,7 +114,9 @@ def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) ->
 
 def sum_of_squares(arrays: list[Array]) -> Any:
     """Return the sum of the squared magnitudes of real or complex arrays, in float32 or wider."""
-    return sum(_squared(part) for array in arrays for part in real_parts(lifted(array)))
+    squares = [_squared(part) for array in arrays for part in real_parts(lifted(array))]
+    widest = jnp.float64 if any(square.dtype == jnp.float64 for square in squares) else jnp.float32
+    return sum(square.astype(widest) for square in squares)
 
 
 def _squared(array: Array) -> Array:
@@ -130,15 +134,30 @@ def real_parts(array: Array) -> tuple[Array, ...]:
 
 def gradient_leaves(grads: Any) -> list[Array]:
     """Return the leaves that hold floats; the duplicates of sparse ones are summed."""
+    return [leaf for _, leaf in named_gradients(grads)]
+
+
+def named_gradients(grads: Any) -> list[tuple[str, Array]]:
+    """Return the same leaves with their paths."""
     sparse = sys.modules.get("jax.experimental.sparse")  # who has not imported it has none
-    if sparse is None:
-        leaves = jax.tree.leaves(grads)
-    else:
-        leaves = [
-            leaf.sum_duplicates(nse=leaf.nse).data if isinstance(leaf, sparse.BCOO) else leaf
-            for leaf in jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, sparse.BCOO))
-        ]
-    return [jnp.asarray(leaf) for leaf in leaves if is_gradient(leaf) and jnp.size(leaf)]
+    kinds = () if sparse is None else (sparse.BCOO,)
+    named = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda node: isinstance(node, kinds))
+    summed = [
+        (path, leaf.sum_duplicates(nse=leaf.nse).data if isinstance(leaf, kinds) else leaf) for path, leaf in named
+    ]
+    return [(_name(path), jnp.asarray(leaf)) for path, leaf in summed if is_gradient(leaf) and jnp.size(leaf)]
+
+
+def multiplied(grads: Any, factor: Array | None) -> Any:
+    """Return gradients times a factor of shape `()`, in float32 or wider; None is a factor of 1."""
+    if factor is None:
+        return grads
+    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), factor) if is_gradient(leaf) else leaf, grads)
+
+
+def lifted_leaves(tree: Any) -> Any:
+    """Return a pytree with its floats in float32 or wider, as unscaled gradients are."""
+    return jax.tree.map(lambda leaf: lifted(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
 
 
 def lifted(array: Array) -> Array:
@@ -154,7 +173,7 @@ def _times(array: Array, factor: Array) -> Array:
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+    return (hasattr(leaf, "dtype") and not isinstance(leaf, type)) or isinstance(leaf, bool | int | float | complex)
 
 
 def _name(path: Any) -> str:

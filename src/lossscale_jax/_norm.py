@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import each_element_finite, gradient_leaves, lifted, sum_of_squares
+from lossscale_jax._grads import each_element_finite, gradient_leaves, lifted, real_parts, sum_of_squares
 
 
 def global_norm(grads: Any, loss_scale: Any = None) -> Array:
@@ -17,18 +17,19 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
     leaves = [lifted(leaf) for leaf in gradient_leaves(grads)]
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    inverse = jnp.ones((), jnp.float32) if loss_scale is None else 1.0 / loss_scale
     squares = sum_of_squares(leaves)
+    inverse = (jnp.float32(1.0) if loss_scale is None else 1.0 / loss_scale).astype(squares.dtype)
 
     def quick(_: list[Array]) -> Array:
         return _axes.varying_as(jnp.sqrt(squares) * inverse, (leaves, inverse))
 
     def exact(leaves: list[Array]) -> Array:
-        finite = each_element_finite(leaves, 1.0 / inverse)
-        largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
+        finite = each_element_finite(leaves, loss_scale)
+        parts = [part for leaf in leaves for part in real_parts(leaf)]
+        largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
         root = jnp.sqrt(jnp.maximum(largest, jnp.finfo(largest).tiny))
         shrink = 1.0 / root  # and once more: the reciprocal of the largest itself may underflow
-        shrunk = [leaf * shrink.astype(leaf.real.dtype) * shrink.astype(leaf.real.dtype) for leaf in leaves]
+        shrunk = [part * shrink.astype(part.dtype) * shrink.astype(part.dtype) for part in parts]
         norm = jnp.minimum(root * inverse * root * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
         return _axes.varying_as(jnp.where(finite, norm, jnp.inf), (leaves, inverse))
 

@@ -1,6 +1,5 @@
 """`loss_scaled`: any optax-shaped optimizer, its step applied or skipped as a whole."""
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -13,7 +12,7 @@ from lossscale_core import as_policy
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Window, empty_window, extended, mean
-from lossscale_jax._grads import finite_when_unscaled, is_gradient, select, unscale
+from lossscale_jax._grads import finite_when_unscaled, lifted_leaves, multiplied, select, unscale
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._state import init_state
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
@@ -64,7 +63,7 @@ def loss_scaled(
     (partition an Equinox model first). `inner` sees unscaled gradients, in float32 or wider, clipped to a global norm
     of `max_norm` by the read that proves them finite. A skipped step gives zero updates and leaves the inner state bit
     for bit. Where each device still has gradients of its own under `shard_map` or `pmap`, `axis_name` combines the
-    decision over them (reduce first where you clip: with `axis_name` there is no `max_norm`).
+    decision over them (where you clip or accumulate, reduce first: `axis_name` goes with neither).
 
     With `accumulation_steps` the mean of that many micro-batches makes one step, and other calls give zero updates.
     `drop="window"` skips the whole window if one of them overflowed, and the window counts as one step of the policy.
@@ -73,7 +72,7 @@ def loss_scaled(
 
     The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
     saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
-    in one go; with parameters and state donated to `jit`, a step costs next to nothing beyond the optimizer's own.
+    in one go; with parameters and state donated to `jit`, a step costs little more than reading the gradients once.
     Pure; never synchronises with the host. Raises `PolicyError` for settings that make no sense.
     """
     optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, inner)
@@ -115,10 +114,10 @@ class _LossScaled(NamedTuple):
     def validate(self) -> None:
         if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
             raise PolicyError(f"max_norm={self.max_norm!r} must be positive and finite; leave it out not to clip")
-        if self.max_norm is not None and self.axis_name is not None:
+        if self.axis_name is not None and (self.max_norm is not None or self.accumulation_steps != 1):
             raise PolicyError(
-                "max_norm clips what is already reduced, and axis_name is for what is not; reduce the gradients over "
-                "the axis first and leave axis_name out"
+                "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
+                "that are not; reduce the gradients over the axis first and leave axis_name out"
             )
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
@@ -127,7 +126,7 @@ class _LossScaled(NamedTuple):
 
     def init(self, params: Any) -> LossScaledState:
         """Return the optimizer state before the first step."""
-        inner_state = self.inner.init(params)
+        inner_state = self.inner.init(lifted_leaves(params))  # in the dtypes of the gradients that it will be given
         if _find(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = None if self.accumulation_steps == 1 else empty_window(params)
@@ -135,7 +134,10 @@ class _LossScaled(NamedTuple):
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
         """Return the updates for scaled gradients `updates`, zero where the step is skipped, and the state after it."""
-        step = functools.partial(with_extra_args(self.inner.update), params=params, **extra_args)
+        inner_update = with_extra_args(self.inner.update)
+
+        def step(grads: Any, inner_state: Any) -> Any:
+            return inner_update(grads, inner_state, params, **extra_args)
 
         def kept(grads: Any, inner_state: Any) -> Any:
             return no_updates(grads), inner_state
@@ -169,7 +171,7 @@ class _LossScaled(NamedTuple):
             clip = clip_factor(norm, self.max_norm)
 
         def unscaled_step(grads: Any, inner_state: Any) -> Any:
-            return step(_multiplied(unscale(grads, before), clip), inner_state)
+            return step(multiplied(unscale(grads, before), clip), inner_state)
 
         def unscaled_kept(grads: Any, inner_state: Any) -> Any:
             return kept(unscale(grads, before), inner_state)
@@ -180,7 +182,7 @@ class _LossScaled(NamedTuple):
     def _take_micro_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         before = state.scale_state
         finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
-        window = extended(state.window, grads, finite, before)
+        window = extended(state.window, grads, finite, before, self.accumulation_steps)
         is_full = window.seen >= self.accumulation_steps
         if self.drop == "window":
             applies = window.finite == window.seen
@@ -190,9 +192,9 @@ class _LossScaled(NamedTuple):
             after = self.policy.update(before, finite, xp=jnp)
 
         def mean_step(window: Any, inner_state: Any) -> Any:
-            grads = mean(window)
+            grads = mean(window, self.accumulation_steps)
             clip = None if self.max_norm is None else clip_factor(global_norm(grads), self.max_norm)
-            return step(_multiplied(grads, clip), inner_state)
+            return step(multiplied(grads, clip), inner_state)
 
         def window_kept(window: Any, inner_state: Any) -> Any:
             return kept(window.total, inner_state)
@@ -204,14 +206,8 @@ class _LossScaled(NamedTuple):
     def _decision(self, finite: Array, scale_state: Any) -> Array:
         """Return `finite` combined over the axis; raise where devices would decide differently."""
         finite = _axes.all_true(finite, self.axis_name)
-        _axes.require_reduced(finite, scale_state)
+        _axes.require_reduced(finite, scale_state, self.axis_name)
         return finite
-
-
-def _multiplied(grads: Any, factor: Array | None) -> Any:
-    if factor is None:
-        return grads
-    return jax.tree.map(lambda grad: grad * factor.astype(grad.real.dtype) if is_gradient(grad) else grad, grads)
 
 
 def _find(opt_state: Any) -> dict[str, Any]:

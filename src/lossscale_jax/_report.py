@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from lossscale_core import GradientReport
-from lossscale_jax._grads import is_gradient, real_parts
+from lossscale_jax._grads import named_gradients, real_parts
 
 
 def overflow_report(grads: Any) -> list[GradientReport]:
@@ -17,11 +16,7 @@ def overflow_report(grads: Any) -> list[GradientReport]:
     gradient with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large.
     Reads every gradient and synchronises with the host.
     """
-    return [
-        _report(jax.tree_util.keystr(path), jnp.asarray(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if is_gradient(leaf) and not bool(jnp.isfinite(leaf).all())
-    ]
+    return [_report(name, leaf) for name, leaf in named_gradients(grads) if not bool(jnp.isfinite(leaf).all())]
 
 
 def _report(name: str, values: Array) -> GradientReport:

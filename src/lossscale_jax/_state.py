@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from lossscale_core import as_policy
 
@@ -14,4 +15,9 @@ def init_state(policy: Any, *, device: Any = None) -> Any:
     `policy` is anything `as_policy` takes; `device` is a `jax.Device` or a `jax.sharding.Sharding`. The leaves are
     strongly typed float32 and int32, and stay so: one compilation serves the whole run. Does not synchronise.
     """
-    return jax.tree.map(lambda value: jnp.asarray(value, device=device), as_policy(policy).init_state())
+
+    def placed(value: Any) -> Array:
+        dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else jnp.int32)
+        return jnp.asarray(value, dtype, device=device)
+
+    return jax.tree.map(placed, as_policy(policy).init_state())

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import select
+from lossscale_jax._grads import lifted, select
 
 
 def apply_or_skip(finite: Array, apply: Callable[..., Any], kept: Callable[..., Any], *operands: Any) -> Any:
@@ -28,12 +29,21 @@ def apply_or_skip(finite: Array, apply: Callable[..., Any], kept: Callable[..., 
 
 def no_updates(like: Any) -> Any:
     """Return zero updates: negative, since added to a parameter they leave even the sign of its zeros alone."""
-    return jax.tree.map(lambda leaf: lax.full_like(leaf, -0.0), like)
+    return jax.tree.map(lambda leaf: lax.full_like(leaf, _negative_zero(leaf.dtype)), like)
 
 
 def with_updates(params: Any, updates: Any) -> Any:
     """Return `params` with `updates` added, in the parameters' dtypes."""
-    return jax.tree.map(lambda param, update: (param + update).astype(param.dtype), params, updates)
+    return jax.tree.map(lambda param, update: _moved(jnp.asarray(param), update), params, updates)
+
+
+def _moved(param: Array, update: Array) -> Array:
+    wide = lifted(param) if jnp.issubdtype(param.dtype, jnp.inexact) else param
+    return (wide + update.astype(wide.dtype)).astype(param.dtype)
+
+
+def _negative_zero(dtype: Any) -> complex:
+    return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
 
 
 def with_extra_args(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ STEPS = 200
 DEVICES = 8
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ADAM = optax.adam(1e-2)
+MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.pmean(grads, "data"), state))
 
 
 def _overflows():
@@ -115,8 +116,7 @@ def test_shard_map_with_value_and_grad(check_vma):
 
 def test_shard_map_with_gradients_of_ones_own():
     """`axis_name` combines the flag while the optimizer inside reduces the gradients itself."""
-    mean = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.pmean(grads, "data"), state))
-    optimizer = loss_scaled(optax.chain(mean, ADAM), POLICY, axis_name="data")
+    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data")
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
@@ -160,13 +160,13 @@ def test_sharded_jit(axis_type, in_one, max_norm):
 
 
 def test_pmap():
-    """The older way to the same: one state a device, and all of them the same."""
-    optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
+    """The older way to the same: one state a device, and all of them the same; each device checks its own gradients."""
+    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data")
 
     @functools.partial(jax.pmap, axis_name="data")
     def step(params, opt_state, images):
         grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(params)
-        return optimizer.apply_gradients(lax.pmean(grads, "data"), opt_state, params)
+        return optimizer.apply_gradients(grads, opt_state, params)
 
     replicate = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), tree)  # noqa: E731
     params, opt_state = _run(
@@ -214,15 +214,16 @@ def test_all_finite_over_axes():
     assert not check(jnp.ones((4, 2)).at[3, 1].set(jnp.nan))
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "update"])
+@pytest.mark.parametrize("call", ["value_and_grad", "value_and_grad of one's own", "update"])
 def test_a_forgotten_axis_name_is_an_error(call):
-    """`shard_map` knows that the devices would decide differently."""
+    """`shard_map` knows that the devices would decide differently, or that gradients would be summed unasked."""
     optimizer = loss_scaled(ADAM, POLICY)
 
     def step(params, opt_state, images):
         own = lax.pcast(params, "data", to="varying")
-        if call == "value_and_grad":
-            return value_and_grad(_loss)(get_scale_state(opt_state), own, images).grads_finite
+        if call.startswith("value_and_grad"):
+            chosen = params if call == "value_and_grad" else own
+            return value_and_grad(_loss)(get_scale_state(opt_state), chosen, images).grads_finite
         grads = jax.grad(_loss)(own, images)
         return optimizer.update(grads, opt_state, own)[1].scale_state.loss_scale
 

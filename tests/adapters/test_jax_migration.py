@@ -26,13 +26,21 @@ def _scales(policy, grads_finite):
     return np.asarray(jax.lax.scan(step, init_state(policy), jnp.asarray(grads_finite, bool))[1])
 
 
-@given(st.integers(1, 5), overflow_traces(max_steps=40))
-def test_jmp(period, grads_finite):
-    """`period` is `growth_interval`; jmp's floor is 1, and it has no ceiling."""
-    policy = DynamicScaling(init_scale=2.0**15, growth_interval=period, max_scale=LARGEST_SCALE)
+@given(st.integers(1, 5), st.sampled_from([2, 4, 16]), st.sampled_from([1.0, 64.0]), overflow_traces(max_steps=40))
+def test_jmp(period, factor, floor, grads_finite):
+    """`period` is `growth_interval`, `factor` both factors; jmp has no ceiling, so the run is kept below ours."""
+    policy = DynamicScaling(
+        init_scale=2.0**15,
+        growth_interval=period,
+        growth_factor=float(factor),
+        backoff_factor=1.0 / factor,
+        min_scale=floor,
+        max_scale=LARGEST_SCALE,
+    )
+    grads_finite = grads_finite[: 27 * period]
 
     def step(state, finite):
-        state = jmp.DynamicLossScale(*state, period).adjust(finite)
+        state = jmp.DynamicLossScale(*state, period, factor, jnp.float32(floor)).adjust(finite)
         return (state.loss_scale, state.counter), state.loss_scale
 
     start = jnp.float32(2.0**15), jnp.int32(0)
@@ -40,13 +48,19 @@ def test_jmp(period, grads_finite):
     np.testing.assert_array_equal(_scales(policy, grads_finite), expected)
 
 
-@given(st.integers(0, 4), overflow_traces(max_steps=40))
-def test_flax(growth_interval, grads_finite):
-    """flax grows one step later than its `growth_interval` says; it has neither floor nor ceiling to speak of."""
-    policy = DynamicScaling(growth_interval=growth_interval + 1, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+@given(st.integers(0, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([SMALLEST_SCALE, 1.0]), overflow_traces(40))
+def test_flax(growth_interval, factor, floor, grads_finite):
+    """flax grows one step later than its `growth_interval` says; it has no ceiling to speak of."""
+    policy = DynamicScaling(
+        growth_interval=growth_interval + 1,
+        growth_factor=factor,
+        backoff_factor=1.0 / factor,
+        min_scale=floor,
+        max_scale=LARGEST_SCALE,
+    )
 
     def step(state, finite):
-        dynamic_scale = DynamicScale(growth_interval=growth_interval, fin_steps=state[0], scale=state[1])
+        dynamic_scale = DynamicScale(factor, 1.0 / factor, growth_interval, state[0], state[1], floor)
         gradient_of = dynamic_scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))
         after, *_ = gradient_of(jnp.float32(1.0))
         return (after.fin_steps, after.scale), after.scale

@@ -28,7 +28,7 @@ def _times(grads, factor):
 
 
 def _bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    return [(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
 def _in_two(optimizer):
@@ -126,6 +126,69 @@ def test_half_parameters(dtype):
     assert set(seen) == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_half_parameters_with_a_stateful_optimizer(dtype, accumulation_steps):
+    """One compilation, a scan, and a first step skipped without a trace: the inner state is float32 from birth."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=accumulation_steps)
+    params = jnp.ones(2, dtype)
+    step = jax.jit(_in_one(optimizer))
+    start = params, optimizer.init(params)
+    carry = step(*start, jnp.full(2, jnp.nan, dtype))
+    assert _bits(carry[0]) == _bits(params)
+    assert _bits(carry[1].inner_state) == _bits(start[1].inner_state)
+    for _ in range(3):
+        carry = step(*carry, jnp.ones(2, dtype))
+    assert step._cache_size() == 1
+    jax.lax.scan(lambda carry, grads: (step(*carry, grads), None), start, jnp.ones((4, 2), dtype))
+
+
+def test_complex_parameters():
+    """Clipped by both parts, and left alone by a skip down to the signs of zeros."""
+    optimizer = loss_scaled(optax.sgd(1.0), 1.0, max_norm=1.0)
+    params = jnp.array([complex(-0.0, -0.0), 1.0])
+    after, opt_state = jax.jit(_in_two(optimizer))(params, optimizer.init(params), jnp.array([jnp.nan, 1j]))
+    assert _bits(after) == _bits(params)
+    grads = jnp.array([complex(3e38, 3e38), 0.0])
+    after, opt_state = jax.jit(_in_one(optimizer))(params, optimizer.init(params), grads)
+    assert get_scale_state(opt_state).skipped_steps == 0
+    assert jnp.isfinite(after).all()
+
+
+def test_nothing_synchronises():
+    """Neither a step in one nor in two."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, max_norm=1.0)
+    carry = PARAMS, optimizer.init(PARAMS)
+    for way in (_in_one, _in_two):
+        with jax.transfer_guard_device_to_host("disallow"):
+            jax.jit(way(optimizer))(*carry, GRADS)
+
+
+def test_with_x64_and_strict_promotion():
+    """Master weights of float64, accumulated, and no dtype promoted by itself."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        optimizer = loss_scaled(optax.scale(jnp.float64(-1.0)), POLICY, accumulation_steps=2, max_norm=100.0)
+        params = jnp.ones(2, jnp.float64)
+        opt_state = optimizer.init(params)
+        step = jax.jit(_in_one(optimizer))
+        for _ in range(2):
+            params, opt_state = step(params, opt_state, jnp.full(2, SCALE, jnp.float64))
+        assert params.dtype == jnp.float64
+        assert params.tolist() == [0.0, 0.0]
+        assert step._cache_size() == 1
+
+
+def test_vmap_and_checkpoint():
+    """An ensemble of optimizers, each with a scale of its own, also when recomputed."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    stack = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)  # noqa: E731
+    grads = jax.tree.map(lambda good, bad: jnp.stack([good, bad]), GRADS, BAD)
+    step = jax.jit(jax.vmap(jax.checkpoint(_in_one(optimizer))))
+    params, opt_state = step(stack(PARAMS), stack(optimizer.init(PARAMS)), grads)
+    assert get_scale_state(opt_state).loss_scale.tolist() == [SCALE, SCALE / 2]
+    assert _bits(jax.tree.map(lambda leaf: leaf[1], params)) == _bits(PARAMS)
+
+
 def test_below_a_scale_of_one_the_unscaled_gradients_decide():
     """What becomes infinite by being unscaled is skipped, with clipping and without."""
     for max_norm in (None, 1.0):
@@ -203,6 +266,15 @@ def test_an_overflow_drops_the_micro_batch_only():
     params, opt_state = _run(optimizer, [BAD] * 3)
     assert _bits(params) == _bits(PARAMS)
     assert get_scale_state(opt_state).skipped_steps == 3
+
+
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_finite_micro_batches_make_no_infinite_sum(drop):
+    """What is applied is their mean, which is finite."""
+    optimizer = loss_scaled(optax.sgd(1.0), 1.0, accumulation_steps=2, drop=drop)
+    params, opt_state = _run(optimizer, [jnp.full(2, 3e38)] * 2, jnp.zeros(2))
+    np.testing.assert_allclose(params, -3e38, rtol=1e-6)
+    assert get_scale_state(opt_state).skipped_steps == 0
 
 
 def test_multi_steps_inside_completes_its_window_later():
@@ -283,6 +355,7 @@ def test_it_is_an_optax_transformation():
         ({"max_norm": 0.0}, "max_norm=0.0 must be positive"),
         ({"max_norm": float("nan")}, "max_norm=nan must be positive"),
         ({"max_norm": 1.0, "axis_name": "data"}, "reduce the gradients over the axis first"),
+        ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
         ({"accumulation_steps": 1.5}, r"accumulation_steps=1\.5"),
         ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),

@@ -126,12 +126,19 @@ def test_select_takes_everything_or_nothing():
         ({"w": jnp.ones(2)}, {"w": jnp.ones(())}, r"\['w'\] has shape \(2,\) in new and \(\) in old"),
         ({"f": jax.nn.relu}, {"f": jax.nn.gelu}, "a leaf that is no array must not change"),
         ([jnp.ones(2)], [None], "None"),
+        ([jnp.ones(2)], [jnp.ones(2, jnp.float16)], "is float32 in new and float16 in old"),
     ],
 )
 def test_select_refuses_what_does_not_match(new, old, message):
     """Nothing is broadcast and nothing is dropped in silence."""
     with pytest.raises(ValueError, match=message):
         select(jnp.asarray(True), new, old)
+
+
+def test_select_takes_one_flag():
+    """Several, such as a `pmap` returns, would pick columns."""
+    with pytest.raises(ValueError, match=r"grads_finite has shape \(2,\)"):
+        select(jnp.array([True, False]), jnp.ones((2, 2)), jnp.zeros((2, 2)))
 
 
 @given(policies(), overflow_traces(max_steps=60))
@@ -192,6 +199,32 @@ def test_value_and_grad_takes_what_jaxs_takes():
     assert out.value == 12.0
     assert out.aux["a"].tolist() == [1.0, 1.0]
     assert [grad.tolist() for grad in out.grads] == [[6.0, 6.0], [2.0, 2.0]]
+
+
+def test_jit_knows_its_parameters_by_name():
+    """The state comes first; the function's own follow, one called `state` among them."""
+
+    def loss(params, x, n=2):
+        return jnp.sum(params * x) * n
+
+    params, x = jnp.ones(2), jnp.ones(2)
+    run = jax.jit(value_and_grad(loss), donate_argnames="x", static_argnames="n")
+    assert run(init_state("dynamic"), params, x, n=3).grads.tolist() == [3.0, 3.0]
+    assert not params.is_deleted()
+    assert x.is_deleted()
+    out = value_and_grad(lambda params, *, state: jnp.sum(params * state))(init_state("dynamic"), params, state=2.0)
+    assert out.grads.tolist() == [2.0, 2.0]
+
+
+def test_nothing_synchronises():
+    """No value travels to the host, eagerly or compiled."""
+    state, policy, params = init_state("dynamic"), DynamicScaling(), _params()
+    for wrap in (lambda f: f, jax.jit):
+        with jax.transfer_guard_device_to_host("disallow"):
+            out = wrap(value_and_grad(_loss))(state, params, INPUTS)
+            state = policy.update(state, out.grads_finite)
+            select(out.grads_finite, out.grads, params)
+            metrics(state)
 
 
 def test_float16_needs_the_scale():
@@ -278,6 +311,8 @@ def test_overflow_report():
     (report,) = overflow_report(grads)
     assert report == ("['layers'][0]['w']", 1, 1, 0, 3.0)
     assert overflow_report({"w": jnp.ones(2)}) == []
+    halves = sparse.BCOO((jnp.array([3e38, 3e38]), jnp.array([[1], [1]])), shape=(4,))
+    assert overflow_report({"w": halves})[0].positive_inf == 1
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, -65504.0, 1e-8, jnp.inf, jnp.nan]), max_size=12))
