@@ -17,11 +17,11 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-FRAMEWORKS = ("numpy", "torch", "jax")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
 TORCH = "torch==2.13.0"
 JAX = "jax==0.10.2"
-ALL_FRAMEWORKS = (TORCH, JAX, "tensorflow-cpu==2.21.*")
+TENSORFLOW = "tensorflow-cpu==2.21.*"
+FRAMEWORKS = {"numpy": None, "torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW}
 
 
 def _group(name: str) -> list[str]:
@@ -44,14 +44,14 @@ def typing(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("framework", FRAMEWORKS)
+@nox.parametrize("framework", list(FRAMEWORKS))
 def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with only that framework installed: `nox -s "tests(framework='numpy')"`."""
     session.install("-e", ".[demo]", *_group("test"))
     if framework == "numpy":
         session.run("pytest", "-n", "auto", *session.posargs)
         return
-    session.install({"torch": TORCH, "jax": JAX}[framework], *_group(f"{framework}-test"))
+    session.install(FRAMEWORKS[framework], *_group(f"{framework}-test"))
     if framework == "torch":
         session.install("--no-deps", "timm>=1.0.31")  # its torchvision has no build for this torch
     session.run("pytest", "-n", "auto", *map(str, sorted(Path("tests/adapters").glob(f"test_{framework}_*.py"))))
@@ -60,7 +60,7 @@ def tests(session: nox.Session, framework: str) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Run the update on every framework, side by side: `nox -s conformance`."""
-    session.install("-e", ".", *_group("test"), *ALL_FRAMEWORKS)
+    session.install("-e", ".", *_group("test"), TORCH, JAX, TENSORFLOW)
     session.run("pytest", "tests/conformance", *session.posargs)
 
 

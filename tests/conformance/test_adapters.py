@@ -6,9 +6,10 @@ import pytest
 
 import lossscale_core
 import lossscale_jax
+import lossscale_tf
 import lossscale_torch
 
-ADAPTERS = [lossscale_torch, lossscale_jax]
+ADAPTERS = [lossscale_torch, lossscale_jax, lossscale_tf]
 VERBS = ["init_state", "scale", "all_finite", "unscale", "select"]
 EACH = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
 

@@ -1,0 +1,20 @@
+"""Loss scaling for TensorFlow and Keras: the five verbs, and `LossScaleOptimizer` around any Keras optimizer."""
+
+from lossscale_core import GradientReport
+from lossscale_tf._grads import all_finite, scale, select, unscale
+from lossscale_tf._optimizer import LossScaleOptimizer
+from lossscale_tf._report import overflow_report
+from lossscale_tf._state import init_state
+
+__all__ = [
+    "GradientReport",
+    "LossScaleOptimizer",
+    "all_finite",
+    "init_state",
+    "overflow_report",
+    "scale",
+    "select",
+    "unscale",
+]
+
+LossScaleOptimizer.__module__ = __name__  # a pickle names the face, so that rooms behind it may move

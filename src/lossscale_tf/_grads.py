@@ -1,0 +1,159 @@
+"""Scale, check, unscale and select: nested structures of tensors, `None` and `IndexedSlices` kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+def scale(loss: Any, state: Any) -> Any:
+    """Return `loss` times the loss scale: what to differentiate.
+
+    `loss` is a tensor of any shape and dtype, or a nested structure of them. float16 and bfloat16 are lifted to float32
+    first, since a scale of 2**16 is already infinite in float16. Does not synchronise.
+    """
+    return _map(lambda leaf: times(tf.convert_to_tensor(leaf), state.loss_scale), loss)
+
+
+def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
+    """Return whether every gradient element is finite, as a bool tensor of shape `()`.
+
+    `grads` is a nested structure of tensors and `IndexedSlices` of any float or complex dtype; duplicate indices are
+    summed first, `None` and integer leaves do not count, and nothing at all is finite. With `across_replicas` the flag
+    is combined over the replicas of the current `tf.distribute` strategy, in whose replica context it must be called.
+    Exact: large finite values are never flagged. Does not synchronise with the host.
+    """
+    finite = finite_when_unscaled(gradient_leaves(grads))
+    return all_replicas(finite) if across_replicas else finite
+
+
+def unscale(grads: Any, state: Any) -> Any:
+    """Return `grads` divided by the loss scale, that is multiplied by its reciprocal, which is always a normal float32.
+
+    float16 and bfloat16 leaves come back in float32, others in their own dtype; `IndexedSlices` stay sparse, `None` and
+    integer leaves pass through. Does not synchronise.
+    """
+    inverse = 1.0 / state.loss_scale
+    return _map(lambda leaf: times(leaf, inverse) if is_gradient(leaf) else leaf, grads)
+
+
+def select(grads_finite: Any, new: Any, old: Any) -> Any:
+    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+
+    `new` and `old` are nested structures alike. `grads_finite` is a bool tensor of shape `()`, and nothing
+    synchronises; or a Python bool, which picks the leaves of one side untouched. Raises `ValueError` where the
+    structures or shapes differ.
+    """
+
+    def select_leaf(a: Any, b: Any) -> Any:
+        if (a is None) != (b is None):
+            raise ValueError(f"a leaf is {a!r} in new and {b!r} in old; pass two structures alike")
+        if isinstance(grads_finite, bool) or a is None:
+            return a if grads_finite is not False else b
+        a, b = tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+        if not a.shape.is_compatible_with(b.shape):
+            raise ValueError(f"a leaf has shape {a.shape} in new and {b.shape} in old; pass two structures alike")
+        return tf.where(grads_finite, a, b)
+
+    return tf.nest.map_structure(select_leaf, new, old)
+
+
+def times(tensor: Any, factor: Any) -> Any:
+    """Return a tensor or `IndexedSlices` times a factor of shape `()`, halves in float32."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
+    wide = tf.cast(tensor, tf.float32) if tensor.dtype in _HALF or not _is_inexact(tensor.dtype) else tensor
+    return wide * tf.cast(factor, wide.dtype)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` holds floats, real or complex; raise `TypeError` for what is no tensor, number or None."""
+    if isinstance(leaf, tf.Tensor | tf.Variable | tf.IndexedSlices):
+        return _is_inexact(leaf.dtype)
+    if leaf is None or isinstance(leaf, bool | int):
+        return False
+    if hasattr(leaf, "dtype") or isinstance(leaf, float | complex):
+        return _is_inexact(tf.convert_to_tensor(leaf).dtype)
+    raise TypeError(f"{leaf!r} is no tensor; pass tensors, IndexedSlices or None, in dicts, lists and tuples")
+
+
+def gradient_leaves(grads: Any) -> list[Any]:
+    """Return the leaves that hold floats."""
+    return [leaf for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
+
+
+def all_replicas(flag: tf.Tensor) -> tf.Tensor:
+    """Return whether `flag` is true on every replica."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise RuntimeError("flags are combined in a replica context; call this inside strategy.run")
+    if context.num_replicas_in_sync == 1:
+        return flag
+    bad = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~flag, tf.float32))
+    return tf.equal(bad, 0.0)
+
+
+def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 where one of them is."""
+    parts = [part for each in values for part in _real_parts(each)]
+    dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+    halves = [tf.cast(tf.nn.l2_loss(_lifted(part)), dtype) for part in parts]
+    return 2.0 * tf.add_n(halves)
+
+
+def finite_when_unscaled(leaves: list[Any], loss_scale: Any = None) -> tf.Tensor:
+    """Return whether all leaves are finite, and stay so when unscaled in float32 or wider.
+
+    float32 and wider are proven finite by their sum of squares, which is one read at memory speed and proves the sums
+    of duplicates, too. Only where that is not finite itself, or the scale is below 1, is every element looked at.
+    """
+    if not leaves:
+        return tf.constant(True)
+    halves = [leaf for leaf in leaves if leaf.dtype in _HALF]
+    others = [leaf for leaf in leaves if leaf.dtype not in _HALF]
+    finite = _each_element_finite(halves)
+    proven = tf.math.is_finite(sum_of_squares([_values(leaf) for leaf in others])) if others else tf.constant(True)
+    if loss_scale is not None:
+        proven &= loss_scale >= 1.0
+        others = leaves
+    if not others:
+        return finite
+    inverse = None if loss_scale is None else 1.0 / loss_scale
+    return finite & tf.cond(proven, lambda: tf.constant(True), lambda: _each_element_finite(others, inverse))
+
+
+def _each_element_finite(leaves: list[Any], inverse: Any = None) -> tf.Tensor:
+    if not leaves:
+        return tf.constant(True)
+    summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(each)])
+
+
+def _values(leaf: Any) -> tf.Tensor:
+    return leaf.values if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
+
+
+def summed_values(leaf: Any) -> tf.Tensor:
+    """Return the values of `leaf`, those of duplicate indices summed."""
+    if not isinstance(leaf, tf.IndexedSlices):
+        return tf.convert_to_tensor(leaf)
+    unique, positions = tf.unique(leaf.indices)
+    return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
+
+
+def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    return (tf.math.real(tensor), tf.math.imag(tensor)) if tensor.dtype.is_complex else (tensor,)
+
+
+def _lifted(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.float32) if tensor.dtype in _HALF else tensor
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_complex
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)

@@ -1,0 +1,37 @@
+"""Which variables overflowed, and how."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale_core import GradientReport
+from lossscale_tf._grads import is_gradient, summed_values
+
+
+def overflow_report(grads_and_vars: Any) -> list[GradientReport]:
+    """Return a report on each variable whose gradient holds NaN or infinity, by its name.
+
+    Call it eagerly, with the (gradient, variable) pairs of a skipped step; where nothing overflowed the list is empty.
+    Duplicates of `IndexedSlices` are summed. A gradient with NaN but no infinity points to the forward pass, one with
+    infinities to a scale that is too large. Reads every gradient and synchronises with the host.
+    """
+    return [
+        _report(getattr(variable, "path", variable.name), values)
+        for grad, variable in grads_and_vars
+        if is_gradient(grad)
+        for values in [summed_values(grad)]
+        if not bool(tf.reduce_all(tf.math.is_finite(tf.abs(values))))
+    ]
+
+
+def _report(name: str, values: tf.Tensor) -> GradientReport:
+    parts = tf.stack([tf.math.real(values), tf.math.imag(values)]) if values.dtype.is_complex else values
+    magnitudes = tf.where(tf.math.is_finite(parts), tf.abs(parts), 0)
+    infinite = tf.math.is_inf(parts)
+    return GradientReport(
+        name,
+        nan=int(tf.math.count_nonzero(tf.math.is_nan(parts))),
+        positive_inf=int(tf.math.count_nonzero(infinite & (parts > 0))),
+        negative_inf=int(tf.math.count_nonzero(infinite & (parts < 0))),
+        largest_finite=float(tf.reduce_max(tf.concat([tf.reshape(magnitudes, [-1]), [0]], 0))),
+    )

@@ -1,0 +1,53 @@
+"""Places a state in TensorFlow: as tensors, and as variables that a checkpoint keeps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale_core import as_policy
+
+
+def init_state(policy: Any, *, device: str | None = None) -> Any:
+    """Return the state before the first step under `policy`: tensors of shape `()` on `device`.
+
+    `policy` is anything `as_policy` takes. Does not synchronise.
+    """
+    with tf.device(device):
+        return as_policy(policy).init_state()._make(map(tf.constant, as_policy(policy).init_state()))
+
+
+class StateVariables(tf.Module):
+    """A policy's state in variables of shape `()`, one a field, named as the fields are."""
+
+    def __init__(self, policy: Any, make_variable: Callable[[str, Any], Any]) -> None:
+        super().__init__(name="loss_scale_state")
+        start = policy.init_state()
+        self._make = start._make
+        self._names = start._fields
+        self._on_host = [type(value) for value in start]
+        for name, value in start._asdict().items():
+            setattr(self, name, make_variable(name, value))
+
+    @property
+    def all(self) -> list[Any]:
+        """Every variable, in the order of the fields."""
+        return [getattr(self, name) for name in self._names]
+
+    def read(self) -> Any:
+        """Return the state as tensors."""
+        return self._make(tf.convert_to_tensor(variable) for variable in self.all)
+
+    def read_on_host(self) -> Any:
+        """Return the state as host scalars; eagerly only. Synchronises with the host."""
+        return self._make(kind(variable.numpy()) for kind, variable in zip(self._on_host, self.all, strict=True))
+
+    def assign(self, state: Any) -> list[Any]:
+        """Set every variable to its field of `state`."""
+        return [variable.assign(value) for variable, value in zip(self.all, state, strict=True)]
+
+    def assign_changed(self, before: Any, after: Any) -> None:
+        """Set the variables whose field differs between two host states."""
+        for variable, old, new in zip(self.all, before, after, strict=True):
+            if new != old:
+                variable.assign(new)

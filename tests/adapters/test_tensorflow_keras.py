@@ -1,0 +1,281 @@
+"""`LossScaleOptimizer` where Keras users live: `fit`, saved models, schedules, accumulation, strategies."""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from lossscale_core import DynamicScaling
+from lossscale_core.errors import OverflowStreakError, PolicyError
+from lossscale_core.testing import simulate
+from lossscale_tf import LossScaleOptimizer
+
+INF = float("inf")
+INPUTS = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+TARGETS = INPUTS.sum(axis=1, keepdims=True)
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+FAR_TOO_LARGE = DynamicScaling(init_scale=2.0**60, backoff_factor=2.0**-8, max_scale=2.0**60)
+
+
+@pytest.fixture(params=["float32", "mixed_float16"])
+def _dtypes(request):
+    keras.config.set_dtype_policy(request.param)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def _model(optimizer, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(8), keras.layers.Dense(1, dtype="float32")])
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+
+def _fit(model, epochs=1, inputs=INPUTS):
+    model.fit(inputs, TARGETS, epochs=epochs, batch_size=16, verbose=0, shuffle=False)
+    return model.get_weights()
+
+
+@pytest.mark.usefixtures("_dtypes")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_trains(jit_compile):
+    """`compile` takes it as it is, and an initial scale that is far too large comes down."""
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.05), FAR_TOO_LARGE)
+    model = _model(optimizer, jit_compile=jit_compile)
+    assert model.optimizer is optimizer
+    _fit(model, epochs=20)
+    assert model.evaluate(INPUTS, TARGETS, verbose=0) < 0.1
+    assert optimizer.steps_with_missing_calls == 0
+    assert int(optimizer.metrics()["steps"]) == 80
+    if keras.config.dtype_policy().name == "mixed_float16":
+        assert int(optimizer.metrics()["skipped_steps"]) > 3
+
+
+INNERS = {
+    "plain": lambda: keras.optimizers.Adam(0.01),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "EMA": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_what_the_inner_optimizer_does_it_still_does(name):
+    """Scaled by a power of two, training is that of the bare optimizer."""
+    expected = _fit(_model(INNERS[name](), jit_compile=False))
+    weights = _fit(_model(LossScaleOptimizer(INNERS[name](), POLICY), jit_compile=False))
+    for ours, theirs in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_in_fit_leaves_no_trace():
+    """The step that overflows is as if it had not been."""
+    spoilt = INPUTS.copy()
+    spoilt[20, 0] = INF  # in the second of four batches
+    model = _model(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY), jit_compile=False)
+    weights = _fit(model, inputs=spoilt)
+    assert int(model.optimizer.iterations.numpy()) == 3
+    keep = np.r_[0:16, 32:64]
+    clean = _model(keras.optimizers.Adam(0.01), jit_compile=False)
+    clean.fit(INPUTS[keep], TARGETS[keep], batch_size=16, verbose=0, shuffle=False)
+    for ours, theirs in zip(weights, clean.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+def test_saved_models_go_on(tmp_path):
+    """Weights, slots and the scale's state come back from a `.keras` file and from a `tf.train.Checkpoint`."""
+    model = _model(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, global_clipnorm=1.0), jit_compile=False)
+    _fit(model)
+    model.save(tmp_path / "model.keras")
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.save(tmp_path / "checkpoint")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(again.optimizer, LossScaleOptimizer)
+    assert again.optimizer.policy == POLICY
+    restored = _model(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, global_clipnorm=1.0), jit_compile=False)
+    restored.optimizer.build(restored.trainable_variables)
+    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(path).assert_existing_objects_matched()
+    expected = _fit(model)
+    for other in (again, restored):
+        for ours, theirs in zip(_fit(other), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert float(other.optimizer.loss_scale) == float(model.optimizer.loss_scale)
+        assert int(other.optimizer.metrics()["steps"]) == 8
+
+
+TF_KERAS = {
+    "new": lambda: tf_keras.optimizers.Adam(0.1),
+    "legacy": lambda: tf_keras.optimizers.legacy.Adam(0.1),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", TF_KERAS)
+def test_tf_keras_optimizers_in_a_loop_of_ones_own(name, graph):
+    """Applied and skipped like Keras 3's."""
+    variable, expected = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+    inner, bare = TF_KERAS[name](), TF_KERAS[name]()
+    if name == "new":
+        inner.build([variable])
+    bare.apply_gradients([(tf.constant([2.0, 4.0]), expected)])
+    optimizer = LossScaleOptimizer(inner, POLICY)
+
+    def step(factor):
+        optimizer.minimize(lambda: factor * tf.reduce_sum(variable**2), [variable])
+
+    step = tf.function(step, autograph=False) if graph else step
+    step(tf.constant(1.0))
+    np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+    step(tf.constant(INF))
+    np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+    assert int(optimizer.iterations) == 1
+    assert float(optimizer.beta_1) == np.float32(0.9)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_global_clipnorm_is_tensorflows(mode, max_norm):
+    """`global_clipnorm` does what `tf.clip_by_global_norm` does to unscaled gradients; an overflow is not clipped."""
+    grads = [tf.constant([3.0, -4.0]), None, tf.constant([[12.0]])]
+    variables = [tf.Variable([0.0, 0.0]), tf.Variable(1.0), tf.Variable([[0.0]])]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), POLICY, global_clipnorm=max_norm)
+    optimizer.build(variables)
+
+    def step(factor):
+        optimizer.scale_loss(tf.constant(0.0))  # as Keras does: scaled gradients follow
+        scaled = [None if grad is None else grad * optimizer.loss_scale * factor for grad in grads]
+        optimizer.apply_gradients(zip(scaled, variables, strict=True))
+
+    if mode != "eager":
+        step = tf.function(step, autograph=False, jit_compile=mode == "xla")
+    step(tf.constant(1.0))
+    expected, _ = tf.clip_by_global_norm(grads, max_norm)
+    np.testing.assert_allclose(-variables[0].numpy(), expected[0].numpy(), rtol=1e-6)
+    before = variables[2].numpy()
+    step(tf.constant(INF))
+    np.testing.assert_array_equal(variables[2].numpy(), before)
+    assert float(optimizer.loss_scale) == 2.0**9
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_variables_of_every_width(dtype, sparse):
+    """Their gradients arrive in their dtype, `IndexedSlices` as such."""
+    variable = keras.Variable(np.zeros((3, 1)), dtype=dtype)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0)
+
+    def loss():
+        if sparse:
+            return tf.reduce_sum(tf.gather(variable.value, [1, 1]))
+        return tf.reduce_sum(variable.value * tf.constant([[0.0], [2.0], [0.0]], dtype))
+
+    optimizer.minimize(loss, [variable.value])
+    np.testing.assert_array_equal(variable.numpy(), [[0.0], [-2.0], [0.0]])
+    assert variable.dtype == dtype
+
+
+def test_the_scale_that_scaled_unscales():
+    """Whatever is set or updated in between."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0), tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        scaled = optimizer.get_scaled_loss(variable * 3.0)
+    optimizer.dynamic_scale.assign(64.0)
+    (grad,) = optimizer.get_unscaled_gradients([tape.gradient(scaled, variable)])
+    assert float(grad) == 3.0
+
+
+def test_below_a_scale_of_one_the_unscaled_gradients_decide():
+    """What becomes infinite by being unscaled is skipped."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0**-20), tf.Variable(1.0)
+    for size, applied in ((1e30, True), (1e36, False)):
+        optimizer.scale_loss(tf.constant(0.0))
+        optimizer.apply_gradients([(tf.constant(size), variable)])
+        assert optimizer.last_step.applied == applied
+
+
+def test_the_growth_interval_can_be_lowered():
+    """Below the present count, too: the scale grows on the next finite step."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
+    variable = tf.Variable(1.0)
+    for _ in range(5):
+        optimizer.minimize(lambda: variable, [variable])
+    optimizer.dynamic_growth_steps = 2
+    optimizer.minimize(lambda: variable, [variable])
+    assert optimizer.loss_scale == 8.0
+
+
+def test_a_streak_of_overflows_is_an_error():
+    """Eagerly, where the flag is on the host anyway."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(max_overflow_streak=3))
+    variable = tf.Variable(1.0)
+    for _ in range(2):
+        optimizer.minimize(lambda: variable * INF, [variable])
+    with pytest.raises(OverflowStreakError, match="overflow_streak=3"):
+        optimizer.minimize(lambda: variable * INF, [variable])
+
+
+@pytest.mark.parametrize("inner", [LossScaleOptimizer(keras.optimizers.SGD()), 3, "sgd"])
+def test_what_cannot_be_wrapped_is_refused(inner):
+    """With a reason."""
+    with pytest.raises(TypeError, match=r"wrap the optimizer once|is no Keras optimizer"):
+        LossScaleOptimizer(inner)
+
+
+def test_a_clipnorm_that_makes_no_sense():
+    """Is refused."""
+    with pytest.raises(PolicyError, match="global_clipnorm=0"):
+        LossScaleOptimizer(keras.optimizers.SGD(), global_clipnorm=0)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_two_replicas_decide_alike(graph):
+    """200 steps with overflows on one replica at a time: variables and slots stay bit-identical on both."""
+    steps = 200 if graph else 20  # eagerly a step under a strategy takes long
+    with STRATEGY.scope():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY)
+    victims = np.random.default_rng(0).integers(0, 5, steps)
+    expected = simulate(POLICY, list(victims >= 2))
+
+    def on_replica(victim):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(tf.reduce_sum(variable**2))
+        (grad,) = optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable]))
+        optimizer.apply_gradients([(tf.where(replica == victim, INF, grad), variable)])
+
+    def step(victim):
+        STRATEGY.run(on_replica, args=(victim,))
+
+    step = tf.function(step, autograph=False) if graph else step
+    for n, victim in enumerate(victims):
+        before = variable.numpy()
+        step(tf.constant(int(victim)))
+        copies = [each.numpy() for each in STRATEGY.experimental_local_results(variable)]
+        assert copies[0].tobytes() == copies[1].tobytes()
+        assert np.array_equal(before, copies[0]) == (victim < 2)
+        assert optimizer.loss_scale == expected.loss_scale_after[n]
+    for slot in optimizer.inner_optimizer.variables:
+        first, second = (each.numpy() for each in STRATEGY.experimental_local_results(slot.value))
+        assert first.tobytes() == second.tobytes()
+
+
+def test_fit_under_a_strategy_skips_on_every_replica():
+    """An infinity on the second replica alone: Keras 3.15's own wrapper puts it into the weights, ours skips."""
+    spoilt = INPUTS[:8].copy()
+    spoilt[7, 0] = INF
+    weights = {}
+    for wrapper in (LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
+        with STRATEGY.scope():
+            model = _model(wrapper(keras.optimizers.SGD(0.01)), jit_compile=False)
+        before = model.get_weights()
+        model.fit(spoilt, TARGETS[:8], batch_size=8, verbose=0, shuffle=False)
+        weights[wrapper] = before, model.get_weights()
+    for before, after in zip(*weights[LossScaleOptimizer], strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert not all(np.isfinite(each).all() for each in weights[keras.optimizers.LossScaleOptimizer][1])

@@ -1,0 +1,354 @@
+"""What `tf.keras.mixed_precision`'s documents promise of their `LossScaleOptimizer`, promise by promise (48 to 99).
+
+The numbers are those of `docs/tensorflow-promises.md`. Each is tried eagerly and in `tf.function` where that differs.
+"""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import copy
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lossscale_core import DynamicScaling, FixedScaling
+from lossscale_tf import LossScaleOptimizer
+
+GRAPH = {"eager": lambda function: function, "graph": lambda function: tf.function(function, autograph=False)}
+EACH_MODE = pytest.mark.parametrize("mode", GRAPH.values(), ids=GRAPH)
+INF = float("inf")
+
+
+def _wrapped(*args, rate=0.25, **kwargs):
+    return LossScaleOptimizer(keras.optimizers.SGD(rate), *args, **kwargs)
+
+
+def _apply(optimizer, variable, grad):
+    """Apply an unscaled gradient, as a loop of one's own does."""
+    optimizer.get_scaled_loss(tf.constant(0.0))
+    (grad,) = optimizer.get_unscaled_gradients([grad * optimizer.loss_scale])
+    optimizer.apply_gradients([(grad, variable)])
+
+
+def test_promise_048_constructor():
+    """`(optimizer, loss_scale)`, by place and by name."""
+    inner = keras.optimizers.SGD()
+    assert LossScaleOptimizer(inner, 8.0).inner_optimizer is inner
+    assert LossScaleOptimizer(optimizer=keras.optimizers.SGD(), loss_scale=8.0).loss_scale == 8.0
+
+
+@pytest.mark.parametrize("number", [8, 8.0, np.float32(8), np.int64(8)])
+def test_promise_049_a_number_is_fixed(number):
+    """An int or a float, numpy's too."""
+    optimizer = _wrapped(number)
+    _apply(optimizer, tf.Variable(1.0), tf.constant(INF))
+    assert optimizer.loss_scale == 8.0
+    assert optimizer.policy == FixedScaling(8.0)
+
+
+def test_promise_050_dynamic():
+    """The string."""
+    assert isinstance(_wrapped("dynamic").policy, DynamicScaling)
+
+
+def test_promise_051_a_policy():
+    """An instance; `policy=` is another name."""
+    policy = DynamicScaling(growth_interval=7)
+    assert _wrapped(policy).policy is policy
+    assert _wrapped(policy=policy).policy is policy
+
+
+@EACH_MODE
+def test_promise_052_scaling_in_minimize_and_get_gradients(mode):
+    """The loss is scaled on the way, the gradients come out unscaled."""
+    optimizer = _wrapped(4.0)
+    variable = tf.Variable(3.0)
+
+    @tf.custom_gradient
+    def with_upstream_of_four(x):
+        def backward(upstream):
+            tf.debugging.assert_equal(upstream, 4.0)
+            return upstream
+
+        return tf.identity(x), backward
+
+    mode(lambda: optimizer.minimize(lambda: with_upstream_of_four(variable), [variable]))()
+    assert variable.numpy() == 2.75
+    grads = mode(lambda: optimizer.get_gradients(lambda: with_upstream_of_four(variable), [variable]))()
+    assert [float(grad) for grad in grads] == [1.0]
+
+
+@EACH_MODE
+def test_promise_053_the_scale_is_updated(mode):
+    """In `minimize` and in `apply_gradients`."""
+    optimizer = _wrapped(DynamicScaling(init_scale=2.0, growth_interval=1))
+    variable = tf.Variable(1.0)
+    mode(lambda: optimizer.minimize(lambda: variable**2, [variable]))()
+    assert optimizer.loss_scale == 4.0
+    mode(lambda: _apply(optimizer, variable, tf.constant(1.0)))()
+    assert optimizer.loss_scale == 8.0
+
+
+@pytest.mark.parametrize("make", [lambda inner: LossScaleOptimizer(inner, "dynamic"), LossScaleOptimizer])
+def test_promises_054_055_077_078_079_the_examples(make):
+    """Both documents' examples print 0.5 and 0.25."""
+    opt = make(keras.optimizers.SGD(0.25))
+    var = tf.Variable(1.0)
+    loss_fn = lambda: var**2  # noqa: E731
+    opt.minimize(loss_fn, var_list=var)
+    assert var.numpy() == 0.5
+    with tf.GradientTape() as tape:
+        loss = loss_fn()
+        scaled_loss = opt.get_scaled_loss(loss)
+    scaled_grad = tape.gradient(scaled_loss, var)
+    (grad,) = opt.get_unscaled_gradients([scaled_grad])
+    opt.apply_gradients([(grad, var)])
+    assert var.numpy() == 0.25
+
+
+@EACH_MODE
+def test_promises_056_064_087_iterations(mode):
+    """Counts applied steps; a skipped one changes nothing, slots included."""
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    variable = tf.Variable([1.0, 2.0])
+    step = mode(lambda grad: _apply(optimizer, variable, grad))
+    step(tf.constant([1.0, 1.0]))
+    assert int(optimizer.iterations) == 1
+    before = [v.numpy() for v in (variable, *optimizer.inner_optimizer.variables)]
+    step(tf.constant([1.0, INF]))
+    after = [v.numpy() for v in (variable, *optimizer.inner_optimizer.variables)]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after, strict=True))
+    assert int(optimizer.iterations) == 1
+    assert int(optimizer.metrics()["steps"]) == 2
+
+
+def test_promise_057_learning_rate():
+    """`learning_rate` and `lr`, read and set."""
+    optimizer = _wrapped()
+    assert float(optimizer.learning_rate) == float(optimizer.lr) == 0.25
+    optimizer.lr = 0.5
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
+    optimizer.learning_rate = 0.125
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.125
+
+
+def test_promise_058_loss_scale():
+    """The current scale: float32, of shape `()`."""
+    loss_scale = _wrapped(8).loss_scale
+    assert (loss_scale.dtype, loss_scale.shape, float(loss_scale)) == (tf.float32, (), 8.0)
+
+
+def test_promises_061_062_over_replicas():
+    """Gradients are summed over replicas before anyone tests them; one's own sum is left alone; one skips for all."""
+    for own in (False, True):
+        with STRATEGY.scope():
+            variable = tf.Variable(1.0)
+            optimizer = _wrapped(DynamicScaling(init_scale=8.0), rate=1.0)
+
+        @tf.function(autograph=False)
+        def step(victim, optimizer=optimizer, variable=variable, own=own):
+            def on_replica():
+                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+                optimizer.get_scaled_loss(tf.constant(0.0))
+                grad = tf.where(replica == victim, INF, 8.0)
+                grads = optimizer.get_unscaled_gradients([grad])
+                optimizer.apply_gradients([(grads[0], variable)], experimental_aggregate_gradients=not own)
+
+            STRATEGY.run(on_replica)
+
+        step(tf.constant(2))
+        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.0 if own else -1.0] * 2
+        step(tf.constant(1))
+        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.0 if own else -1.0] * 2
+        assert optimizer.loss_scale == 4.0
+
+
+@pytest.mark.parametrize("malformed", [3, [3], [(tf.constant(1.0), "w")], [(tf.constant(1.0), tf.constant(1.0))]])
+def test_promise_065_malformed_pairs(malformed):
+    """A `TypeError`."""
+    with pytest.raises(TypeError):
+        _wrapped().apply_gradients(malformed)
+
+
+@pytest.mark.parametrize("pairs", [[], [(None, tf.Variable(1.0))]])
+def test_promise_066_no_gradients(pairs):
+    """A `ValueError`, for none at all, too."""
+    with pytest.raises(ValueError, match="has a gradient"):
+        _wrapped().apply_gradients(pairs)
+
+
+def test_promises_067_068_config():
+    """A serializable dict without running state, and back; the input is left alone."""
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.5), DynamicScaling(growth_interval=7), global_clipnorm=2.0)
+    _apply(optimizer, tf.Variable(1.0), tf.constant(INF))
+    config = json.loads(json.dumps(optimizer.get_config()))
+    before = copy.deepcopy(config)
+    for _ in range(2):
+        again = LossScaleOptimizer.from_config(config)
+        assert config == before
+        assert again.policy == optimizer.policy
+        assert isinstance(again.inner_optimizer, keras.optimizers.Adam)
+        assert float(again.learning_rate) == 0.5
+        assert again.loss_scale == 2.0**16
+        assert again.get_config() == config
+
+
+class Custom(keras.optimizers.SGD):
+    """An optimizer that Keras knows only by `custom_objects`."""
+
+
+INNER = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+OLD_CONFIGS = {
+    "experimental, dynamic": (
+        {
+            "optimizer": INNER,
+            "loss_scale": {
+                "class_name": "DynamicLossScale",
+                "config": {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 2.0},
+            },
+        },
+        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
+    ),
+    "experimental, fixed": (
+        {"optimizer": INNER, "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 4.0}}},
+        FixedScaling(4.0),
+    ),
+    "tf.keras 2.4, dynamic": (
+        {"inner_optimizer": INNER, "dynamic": True, "initial_scale": 4.0, "dynamic_growth_steps": 3},
+        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
+    ),
+    "tf.keras 2.4, fixed": (
+        {"inner_optimizer": INNER, "dynamic": False, "initial_scale": 4.0, "dynamic_growth_steps": None},
+        FixedScaling(4.0),
+    ),
+    "Keras 3": (
+        {"name": "opt", "inner_optimizer": INNER, "initial_scale": 4.0, "dynamic_growth_steps": 3},
+        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLD_CONFIGS)
+def test_promise_068_configs_of_the_originals(name):
+    """Those of all three generations are read."""
+    config, policy = OLD_CONFIGS[name]
+    optimizer = LossScaleOptimizer.from_config(config)
+    assert optimizer.policy == policy
+    assert float(optimizer.learning_rate) == 0.5
+
+
+def test_promise_068_custom_objects():
+    """They reach the inner optimizer."""
+    config = {"inner_optimizer": {"class_name": "Custom", "config": {}}, "initial_scale": 4.0}
+    assert isinstance(LossScaleOptimizer.from_config(config, {"Custom": Custom}).inner_optimizer, Custom)
+
+
+def test_promises_069_070_get_gradients():
+    """Of a tensor in a graph; what cannot be computed is a `ValueError`."""
+    optimizer = _wrapped(4.0)
+    variable, other = tf.Variable(3.0), tf.Variable(1.0)
+    grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
+    assert [float(grad) for grad in grads] == [6.0]
+    with pytest.raises(ValueError, match="no gradient with respect to"):
+        optimizer.get_gradients(lambda: variable**2, [other])
+
+
+@EACH_MODE
+def test_promise_071_get_scaled_loss(mode):
+    """A tensor for a tensor, a callable for a callable; half losses in float32."""
+    optimizer = _wrapped(4.0)
+    assert float(mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0)))()) == 8.0
+    assert float(mode(lambda: optimizer.get_scaled_loss(lambda: tf.constant(2.0))())()) == 8.0
+    assert optimizer.get_scaled_loss(tf.constant(2.0, tf.float16)).dtype == tf.float32
+
+
+def test_promise_074_get_unscaled_gradients():
+    """None and IndexedSlices are kept."""
+    sparse = tf.IndexedSlices(tf.constant([[4.0]]), tf.constant([1]), tf.constant([3, 1]))
+    first, none, third = _wrapped(4.0).get_unscaled_gradients([tf.constant(8.0), None, sparse])
+    assert float(first) == 2.0
+    assert none is None
+    assert third.values.numpy().tolist() == [[1.0]]
+
+
+def test_promises_075_076_082_083_constructor_and_defaults():
+    """`(inner_optimizer, dynamic=True, initial_scale=None, dynamic_growth_steps=None)`: dynamic, 2**15, 2000."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+    assert optimizer.dynamic
+    assert optimizer.initial_scale == 2.0**15
+    assert optimizer.dynamic_growth_steps == 2000
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), True, 8.0, 3)
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:get_scaled_loss")
+@EACH_MODE
+def test_promises_083_084_085_growth_and_backoff(mode):
+    """Doubled after every N-th finite step; an overflow resets the count, skips and halves."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0, dynamic_growth_steps=2)
+    variable = tf.Variable(0.0)
+    step = mode(lambda grad: optimizer.apply_gradients([(grad, variable)]))
+    seen = []
+    for grad in (1.0, 1.0, 1.0, INF, 1.0):
+        step(tf.constant(grad))
+        seen.append((float(optimizer.loss_scale), int(optimizer.dynamic_counter), float(variable)))
+    assert seen == [(4.0, 1, -1.0), (8.0, 0, -2.0), (8.0, 1, -3.0), (4.0, 0, -3.0), (4.0, 1, -4.0)]
+
+
+def test_promise_080_each_exactly_once():
+    """A missing call is named, counted, and said once; unscaling twice is an error."""
+    optimizer, variable = _wrapped(), tf.Variable(1.0)
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+    optimizer.apply_gradients([(tf.constant(1.0), variable)])  # said once
+    assert optimizer.steps_with_missing_calls == 2
+    _apply(optimizer, variable, tf.constant(1.0))
+    assert optimizer.steps_with_missing_calls == 2
+    grads = optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    with pytest.raises(RuntimeError, match="unscaled already"):
+        optimizer.get_unscaled_gradients(grads)
+
+
+def test_promises_081_086_fixed():
+    """`dynamic=False` needs `initial_scale`, which never changes, and takes no growth steps."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False, initial_scale=4.0)
+    _apply(optimizer, tf.Variable(1.0), tf.constant(INF))
+    assert optimizer.loss_scale == 4.0
+    assert optimizer.dynamic_counter is None
+    with pytest.raises(ValueError, match="initial_scale"):
+        LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False)
+    with pytest.raises(ValueError, match="dynamic_growth_steps"):
+        LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False, initial_scale=4.0, dynamic_growth_steps=3)
+
+
+@EACH_MODE
+@pytest.mark.parametrize("scale", [8.0, "dynamic"])
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+def test_promise_091_any_non_finite_gradient_skips(mode, scale, bad):
+    """For a fixed scale, too."""
+    optimizer, variables = _wrapped(scale), [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    optimizer.build(variables)
+
+    def step():
+        optimizer.get_scaled_loss(tf.constant(0.0))
+        grads = optimizer.get_unscaled_gradients([tf.constant([1.0, 1.0]), tf.constant(bad)])
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    mode(step)()
+    assert [v.numpy().tolist() for v in variables] == [[1.0, 2.0], 3.0]
+
+
+def test_promises_092_to_099_hyperparameters():
+    """`beta_1` is delegated, read and set; `epsilon` is not, and setting it warns."""
+    opt = LossScaleOptimizer(keras.optimizers.Adam(beta_1=0.8, epsilon=1e-5))
+    assert opt.beta_1 == 0.8
+    opt.beta_1 = 0.7
+    assert opt.beta_1 == opt.inner_optimizer.beta_1 == 0.7
+    assert opt.inner_optimizer.epsilon == 1e-5
+    with pytest.raises(AttributeError, match="'LossScaleOptimizer' object has no attribute 'epsilon'"):
+        opt.epsilon  # noqa: B018
+    with pytest.warns(UserWarning, match="set it on inner_optimizer instead"):
+        opt.epsilon = 1e-4
+    assert opt.inner_optimizer.epsilon == 1e-5
