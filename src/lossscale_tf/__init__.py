@@ -1,6 +1,7 @@
 """Loss scaling for TensorFlow and Keras: the five verbs, and `LossScaleOptimizer` around any Keras optimizer."""
 
 from lossscale_core import GradientReport
+from lossscale_tf import v1
 from lossscale_tf._grads import all_finite, scale, select, unscale
 from lossscale_tf._optimizer import LossScaleOptimizer
 from lossscale_tf._report import overflow_report
@@ -15,6 +16,7 @@ __all__ = [
     "scale",
     "select",
     "unscale",
+    "v1",
 ]
 
 LossScaleOptimizer.__module__ = __name__  # a pickle names the face, so that rooms behind it may move

@@ -8,6 +8,51 @@ _DOCUMENTED_SCALE = 2.0**15
 _DOCUMENTED_GROWTH = 2000
 
 
+def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
+    """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step."""
+    return FixedScaling(float(loss_scale_value))
+
+
+def DynamicLossScale(  # noqa: N802
+    initial_loss_scale: float = _DOCUMENTED_SCALE, increment_period: int = _DOCUMENTED_GROWTH, multiplier: float = 2.0
+) -> DynamicScaling:
+    """Return the policy of `tf.compat.v1.mixed_precision.DynamicLossScale`."""
+    return DynamicScaling(
+        init_scale=float(initial_loss_scale),
+        growth_interval=int(increment_period),
+        growth_factor=float(multiplier),
+        backoff_factor=1.0 / float(multiplier),
+        max_scale=LARGEST_SCALE,
+    )
+
+
+def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
+    """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`; `ValueError` below 1, as there."""
+    if not loss_scale >= 1.0:
+        raise ValueError(f"loss_scale={loss_scale!r}: loss scale must be at least 1")
+    return FixedScaling(float(loss_scale))
+
+
+def ExponentialUpdateLossScaleManager(  # noqa: N802
+    init_loss_scale: float,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+) -> DynamicScaling:
+    """Return the policy of `tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager`."""
+    return DynamicScaling(
+        init_scale=float(init_loss_scale),
+        growth_interval=int(incr_every_n_steps),
+        growth_factor=float(incr_ratio),
+        backoff_factor=float(decr_ratio),
+        hysteresis=int(decr_every_n_nan_or_inf),
+        refill_on_finite=False,
+        refill_on_backoff=True,
+        max_scale=LARGEST_SCALE,
+    )
+
+
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:
     """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` stand for."""
     if isinstance(loss_scale, bool):
@@ -19,10 +64,9 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
                     "initial_scale and dynamic_growth_steps go with dynamic scaling; set them in the policy"
                 )
             return as_policy(loss_scale)
-        return DynamicScaling(
-            init_scale=_DOCUMENTED_SCALE if initial_scale is None else float(initial_scale),
-            growth_interval=_DOCUMENTED_GROWTH if growth_steps is None else int(growth_steps),
-            max_scale=LARGEST_SCALE,
+        return DynamicLossScale(
+            _DOCUMENTED_SCALE if initial_scale is None else initial_scale,
+            _DOCUMENTED_GROWTH if growth_steps is None else growth_steps,
         )
     if initial_scale is None:
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
@@ -33,14 +77,6 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
 
 def policy_of_loss_scale(config: dict[str, Any]) -> Any:
     """Return the policy of a serialized `FixedLossScale` or `DynamicLossScale`."""
-    values = config["config"]
     if config["class_name"] == "FixedLossScale":
-        return FixedScaling(float(values["loss_scale_value"]))
-    factor = float(values["multiplier"])
-    return DynamicScaling(
-        init_scale=float(values["initial_loss_scale"]),
-        growth_interval=int(values["increment_period"]),
-        growth_factor=factor,
-        backoff_factor=1.0 / factor,
-        max_scale=LARGEST_SCALE,
-    )
+        return FixedLossScale(**config["config"])
+    return DynamicLossScale(**config["config"])

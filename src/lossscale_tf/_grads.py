@@ -68,6 +68,15 @@ def times(tensor: Any, factor: Any) -> Any:
     return wide * tf.cast(factor, wide.dtype)
 
 
+def cast(grad: Any, dtype: Any) -> Any:
+    """Return a tensor or `IndexedSlices` in another dtype."""
+    if grad.dtype == dtype:
+        return grad
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices, grad.dense_shape)
+    return tf.cast(grad, dtype)
+
+
 def is_gradient(leaf: Any) -> bool:
     """Return whether `leaf` holds floats, real or complex; raise `TypeError` for what is no tensor, number or None."""
     if isinstance(leaf, tf.Tensor | tf.Variable | tf.IndexedSlices):

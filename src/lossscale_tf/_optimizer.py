@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from lossscale_core import (
 )
 from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
-from lossscale_tf._grads import all_replicas, finite_when_unscaled, scale, times, unscale
+from lossscale_tf._grads import all_replicas, cast, finite_when_unscaled, scale, times, unscale
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
@@ -242,6 +243,56 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.inner_optimizer._create_all_weights(variables)
         keras.optimizers.Optimizer.build(self, variables)
 
+    @property
+    def weights(self) -> list[Any]:
+        """The inner optimizer's variables, in the order in which they were made."""
+        inner = self.inner_optimizer
+        return list(inner.variables if _is_keras_3(inner) else getattr(inner, "weights", None) or inner.variables)
+
+    def get_weights(self) -> list[Any]:
+        """Return what `weights` hold, as arrays."""
+        return [variable.numpy() for variable in self.weights]
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set what `weights` hold."""
+        for variable, value in zip(self.weights, weights, strict=True):
+            variable.assign(value)
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+        """Add a slot for `var` to the inner optimizer, and return its variable."""
+        inner = self.inner_optimizer
+        if hasattr(inner, "add_slot"):
+            return inner.add_slot(var, slot_name, initializer)
+        if not _is_keras_3(inner):
+            return inner.add_variable_from_reference(var, slot_name)
+        return inner.add_variable_from_reference(var, slot_name, initializer=initializer)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the inner optimizer's slots."""
+        if hasattr(self.inner_optimizer, "get_slot_names"):
+            return list(self.inner_optimizer.get_slot_names())
+        return list(dict.fromkeys(name for _, name in self._slots()))
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        """Return the inner optimizer's slot for `var`, or None."""
+        if hasattr(self.inner_optimizer, "get_slot"):
+            return self.inner_optimizer.get_slot(var, slot_name)
+        return self._slots().get((_slot_prefix(var), slot_name))
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the inner optimizer which variables not to decay."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def _slots(self) -> dict[tuple[str, str], Any]:
+        """Return a Keras 3 optimizer's slots by their variable and name, which it keeps in theirs."""
+        prefixes = [_slot_prefix(variable) for variable in self._trainable_variables]
+        return {
+            (prefix, slot.name.removeprefix(prefix)): slot
+            for slot in self.inner_optimizer.variables
+            for prefix in prefixes
+            if slot.name.startswith(prefix)
+        }
+
     def _build(self, variables: list[Any]) -> None:
         with tf.init_scope(), keras.name_scope(self.name):
             self.build(variables)
@@ -415,6 +466,11 @@ def _is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer)
 
 
+def _slot_prefix(variable: Any) -> str:
+    """Return what a Keras 3 optimizer's slots for `variable` begin their names with."""
+    return re.sub(r"[/:]", "_", getattr(variable, "path", variable.name)) + "_"
+
+
 def _spelled(name: str) -> str:
     return "learning_rate" if name == "lr" else name
 
@@ -459,14 +515,7 @@ def _fitted(grad: Any, variable: Any, factor: Any) -> Any:
     if getattr(variable, "overwrite_with_gradient", False):
         return grad
     wide = grad if factor is None else times(grad, factor)
-    dtype = tf.as_dtype(variable.dtype)
-    return wide if wide.dtype == dtype else _cast(wide, dtype)
-
-
-def _cast(grad: Any, dtype: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices, grad.dense_shape)
-    return tf.cast(grad, dtype)
+    return cast(wide, tf.as_dtype(variable.dtype))
 
 
 @contextmanager

@@ -139,7 +139,29 @@ def test_promise_058_loss_scale():
     assert (loss_scale.dtype, loss_scale.shape, float(loss_scale)) == (tf.float32, (), 8.0)
 
 
-def test_promises_061_062_over_replicas():
+MAKE_VARIABLE = {"tf.Variable": tf.Variable, "keras.Variable": keras.Variable}
+
+
+@pytest.mark.parametrize("make", MAKE_VARIABLE.values(), ids=MAKE_VARIABLE)
+def test_promises_059_060_073_090_weights_and_slots(make):
+    """The inner optimizer's weights in creation order, its slots by name, one of one's own; methods reach it."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.Adam(0.1)), make([1.0, 2.0])
+    optimizer.build([variable])
+    inner = optimizer.inner_optimizer
+    assert [id(each) for each in optimizer.weights] == [id(each) for each in inner.variables]
+    assert optimizer.get_slot_names() == ["momentum", "velocity"]
+    assert optimizer.get_slot(variable, "velocity") is inner._velocities[0]
+    assert optimizer.get_slot(variable, "nothing") is None
+    slot = optimizer.add_slot(variable, "mine", initializer="ones")
+    assert slot.numpy().tolist() == [1.0, 1.0]
+    assert optimizer.get_slot_names() == ["momentum", "velocity", "mine"]
+    optimizer.set_weights([2 * weight for weight in optimizer.get_weights()])
+    assert slot.numpy().tolist() == [2.0, 2.0]
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    assert inner._exclude_from_weight_decay_pattern.pattern == "bias"
+
+
+def test_promises_061_062_063_over_replicas():
     """Gradients are summed over replicas before anyone tests them; one's own sum is left alone; one skips for all."""
     for own in (False, True):
         with STRATEGY.scope():
@@ -296,7 +318,7 @@ def test_promises_083_084_085_growth_and_backoff(mode):
     assert seen == [(4.0, 1, -1.0), (8.0, 0, -2.0), (8.0, 1, -3.0), (4.0, 0, -3.0), (4.0, 1, -4.0)]
 
 
-def test_promise_080_each_exactly_once():
+def test_promises_072_080_each_exactly_once():
     """A missing call is named, counted, and said once; unscaling twice is an error."""
     optimizer, variable = _wrapped(), tf.Variable(1.0)
     optimizer.get_scaled_loss(tf.constant(1.0))
@@ -323,6 +345,26 @@ def test_promises_081_086_fixed():
         LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False, initial_scale=4.0, dynamic_growth_steps=3)
 
 
+@pytest.mark.parametrize(("limit", "at_the_start"), [(2.0**13, 2), (1.0, 15)])
+def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
+    """2 to 15 at the start; then, where growth always overflows, one in N + 1."""
+    growth_steps = 10
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.0), True, None, growth_steps), tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def step():
+        optimizer.scale_loss(tf.constant(0.0))
+        grad = tf.where(optimizer.loss_scale > limit, INF, 1.0)
+        optimizer.apply_gradients([(grad, variable)])
+
+    skipped = []
+    for _ in range(at_the_start + 8 * (growth_steps + 1)):
+        step()
+        skipped.append(int(optimizer.metrics()["skipped_steps"]))
+    assert skipped[at_the_start - 1] == skipped[at_the_start + growth_steps - 1] == at_the_start
+    assert skipped[-1] == at_the_start + 8
+
+
 @EACH_MODE
 @pytest.mark.parametrize("scale", [8.0, "dynamic"])
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
@@ -340,7 +382,7 @@ def test_promise_091_any_non_finite_gradient_skips(mode, scale, bad):
     assert [v.numpy().tolist() for v in variables] == [[1.0, 2.0], 3.0]
 
 
-def test_promises_092_to_099_hyperparameters():
+def test_promises_092_093_094_095_096_097_098_099_hyperparameters():
     """`beta_1` is delegated, read and set; `epsilon` is not, and setting it warns."""
     opt = LossScaleOptimizer(keras.optimizers.Adam(beta_1=0.8, epsilon=1e-5))
     assert opt.beta_1 == 0.8

@@ -1,0 +1,258 @@
+"""Loss scaling around the optimizers of `tf.compat.v1.train`, in graphs with sessions and eagerly.
+
+```python
+optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(), "dynamic")
+train_op = optimizer.minimize(loss, global_step)
+```
+
+Follows the interfaces of `tf.contrib.mixed_precision` and `tf.compat.v1.mixed_precision`, whose managers and loss
+scales are functions here that return policies.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale_core import StepInfo, as_policy, check_overflow_streak, diagnose, metrics, step_info
+from lossscale_core.errors import PolicyError
+from lossscale_tf._documented import (
+    DynamicLossScale,
+    ExponentialUpdateLossScaleManager,
+    FixedLossScale,
+    FixedLossScaleManager,
+)
+from lossscale_tf._grads import all_replicas, cast, finite_when_unscaled, scale, times
+from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._state import StateVariables
+from lossscale_tf._trace import Traces
+
+__all__ = [
+    "DynamicLossScale",
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScale",
+    "FixedLossScaleManager",
+    "LossScaleOptimizer",
+    "MixedPrecisionLossScaleOptimizer",
+]
+
+_Optimizer: Any = tf.compat.v1.train.Optimizer
+
+
+class LossScaleOptimizer(_Optimizer):
+    """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips what overflowed.
+
+    `opt` is the optimizer to wrap, `loss_scale_manager` (or `loss_scale`) anything `as_policy` takes; "dynamic" is
+    `DynamicLossScale()` with its 2**15. `use_locking` and `name` default to the wrapped optimizer's. `global_clipnorm`
+    clips the unscaled gradients to that norm by the read that proves them finite. The state's variables are in
+    `GLOBAL_VARIABLES`, so that a `Saver` keeps them. In a graph nothing synchronises with the host; eagerly,
+    `apply_gradients` does once. Raises `TypeError` for what is no such optimizer, or wraps one already.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        loss_scale_manager: Any = None,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        *,
+        loss_scale: Any = None,
+        global_clipnorm: float | None = None,
+    ) -> None:
+        _require_optimizer(opt)
+        chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
+        if chosen is None:
+            raise ValueError("loss_scale must be given: a policy, a number, or 'dynamic'")
+        if global_clipnorm is not None and not 0.0 < global_clipnorm < float("inf"):
+            raise PolicyError(
+                f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip"
+            )
+        name = opt.get_name() if name is None else name
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name={name!r} must be a string, and not empty")
+        super().__init__(opt._use_locking if use_locking is None else use_locking, name)
+        self._optimizer = opt
+        self._policy = DynamicLossScale() if isinstance(chosen, str) and chosen == "dynamic" else as_policy(chosen)
+        self._max_norm = global_clipnorm
+        with tf.name_scope(f"{name}_loss_scale"):
+            self._scale_state = StateVariables(self._policy, _variable)
+        self._track_trackable(opt, "base_optimizer")
+        self._track_trackable(self._scale_state, "loss_scale_state")
+        self._traces = Traces()
+        self._last_step: StepInfo | None = None
+
+    @property
+    def policy(self) -> Any:
+        """The scaling policy, frozen."""
+        return self._policy
+
+    @property
+    def loss_scale(self) -> Any:
+        """The variable that holds the loss scale."""
+        return self._scale_state.loss_scale
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        """What the last eager step did; None before it, and in graphs."""
+        return self._last_step
+
+    @property
+    def scale_state(self) -> Any:
+        """The policy's state, as tensors."""
+        return self._scale_state.read()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
+        return metrics(self.scale_state)
+
+    def diagnose(self) -> str:
+        """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
+        return diagnose(self._policy, self._scale_state.read_on_host())
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        gate_gradients: int = _Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> list[tuple[Any, Any]]:
+        """Return (gradient, variable) pairs of `loss`, unscaled, in the variables' dtypes; a gradient may be None.
+
+        `loss` is a tensor, or a callable without arguments, as it must be eagerly. Halves are scaled and unscaled in
+        float32. The other arguments are those of `tf.compat.v1.train.Optimizer`.
+        """
+        state = self._scale_state.read()
+        scaled = (lambda: scale(loss(), state)) if callable(loss) else scale(loss, state)
+        pairs = self._optimizer.compute_gradients(
+            scaled, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
+        )
+        self._traces.current().scaled = True
+        inverse = 1.0 / state.loss_scale
+        return [(_fitted(grad, variable, inverse), variable) for grad, variable in pairs]
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Apply unscaled gradients where all of them are finite on every replica; else leave everything as it was.
+
+        `global_step` counts applied steps. Returns the operation in a graph and None eagerly. Raises `ValueError` where
+        no variable has a gradient or one is no variable, `TypeError` for what is no list of pairs, and `RuntimeError`
+        in a cross-replica context. Warns where the gradients cannot come from `compute_gradients`.
+        """
+        if tf.distribute.in_cross_replica_context():
+            raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
+        pairs = _pairs(grads_and_vars)
+        present = [(grad, variable) for grad, variable in pairs if grad is not None]
+        if not present:
+            raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
+        self._warn_of_foreign_gradients()
+        grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
+        finite, clip = self._check(grads)
+
+        def apply(*grads: Any) -> Any:
+            fitted = [_fitted(grad, variable, clip) for grad, variable in zip(grads, variables, strict=True)]
+            return self._optimizer.apply_gradients(zip(fitted, variables, strict=True), global_step=global_step)
+
+        name = name or f"{self.get_name()}_apply"
+        if not tf.distribute.has_strategy() or tf.__internal__.distribute.strategy_supports_no_merge_call():
+            return self._apply_or_skip(all_replicas(finite), lambda: apply(*grads), name)
+
+        def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
+            flag = strategy.experimental_local_results(finite)[0]
+            apply_everywhere = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
+            return self._apply_or_skip(flag, apply_everywhere, name)
+
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(in_cross_replica_context, args=(all_replicas(finite), *grads))
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """Return the wrapped optimizer's slot for `var`, or None."""
+        return self._optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the wrapped optimizer's slots."""
+        names: list[str] = self._optimizer.get_slot_names()
+        return names
+
+    def variables(self) -> list[Any]:
+        """Return the wrapped optimizer's variables, then those of the loss scale's state."""
+        return [*self._optimizer.variables(), *self._scale_state.all]
+
+    def _check(self, grads: list[Any]) -> tuple[tf.Tensor, Any]:
+        """Return whether all gradients are finite, and what clipping multiplies them with, if it does."""
+        if self._max_norm is None:
+            return finite_when_unscaled(grads), None
+        norm = global_norm(grads, 1.0)
+        return tf.math.is_finite(norm), clip_factor(norm, self._max_norm)
+
+    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], name: str) -> Any:
+        """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
+        if tf.executing_eagerly():
+            is_finite = bool(finite)
+            if is_finite:
+                apply()
+            before = self._scale_state.read_on_host()
+            after = self._policy.update(before, is_finite)
+            self._scale_state.assign_changed(before, after)
+            self._last_step = step_info(before, after)
+            check_overflow_streak(self._policy, after)
+            return None
+
+        def apply_all() -> tf.Tensor:
+            with tf.control_dependencies(
+                [operation for operation in tf.nest.flatten(apply()) if operation is not None]
+            ):
+                return tf.constant(True)
+
+        before = self._scale_state.read()
+        applied = tf.cond(finite, apply_all, lambda: tf.constant(False))
+        updates = self._scale_state.assign(self._policy.update(before, finite, xp=tf))
+        return tf.group(applied, *updates, name=name)
+
+    def _warn_of_foreign_gradients(self) -> None:
+        pending = self._traces.take() if tf.executing_eagerly() else self._traces.current()
+        if not pending.scaled:
+            warnings.warn(
+                "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
+                "call compute_gradients or minimize",
+                stacklevel=3,
+            )
+
+
+MixedPrecisionLossScaleOptimizer = LossScaleOptimizer
+
+
+def _variable(name: str, value: Any) -> Any:
+    if tf.executing_eagerly():
+        return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    return tf.compat.v1.Variable(
+        value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+    )
+
+
+def _require_optimizer(opt: Any) -> None:
+    if isinstance(opt, LossScaleOptimizer):
+        raise TypeError("this optimizer scales the loss already; wrap the optimizer once")
+    if not isinstance(opt, _Optimizer):
+        raise TypeError(
+            f"opt={opt!r} must be a tf.compat.v1.train.Optimizer; lossscale_tf has one for Keras optimizers"
+        )
+
+
+def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    try:
+        pairs = [(grad, variable) for grad, variable in grads_and_vars]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"grads_and_vars={grads_and_vars!r} must be (gradient, variable) pairs") from error
+    for _, variable in pairs:
+        if not isinstance(variable, tf.Variable):
+            raise ValueError(f"{variable!r} is no tf.Variable; pass (gradient, variable) pairs")
+    return pairs
+
+
+def _fitted(grad: Any, variable: Any, factor: Any) -> Any:
+    """Return a gradient times `factor`, in its variable's dtype."""
+    if grad is None:
+        return None
+    return cast(grad if factor is None else times(grad, factor), variable.dtype.base_dtype)

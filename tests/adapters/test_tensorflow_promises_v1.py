@@ -1,0 +1,408 @@
+"""What the documents of `tf.contrib` and `tf.compat.v1` promise of their `LossScaleOptimizer`: promises 1 to 47.
+
+Each is tried in a graph with a session and eagerly, where it applies to both.
+"""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lossscale_core import DynamicScaling, FixedScaling
+from lossscale_core.errors import PolicyError
+from lossscale_core.testing import simulate
+from lossscale_tf import v1
+
+tf1 = tf.compat.v1
+INF = float("inf")
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+
+
+class Eager:
+    """Runs what is written once for both worlds: values are there at once."""
+
+    is_eager = True
+
+    def variable(self, value, dtype=tf.float32):
+        """Return a variable."""
+        return tf.Variable(value, dtype=dtype)
+
+    def loss(self, function):
+        """Return a loss as this world has it: a callable."""
+        return function
+
+    def run(self, make):
+        """Take the step that `make` makes."""
+        make()
+
+    def value(self, x):
+        """Return what a tensor or variable holds."""
+        return np.asarray(x)
+
+
+class Graph(Eager):
+    """Builds a step once, and runs it in a session."""
+
+    is_eager = False
+
+    def __init__(self, session):
+        self.session, self.step = session, None
+
+    def loss(self, function):
+        """Return a loss as this world has it: a tensor."""
+        return function()
+
+    def run(self, make):
+        """Take the step that `make` makes, built the first time."""
+        self.step = make() if self.step is None else self.step
+        self.initialize()
+        self.session.run(self.step)
+
+    def value(self, x):
+        """Return what a tensor or variable holds."""
+        self.initialize()
+        return self.session.run(x)
+
+    def initialize(self):
+        """Initialize the variables that are new."""
+        for variable in tf1.global_variables():
+            if not self.session.run(tf1.is_variable_initialized(variable)):
+                self.session.run(variable.initializer)
+
+
+@pytest.fixture(params=["graph", "eager"])
+def world(request):
+    if request.param == "eager":
+        yield Eager()
+        return
+    with tf.Graph().as_default(), tf1.Session() as session:
+        yield Graph(session)
+
+
+def _sgd(*args, rate=0.25, **kwargs):
+    return v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(rate), *args, **kwargs)
+
+
+def _switch(world):
+    """Return a variable that multiplies losses, to make them overflow."""
+    return tf.Variable(1.0, trainable=False) if world.is_eager else tf1.Variable(1.0, trainable=False)
+
+
+def _set(world, variable, value):
+    if world.is_eager:
+        variable.assign(value)
+    else:
+        world.initialize()
+        variable.load(value, world.session)
+
+
+def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_strategy(world):
+    """The loss is multiplied on the way, the gradients divided, and applied."""
+    seen = []
+
+    @tf.custom_gradient
+    def watched(x):
+        def backward(upstream):
+            seen.append(upstream)
+            return upstream
+
+        return tf.identity(x), backward
+
+    variable = world.variable(3.0)
+    optimizer = _sgd(v1.FixedLossScaleManager(8.0))
+    world.run(lambda: optimizer.minimize(world.loss(lambda: watched(variable)), var_list=[variable]))
+    assert world.value(seen[0]) == 8.0
+    assert world.value(variable) == 2.75
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
+def test_promises_004_006_015_dtypes(world, dtype):
+    """A gradient arrives in its variable's dtype, unscaled in float32, whatever the dtype of the loss."""
+    variable = world.variable([1.0, 2.0], dtype)
+    optimizer = _sgd(2.0**15, rate=1.0)
+
+    def half_loss():
+        return tf.reduce_sum(tf.cast(variable, tf.float16) * tf.constant([2.0**-24, 1.0], tf.float16))
+
+    pairs = optimizer.compute_gradients(world.loss(half_loss), [variable])
+    assert pairs[0][0].dtype == dtype
+    expected = [2.0**-24, 1.0]
+    np.testing.assert_array_equal(world.value(pairs[0][0]), np.array(expected, dtype.as_numpy_dtype))
+    world.run(lambda: optimizer.apply_gradients(pairs))
+    assert variable.dtype.base_dtype == dtype
+
+
+def test_promises_007_013_the_documents_example(world):
+    """`FixedLossScaleManager(5000)` and Adam."""
+    variable = world.variable(1.0)
+    optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), v1.FixedLossScaleManager(5000))
+    world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 2.0), var_list=[variable]))
+    np.testing.assert_allclose(world.value(variable), 0.9, rtol=1e-6)
+    assert world.value(optimizer.loss_scale) == 5000.0
+    with pytest.raises(ValueError, match="at least 1"):
+        v1.FixedLossScaleManager(0.5)
+
+
+def test_promises_009_047_gradients_may_be_processed(world):
+    """Between the two calls; an iterator will do."""
+    variable = world.variable([3.0, 4.0])
+    optimizer = _sgd(5000.0, rate=1.0)
+
+    def step():
+        grads, variables = zip(
+            *optimizer.compute_gradients(world.loss(lambda: tf.reduce_sum(variable**2)), [variable]), strict=True
+        )
+        grads, _ = tf.clip_by_global_norm(grads, 1.0)
+        return optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    world.run(step)
+    np.testing.assert_allclose(world.value(variable), [2.4, 3.2], rtol=1e-6)
+
+
+def test_promise_010_gradients_from_elsewhere(world):
+    """A warning: their loss was not scaled."""
+    variable = world.variable(1.0)
+    optimizer = _sgd(8.0)
+    with pytest.warns(UserWarning, match="cannot come from this optimizer's compute_gradients"):
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+
+def test_promise_011_underflow_is_prevented(world):
+    """The document's own setting: 0 without scaling, 1e-4 with it."""
+    variable = world.variable(1.0)
+
+    def loss():
+        product = tf.constant(1e4, tf.float16)
+        x = tf.cast(variable, tf.float16)
+        for constant in (1e-4, 1e-4):
+            x = x * tf.constant(constant, tf.float16)
+        return x * product
+
+    small = lambda: loss() * tf.constant(1e-4, tf.float16)  # noqa: E731
+    without = _sgd("none").compute_gradients(world.loss(small), [variable])
+    scaled = _sgd(1e4).compute_gradients(world.loss(small), [variable])
+    assert abs(world.value(without[0][0]) - 1e-8) > 1e-10
+    np.testing.assert_allclose(world.value(scaled[0][0]), 1e-8, rtol=1e-2)
+
+
+def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
+    """Name, slots and variables are the wrapped optimizer's."""
+    variable = world.variable(1.0)
+    inner = tf1.train.MomentumOptimizer(0.1, 0.9)
+    optimizer = v1.LossScaleOptimizer(inner, "dynamic")
+    assert isinstance(optimizer, tf1.train.Optimizer)
+    assert optimizer.get_name() == "Momentum"
+    assert optimizer.get_slot(variable, "momentum") is None
+    world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 2.0), var_list=[variable]))
+    assert world.value(optimizer.get_slot(variable, "momentum")) == 2.0
+    assert optimizer.get_slot(variable, "nothing") is None
+    assert optimizer.get_slot_names() == ["momentum"]
+    names = [each.name for each in optimizer.variables()]
+    assert any("Momentum" in name or "momentum" in name for name in names)
+    assert any("loss_scale" in name for name in names)
+
+
+def test_promises_016_017_029_what_a_loss_scale_may_be():
+    """A number, "dynamic", a policy; by place or by either name. None and others are refused."""
+    assert _sgd(8).policy == FixedScaling(8.0)
+    assert _sgd("dynamic").policy == v1.DynamicLossScale()
+    assert _sgd(loss_scale=POLICY).policy is POLICY
+    assert v1.MixedPrecisionLossScaleOptimizer(tf1.train.AdamOptimizer(), POLICY).policy is POLICY
+    assert v1.DynamicLossScale().init_scale == 2.0**15
+    assert v1.FixedLossScale(4.0) == FixedScaling(4.0)
+    manager = v1.ExponentialUpdateLossScaleManager(1024.0, 10)
+    assert (manager.hysteresis, manager.backoff_factor, manager.refill_on_finite) == (2, 0.8, False)
+    with pytest.raises(ValueError, match="must be given"):
+        _sgd()
+    with pytest.raises(PolicyError):
+        _sgd("static")
+    for opt in (3, _sgd(8.0)):
+        with pytest.raises(TypeError, match=r"must be a tf\.compat\.v1\.train\.Optimizer|wrap the optimizer once"):
+            v1.LossScaleOptimizer(opt, 8.0)
+
+
+def test_promises_020_021_use_locking_and_name():
+    """Accepted; a malformed name is a `ValueError`."""
+    optimizer = _sgd(8.0, use_locking=True, name="scaled")
+    assert optimizer._use_locking is True
+    assert optimizer.get_name() == "scaled"
+    for name in ("", 3):
+        with pytest.raises(ValueError, match="name"):
+            _sgd(8.0, name=name)
+
+
+@pytest.mark.parametrize("loss_scale", [8.0, "dynamic"])
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_promises_022_023_024_025_042_an_overflow_skips(world, loss_scale, bad):
+    """For a fixed scale, too: neither variables nor slots nor `global_step` move; a real update counts."""
+    variable, factor = world.variable([1.0, 2.0]), _switch(world)
+    global_step = tf1.train.get_or_create_global_step() if not world.is_eager else tf.Variable(0, trainable=False)
+    optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), loss_scale)
+
+    def step():
+        loss = world.loss(lambda: tf.reduce_sum(variable**2) * factor)
+        return optimizer.minimize(loss, global_step, var_list=[variable])
+
+    world.run(step)
+    assert world.value(global_step) == 1
+    watched = [variable, *optimizer._optimizer.variables()]
+    before = [world.value(each) for each in watched]
+    _set(world, factor, bad)
+    world.run(step)
+    assert all(a.tobytes() == world.value(b).tobytes() for a, b in zip(before, watched, strict=True))
+    assert world.value(global_step) == 1
+    assert world.value(optimizer.loss_scale) == (8.0 if loss_scale == 8.0 else 2.0**14)
+    _set(world, factor, 1.0)
+    world.run(step)
+    assert world.value(global_step) == 2
+
+
+def test_promises_026_027_the_operation():
+    """In a graph an operation under the given name, by default made of the constructor's; None eagerly."""
+    with tf.Graph().as_default():
+        variable = tf1.Variable(1.0)
+        pairs = (optimizer := _sgd(8.0)).compute_gradients(variable * 2.0, [variable])
+        assert isinstance(optimizer.apply_gradients(pairs, name="mine"), tf.Operation)
+        assert "mine" in optimizer.apply_gradients(pairs, name="mine").name
+        assert "GradientDescent" in optimizer.apply_gradients(pairs).name
+    variable = tf.Variable(1.0)
+    assert _sgd(8.0).minimize(lambda: variable * 2.0, var_list=[variable]) is None
+
+
+def test_promise_028_cross_replica_context():
+    """A `RuntimeError` that says what to do."""
+    with STRATEGY.scope():
+        variable = tf.Variable(1.0)
+        optimizer = _sgd(8.0)
+        with pytest.raises(RuntimeError, match=r"strategy\.run"):
+            optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+
+def test_promises_030_034_035_046_arguments_of_compute_gradients():
+    """Honoured in a graph; gates are 0, 1 and 2, and others are rejected."""
+    assert (v1.LossScaleOptimizer.GATE_NONE, v1.LossScaleOptimizer.GATE_OP, v1.LossScaleOptimizer.GATE_GRAPH) == (
+        0,
+        1,
+        2,
+    )
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variable = tf1.Variable([1.0, 2.0])
+        optimizer = _sgd(8.0)
+        loss = variable * 3.0
+        pairs = optimizer.compute_gradients(
+            loss, (variable,), optimizer.GATE_GRAPH, tf1.AggregationMethod.ADD_N, True, tf.constant([1.0, 10.0])
+        )
+        session.run(tf1.global_variables_initializer())
+        assert session.run(pairs[0][0]).tolist() == [3.0, 30.0]
+        with pytest.raises(ValueError, match="gate_gradients"):
+            optimizer.compute_gradients(loss, [variable], gate_gradients=3)
+
+
+def test_promises_032_044_eagerly_a_callable():
+    """A tensor is refused, and the variables default to those the loss watches."""
+    variable = tf.Variable(2.0)
+    with pytest.raises(RuntimeError, match="should be a function"):
+        _sgd(8.0).compute_gradients(variable * 1.0)
+    ((grad, found),) = _sgd(8.0).compute_gradients(lambda: variable**2, gate_gradients=7, grad_loss=None)
+    assert found is variable
+    assert grad.numpy() == 4.0
+
+
+def test_promise_033_trainable_variables_by_default():
+    """Without those of the loss scale."""
+    with tf.Graph().as_default():
+        variables = [tf1.Variable(1.0), tf1.Variable(2.0)]
+        pairs = _sgd("dynamic").compute_gradients(variables[0] * variables[1])
+        assert [each for _, each in pairs] == variables
+        with pytest.raises(ValueError, match="No variables"):
+            _sgd("dynamic").compute_gradients(variables[0] * variables[1], var_list=[])
+
+
+def test_promise_036_none_and_sparse(world):
+    """A gradient may be None, `IndexedSlices` stay sparse, and both can be applied."""
+    table, unused = world.variable([[1.0], [2.0], [3.0]]), world.variable(1.0)
+    optimizer = _sgd(8.0, rate=1.0)
+    loss = world.loss(lambda: tf.reduce_sum(tf.gather(table, [1, 1])))
+    pairs = optimizer.compute_gradients(loss, [table, unused])
+    assert isinstance(pairs[0][0], tf.IndexedSlices)
+    assert pairs[1][0] is None
+    world.run(lambda: optimizer.apply_gradients(pairs))
+    assert world.value(table).tolist() == [[1.0], [0.0], [3.0]]
+
+
+@pytest.mark.filterwarnings("ignore:these gradients")
+def test_promise_043_what_is_no_variable(world):
+    """A `ValueError`; what is no list of pairs a `TypeError`; no gradient at all a `ValueError`."""
+    optimizer = _sgd(8.0)
+    with pytest.raises(ValueError, match=r"is no tf\.Variable"):
+        optimizer.apply_gradients([(tf.constant(1.0), tf.constant(1.0))])
+    with pytest.raises(TypeError, match="pairs"):
+        optimizer.apply_gradients(3)
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply_gradients([(None, world.variable(1.0))])
+
+
+def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
+    """Over random overflows; then restored in place."""
+    variable, factor = world.variable(1.0), _switch(world)
+    optimizer = _sgd(POLICY, rate=0.0)
+    overflows = np.random.default_rng(0).random(30) < 0.3
+    expected = simulate(POLICY, list(~overflows))
+    for n, overflow in enumerate(overflows):
+        _set(world, factor, INF if overflow else 1.0)
+        world.run(lambda: optimizer.minimize(world.loss(lambda: variable * factor), var_list=[variable]))
+        assert world.value(optimizer.loss_scale) == expected.loss_scale_after[n]
+    state = [world.value(each) for each in optimizer.scale_state]
+    if world.is_eager:
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variable=variable)
+        path = checkpoint.save(tmp_path / "checkpoint")
+        optimizer.loss_scale.assign(1.0)
+        checkpoint.restore(path).assert_consumed()
+    else:
+        saver = tf1.train.Saver()
+        path = saver.save(world.session, str(tmp_path / "saved"))
+        optimizer.loss_scale.load(1.0, world.session)
+        saver.restore(world.session, path)
+    assert [world.value(each) for each in optimizer.scale_state] == state
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_global_clipnorm(world, max_norm):
+    """Clips the unscaled gradients, and does not clip an overflow."""
+    variable, factor = world.variable([3.0, 4.0]), _switch(world)
+    optimizer = _sgd(POLICY, rate=1.0, global_clipnorm=max_norm)
+    step = lambda: optimizer.minimize(  # noqa: E731
+        world.loss(lambda: tf.reduce_sum(variable * [0.6, 0.8]) * factor), var_list=[variable]
+    )
+    world.run(step)
+    expected = np.array([3.0, 4.0]) - np.array([0.6, 0.8]) * min(1.0, max_norm)
+    np.testing.assert_allclose(world.value(variable), expected, rtol=1e-6)
+    _set(world, factor, INF)
+    world.run(step)
+    np.testing.assert_allclose(world.value(variable), expected, rtol=1e-6)
+
+
+def test_two_replicas_decide_alike():
+    """200 steps with overflows on one replica at a time: variables and slots stay bit-identical on both."""
+    with STRATEGY.scope():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.01), POLICY)
+    victims = np.random.default_rng(0).integers(0, 5, 200)
+    expected = simulate(POLICY, list(victims >= 2))
+
+    @tf.function(autograph=False)
+    def step(victim):
+        def on_replica():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            factor = tf.where(replica == victim, INF, 1.0)
+            optimizer.minimize(lambda: tf.reduce_sum(variable**2) * factor, var_list=[variable])
+
+        STRATEGY.run(on_replica)
+
+    for n, victim in enumerate(victims):
+        before = variable.numpy()
+        step(tf.constant(int(victim)))
+        copies = [each.numpy() for each in STRATEGY.experimental_local_results(variable)]
+        assert copies[0].tobytes() == copies[1].tobytes()
+        assert np.array_equal(before, copies[0]) == (victim < 2)
+        assert optimizer.loss_scale.numpy() == expected.loss_scale_after[n]
