@@ -18,11 +18,13 @@ class Window(NamedTuple):
     """int32: micro-batches so far."""
     finite: Array
     """int32: how many of them were finite."""
+    stepped: Array
+    """bool: the last call ended a window and applied its mean."""
 
 
 def empty_window(params: Any) -> Window:
     """Return a window before its first micro-batch, for gradients of the shapes of `params`, unscaled."""
-    return Window(jax.tree.map(jnp.zeros_like, lifted_leaves(params)), jnp.int32(0), jnp.int32(0))
+    return Window(jax.tree.map(jnp.zeros_like, lifted_leaves(params)), jnp.int32(0), jnp.int32(0), jnp.asarray(False))
 
 
 def extended(window: Window, grads: Any, grads_finite: Array, scale_state: Any, size: int) -> Window:
@@ -33,7 +35,7 @@ def extended(window: Window, grads: Any, grads_finite: Array, scale_state: Any, 
     shares = multiplied(unscale(grads, scale_state), jnp.float32(1.0 / size))
     total = jax.tree.map(lambda total, share: total + share.astype(total.dtype), window.total, shares)
     finite = window.finite + grads_finite.astype(jnp.int32)
-    return Window(select(grads_finite, total, window.total), window.seen + 1, finite)
+    return Window(select(grads_finite, total, window.total), window.seen + 1, finite, window.stepped)
 
 
 def mean(window: Window, size: int) -> Any:

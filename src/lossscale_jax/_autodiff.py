@@ -54,15 +54,18 @@ def value_and_grad(
         if axis_name is not None:
             grads = lax.pmean(grads, axis_name)
         finite = all_finite(grads)
-        _axes.require_reduced(finite, state, axis_name, _PARTS)
+        _axes.require_reduced(finite, state, _ADVICE)
         if axis_name is None:
-            _axes.require_reduced(value, (state, [args[n] for n in chosen]), axis_name, _PARTS)
+            _axes.require_reduced(value, (state, [args[n] for n in chosen]), _ADVICE)
         return ScaledGradients(value, aux, grads, finite)
 
     return _presented_as(scaled_value_and_grad, fun)
 
 
-_PARTS = "; where each device holds a part of the parameters, let loss_scaled(..., axis_name=) decide instead"
+_ADVICE = (
+    "pass every axis to average the gradients over, axis_name={names} among them; where each device owns a part of the "
+    "parameters, let loss_scaled(..., axis_name={names}) decide instead"
+)
 
 
 def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:

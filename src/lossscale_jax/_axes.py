@@ -55,15 +55,15 @@ def is_sharded_in_type(array: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
-def require_reduced(decisive: Any, shared: Any, axis_name: Any, otherwise: str = "") -> None:
-    """Raise `ValueError` where `shard_map` knows that devices with the same `shared` differ in what is `decisive`."""
+def require_reduced(decisive: Any, shared: Any, advice: str) -> None:
+    """Raise `ValueError` where `shard_map` knows that devices with the same `shared` differ in what is `decisive`.
+
+    `advice` says what to do; `{names}` in it stands for the axes.
+    """
     known = frozenset().union(*map(varying_axes, jax.tree.leaves(shared)))
-    forgotten = frozenset().union(*map(varying_axes, jax.tree.leaves(decisive))) - known
-    if forgotten:
-        given = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        names = (*given, *sorted(forgotten))
+    axes = sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(decisive))) - known)
+    if axes:
         raise ValueError(
-            f"the gradients differ along mesh axis {', '.join(map(repr, sorted(forgotten)))} while the loss scale is "
-            f"shared, so devices would decide differently; reduce them first, or pass "
-            f"axis_name={(names[0] if len(names) == 1 else names)!r}{otherwise}"
+            f"the gradients differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "
+            f"devices would decide differently; {advice.format(names=repr(axes[0] if len(axes) == 1 else tuple(axes)))}"
         )

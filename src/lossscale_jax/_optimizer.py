@@ -28,6 +28,10 @@ class LossScaledState(NamedTuple):
     window: Window | None
     """None without gradient accumulation."""
 
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; did you mean get_scale_state(opt_state).{name}?" if hasattr(self.scale_state, name) else ""
+        raise AttributeError(f"an optimizer state has no {name}{hint}")
+
 
 class _Pair(NamedTuple):
     init: Callable[..., Any]
@@ -103,6 +107,13 @@ def get_scale_state(opt_state: Any) -> Any:
     )
 
 
+_REDUCE = "reduce them first, as with jax.lax.pmean"
+_ADVICE = (
+    f"{_REDUCE}; or, where the wrapped optimizer reduces them or each device owns a part of the parameters, pass "
+    "axis_name={names}"
+)
+
+
 class _LossScaled(NamedTuple):
     policy: Any
     axis_name: Any
@@ -157,6 +168,13 @@ class _LossScaled(NamedTuple):
         return self._take(step, kept, grads, state)
 
     def _take(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
+        if not isinstance(state, LossScaledState):
+            raise ScaleStateError(f"{type(state).__name__} is no state of loss_scaled; pass what its init returned")
+        if (state.window is None) != (self.accumulation_steps == 1):
+            raise PolicyError(
+                f"accumulation_steps={self.accumulation_steps} does not fit a state made "
+                f"{'without' if state.window is None else 'with'} accumulation; make the optimizer as it was saved"
+            )
         if state.window is None:
             return self._take_step(step, kept, grads, state)
         return self._take_micro_step(step, kept, grads, state)
@@ -200,13 +218,13 @@ class _LossScaled(NamedTuple):
             return kept(window.total, inner_state)
 
         result, inner_state = apply_or_skip(is_full & applies, mean_step, window_kept, window, state.inner_state)
-        window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)
+        window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)._replace(stepped=is_full & applies)
         return result, LossScaledState(after, inner_state, window)
 
     def _decision(self, finite: Array, scale_state: Any) -> Array:
         """Return `finite` combined over the axis; raise where devices would decide differently."""
         finite = _axes.all_true(finite, self.axis_name)
-        _axes.require_reduced(finite, scale_state, self.axis_name)
+        _axes.require_reduced(finite, scale_state, _REDUCE if self.max_norm or self.accumulation_steps > 1 else _ADVICE)
         return finite
 
 

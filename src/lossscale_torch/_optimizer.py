@@ -21,12 +21,13 @@ from lossscale_core import (
     step_info,
     tree,
 )
-from lossscale_core.errors import CallOrderError
+from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import _clip, _grads
 from lossscale_torch._checkpoint import CheckpointedScaler, torch_policy
 from lossscale_torch._records import READY, STEPPED, UNSCALED, OptimizerRecord, all_finite, known_on_host, new_record
 from lossscale_torch._state import ScalerState
 
+_TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _LEGACY = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
     "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
@@ -73,6 +74,12 @@ class GradScaler(CheckpointedScaler):
         self._device = device
         self._enabled = enabled and _is_available(device)
         self._follows_checkpoint = policy is None
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; a policy goes to policy=")
+        if policy is not None and (init_scale, growth_factor, backoff_factor, growth_interval) != _TORCH_DEFAULTS:
+            raise PolicyError(
+                "policy= says it all; leave out init_scale, growth_factor, backoff_factor, growth_interval"
+            )
         if policy is None:
             policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
         self._state = ScalerState(as_policy(policy))

@@ -228,5 +228,5 @@ def test_a_forgotten_axis_name_is_an_error(call):
         return optimizer.update(grads, opt_state, own)[1].scale_state.loss_scale
 
     mapped = jax.shard_map(step, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*pass axis_name='data'"):
+    with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*axis_name='data'"):
         mapped(_params(), optimizer.init(_params()), _batch(DEVICES))

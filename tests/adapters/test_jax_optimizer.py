@@ -277,6 +277,32 @@ def test_finite_micro_batches_make_no_infinite_sum(drop):
     assert get_scale_state(opt_state).skipped_steps == 0
 
 
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_the_window_says_what_stepped(drop):
+    """Whether the last call moved the parameters, which `applied` cannot say in the middle of a window."""
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY, accumulation_steps=2, drop=drop)
+    step = jax.jit(_in_one(optimizer))
+    params, opt_state = PARAMS, optimizer.init(PARAMS)
+    for grads in (GRADS, BAD, GRADS, GRADS, BAD, BAD, GRADS):
+        before = params
+        params, opt_state = step(params, opt_state, grads)
+        assert opt_state.window.stepped == (_bits(before) != _bits(params))
+    assert step._cache_size() == 1
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    """One saved without accumulation, a scale state, and an optimizer state where a scale state belongs."""
+    plain, windowed = loss_scaled(optax.sgd(1.0), POLICY), loss_scaled(optax.sgd(1.0), POLICY, accumulation_steps=2)
+    with pytest.raises(PolicyError, match="made without accumulation"):
+        windowed.update(GRADS, plain.init(PARAMS), PARAMS)
+    with pytest.raises(PolicyError, match="made with accumulation"):
+        plain.update(GRADS, windowed.init(PARAMS), PARAMS)
+    with pytest.raises(ScaleStateError, match="ScaleState is no state of loss_scaled"):
+        plain.update(GRADS, get_scale_state(plain.init(PARAMS)), PARAMS)
+    with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).loss_scale"):
+        scale(jnp.ones(()), plain.init(PARAMS))
+
+
 def test_multi_steps_inside_completes_its_window_later():
     """optax's own accumulation, wrapped: an overflow costs it one micro-batch."""
     inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()

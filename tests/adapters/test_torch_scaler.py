@@ -703,3 +703,11 @@ def test_a_copy_goes_on_alike(make, duplicate):
     trace = [True, True, False, True, True, True]
     assert _run(twin, make, trace)[0] == _run(scaler, make, trace)[0]
     assert np.float32(twin.get_scale()) == scaler.get_scale()
+
+
+def test_a_policy_goes_to_its_own_argument():
+    """Not in the place of the device, and not beside torch's four settings, which would be ignored."""
+    with pytest.raises(TypeError, match="a policy goes to policy="):
+        GradScaler({"kind": "dynamic"})
+    with pytest.raises(PolicyError, match="policy= says it all"):
+        GradScaler("cpu", init_scale=8.0, policy="dynamic")
