@@ -67,7 +67,7 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every example of the README and the docs: `nox -s docs`."""
-    session.install("-e", ".[demo]", TORCH, JAX, "optax==0.2.8", *_group("test"))
+    session.install("-e", ".[demo]", TORCH, JAX, TENSORFLOW, "optax==0.2.8", *_group("test"))
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 
@@ -94,6 +94,6 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH, JAX, *_group("jax-test"))
-    for name in ("core", "torch", "jax"):
+    session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"), *_group("tensorflow-test"))
+    for name in ("core", "torch", "jax", "tensorflow"):
         session.run("python", f"benchmarks/bench_{name}.py", *(session.posargs or ["--quick"]))

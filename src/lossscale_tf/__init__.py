@@ -2,6 +2,7 @@
 
 from lossscale_core import GradientReport
 from lossscale_tf import v1
+from lossscale_tf._callback import LossScaleLogger
 from lossscale_tf._grads import all_finite, scale, select, unscale
 from lossscale_tf._optimizer import LossScaleOptimizer
 from lossscale_tf._report import overflow_report
@@ -9,6 +10,7 @@ from lossscale_tf._state import init_state
 
 __all__ = [
     "GradientReport",
+    "LossScaleLogger",
     "LossScaleOptimizer",
     "all_finite",
     "init_state",
@@ -19,4 +21,6 @@ __all__ = [
     "v1",
 ]
 
-LossScaleOptimizer.__module__ = __name__  # a pickle names the face, so that rooms behind it may move
+for _type in (LossScaleLogger, LossScaleOptimizer):  # a pickle names the face, so that rooms behind it may move
+    _type.__module__ = __name__
+del _type

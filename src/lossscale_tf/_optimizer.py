@@ -424,7 +424,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(name for name in HYPERPARAMETERS if hasattr(self, name))})
+        names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if hasattr(self, name))}
+        # TensorFlow's checkpoints would look for untracked slots in whatever lists this name; Keras's are tracked.
+        return sorted(names - {"get_slot_names"})
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state."""

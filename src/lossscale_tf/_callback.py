@@ -1,0 +1,38 @@
+"""What `fit` logs of loss scaling."""
+
+from typing import Any
+
+import keras
+
+from lossscale_tf._optimizer import LossScaleOptimizer
+
+
+class LossScaleLogger(keras.callbacks.Callback):
+    """Put `loss_scale` and `skipped_steps` into the logs of every epoch, and of each `every_n_batches`-th batch.
+
+    They reach the progress bar's line, `History`, `CSVLogger` and `TensorBoard`; put it before them in the list of
+    callbacks. Reading them synchronises with the host, which `fit` does at the end of an epoch anyway; batches cost
+    nothing unless `every_n_batches` is set. Silent where the optimizer scales no loss.
+    """
+
+    def __init__(self, every_n_batches: int | None = None) -> None:
+        super().__init__()
+        if every_n_batches is not None and every_n_batches < 1:
+            raise ValueError(f"every_n_batches={every_n_batches!r} must be at least 1; leave it out for epochs only")
+        self.every_n_batches = every_n_batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Add to the logs of this batch, if it is one of the chosen."""
+        if self.every_n_batches is not None and (batch + 1) % self.every_n_batches == 0:
+            self._add(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add to the logs of this epoch."""
+        self._add(logs)
+
+    def _add(self, logs: Any) -> None:
+        optimizer = self.model.optimizer
+        if logs is not None and isinstance(optimizer, LossScaleOptimizer):
+            state = optimizer.scale_state
+            logs["loss_scale"] = float(state.loss_scale)
+            logs["skipped_steps"] = int(state.skipped_steps)

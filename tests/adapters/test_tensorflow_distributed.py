@@ -1,0 +1,39 @@
+"""Two real processes under `MultiWorkerMirroredStrategy`: an overflow on either skips on both, over 200 steps."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("tensorflow_worker.py")
+
+
+def _free_ports(count):
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.mark.parametrize("kind", ["keras", "v1"])
+def test_two_workers_decide_alike(kind):
+    """Each checks its scale and variables at every step; at the end both hold the same bits, slots included."""
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(2)]}
+    workers = []
+    for index in range(2):
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        environment = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [sys.executable, str(WORKER), kind]
+        workers.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    outputs = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0] != ""
