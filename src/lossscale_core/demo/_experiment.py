@@ -14,7 +14,7 @@ DEFAULT_WEIGHT = 1e-5
 DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """Grows much faster than in real training, so that a few hundred steps show it find its level."""
 FIXED_SCALE = 64.0
-TRAINERS = {framework: f"lossscale_core.demo._{framework}" for framework in ("numpy", "torch", "jax")}
+TRAINERS = {name: f"lossscale_core.demo._{name}" for name in ("numpy", "torch", "jax", "tensorflow")}
 """The module whose `train` serves each framework, imported when it is asked for."""
 WEIGHTS = tuple(10.0**-exponent for exponent in range(7))
 

@@ -1,0 +1,80 @@
+"""The demo on TensorFlow: the same network, data and policy file, and the same kind of trace."""
+
+from tests.adapters import tensorflow_devices  # noqa: F401, I001, before anybody uses TensorFlow
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lossscale_core import DynamicScaling
+from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _numpy, _tensorflow
+from lossscale_core.demo._data import load
+from lossscale_core.demo._experiment import regimes
+from lossscale_core.errors import OverflowStreakError
+from lossscale_core.testing import simulate, simulate_gradients
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
+    """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
+    names = ("float32", "float16, no scaling", "float16, dynamic")
+    digits = load()
+    runs = {
+        regime.name: _tensorflow.train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        for regime in regimes(DEFAULT_POLICY)
+        if regime.name in names
+    }
+    exact, unscaled, dynamic = (runs[name] for name in names)
+    assert exact.accuracy > 0.97
+    assert abs(dynamic.accuracy - exact.accuracy) <= 0.01
+    assert unscaled.accuracy <= exact.accuracy - 0.10
+    assert unscaled.flushed > 0.5
+    assert exact.flushed == 0.0
+    assert dynamic.flushed < 0.05
+    replayed = simulate(DEFAULT_POLICY, [not step.skipped for step in dynamic.steps])
+    assert replayed.loss_scale_used.tolist() == [step.loss_scale for step in dynamic.steps]
+
+
+@pytest.mark.parametrize("regime", regimes(DEFAULT_POLICY), ids=lambda regime: regime.name)
+def test_it_trains_as_numpy_does(regime):
+    """The same weights, batches and optimizer: losses and largest gradients agree while rounding has not added up."""
+    ours, numpys = (
+        trainer.train(load(), regime.policy, regime.dtype, DEFAULT_WEIGHT, 0, 10, lambda: None)
+        for trainer in (_tensorflow, _numpy)
+    )
+    tolerance = 1e-4 if regime.dtype == "float32" else 1e-2
+    for one, other in zip(ours.steps, numpys.steps, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=tolerance)
+        assert one.gradient_max == pytest.approx(other.gradient_max, rel=tolerance)
+        assert (one.loss_scale, one.skipped) == (other.loss_scale, other.skipped)
+    assert ours.flushed == pytest.approx(numpys.flushed, abs=0.01)
+
+
+def test_overflows_replay_from_the_gradients():
+    """A skipped step records its largest gradient in float32, and left its mark on the scale."""
+    policy = DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48)
+    run = _tensorflow.train(load(), policy, "float16", DEFAULT_WEIGHT, 0, 40, lambda: None)
+    assert run.skipped_steps > 0
+    replayed = simulate_gradients(policy, [step.gradient_max for step in run.steps])
+    assert replayed.skipped.tolist() == [step.skipped for step in run.steps]
+    assert replayed.loss_scale_used.tolist() == [step.loss_scale for step in run.steps]
+
+
+def test_a_limit_on_the_streak_ends_the_run():
+    """A traced step cannot raise, but the demo reads the state after it, and does where the policy asks for it."""
+    policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
+    with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
+        _tensorflow.train(load(), policy, "float16", 1.0, 0, 10, lambda: None)
+
+
+def test_the_command(tmp_path):
+    """`lossscale demo --framework tensorflow` writes what `lossscale simulate` reads."""
+    command = [sys.executable, "-m", "lossscale_core"]
+    demo = [*command, "demo", "--framework", "tensorflow", "--steps", "5", "--out", str(tmp_path)]
+    assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
+    assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "tensorflow"
+    trace = str(tmp_path / "trace.json")
+    simulation = [*command, "simulate", str(tmp_path / "policy.toml"), "--gradient-max", trace]
+    done = subprocess.run(simulation, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "of 5 steps" in done.stdout
