@@ -184,7 +184,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         pending.unscaled += [leaf for leaf in tf.nest.flatten(unscaled) if leaf is not None]
         return unscaled
 
-    def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> Any:
+    def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> None:
         """Scale `loss`, differentiate it, unscale and apply: a whole step.
 
         `loss` is a callable, or a tensor computed under `tape`; `var_list` a variable, a list of them, or a callable
@@ -196,7 +196,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
         grads = self.get_unscaled_gradients(tape.gradient(scaled, variables))
-        return self.apply_gradients(zip(grads, variables, strict=True))
+        self.apply_gradients(zip(grads, variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return the unscaled gradients of `loss`, a callable or a graph's tensor; `ValueError` where there is none."""
@@ -216,19 +216,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         pending.scaled = True
         return self.get_unscaled_gradients(grads)
 
-    def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
         """Apply (gradient, variable) pairs where every gradient is finite on every replica; else skip the step.
 
         Gradients are taken as unscaled, except where Keras scaled the loss itself (`fit`). They are summed over
         replicas first, unless `experimental_aggregate_gradients=False` or `skip_gradients_aggregation=True` says that
-        they are.
-        Returns the count of applied steps. Raises `TypeError` for what is no list of pairs and `ValueError` where no
-        variable has a gradient.
+        they are. Raises `TypeError` for what is no list of pairs and `ValueError` where no variable has a gradient.
         """
         pairs = _pairs(grads_and_vars)
         is_summed = not _aggregates(aggregation)
         self._apply([grad for grad, _ in pairs], [variable for _, variable in pairs], is_summed)
-        return self.iterations
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Apply gradients to the variables that the optimizer was built with, or to those given; Keras's own entry."""
