@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._grads import finite_when_unscaled, sum_of_squares, summed_values, times
+from lossscale_tf._grads import finite_when_unscaled, sum_of_squares, summed_values
 
 
 def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
@@ -34,8 +34,3 @@ def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
 def clip_factor(norm: tf.Tensor, max_norm: float) -> tf.Tensor:
     """Return what to multiply gradients of this norm with so that it becomes at most `max_norm`."""
     return max_norm / tf.maximum(norm, max_norm)
-
-
-def clipped(grads: list[Any], factor: tf.Tensor) -> list[Any]:
-    """Return gradients, `None` among them, times a factor."""
-    return [None if grad is None else times(grad, factor) for grad in grads]

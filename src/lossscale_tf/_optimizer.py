@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,15 +161,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients."""
-        pending = self._traces.current()
-        pending.scaled_by_keras = True
+        pending = self._traces.begin(by_keras=True)
         return scale(loss, self._captured_scale(pending))
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss scaled, in float32 or wider: what to take a tape's gradient of; a callable for a callable."""
         if callable(loss):
             return lambda: self.get_scaled_loss(loss())
-        pending = self._traces.current()
+        pending = self._traces.begin(by_keras=False)
         pending.scaled = True
         return scale(loss, self._captured_scale(pending))
 
@@ -178,6 +178,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises `CallOrderError` for gradients that this call returned before.
         """
         pending = self._traces.current()
+        pending.scaled_by_keras = False  # whoever unscales, scales
         if any(leaf is known for leaf in tf.nest.flatten(grads) if leaf is not None for known in pending.unscaled):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
         unscaled = unscale(grads, self._captured_scale(pending))
@@ -200,10 +201,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return the unscaled gradients of `loss`, a callable or a graph's tensor; `ValueError` where there is none."""
-        pending = self._traces.current()
         with tf.GradientTape() as tape:
-            value = loss() if callable(loss) else loss
-            scaled = scale(value, self._captured_scale(pending))
+            scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
         params = tf.nest.flatten(params)
         if callable(loss):
             grads = tape.gradient(scaled, params)
@@ -213,7 +212,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             grads = tf.gradients(scaled, params)
         if missing := [param.name for param, grad in zip(params, grads, strict=True) if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
-        pending.scaled = True
         return self.get_unscaled_gradients(grads)
 
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
@@ -308,7 +306,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
         if not self.built:
             _outside_of_replicas(lambda: self._build(variables))
-        pending = self._traces.take()
+        pending = self._traces.current(variables)
+        pending.applied |= set(map(id, variables))
         self._warn_of_missing_calls(pending)
         used = self._captured_scale(pending) if pending.scaled_by_keras else None
         present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
@@ -319,7 +318,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _take_step(self, grads: list[Any], variables: list[Any], used: Any) -> None:
         loss_scale = None if used is None else used.loss_scale
-        factor = None if used is None else 1.0 / used.loss_scale
+        factor = inverse = None if used is None else 1.0 / used.loss_scale
         if self._max_norm is None:
             finite = finite_when_unscaled(grads, loss_scale)
         else:
@@ -327,6 +326,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite = tf.math.is_finite(norm)
             clip = clip_factor(norm, self._max_norm)
             factor = clip if factor is None else factor * clip
+        narrowed = [(g, v) for g, v in zip(grads, variables, strict=True) if v.dtype != g.dtype]
+        finite &= finite_when_unscaled([_fitted(g, v, inverse) for g, v in narrowed])
 
         def apply(*grads: Any) -> tf.Tensor:
             self._apply_to_inner([_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables)
@@ -523,8 +524,17 @@ def _without_summing(optimizer: Any) -> Iterator[None]:
     if not _is_keras_3(optimizer):
         yield
         return
-    optimizer.__dict__["_all_reduce_sum_gradients"] = list
+    with _summing:
+        _depth[optimizer] = _depth.get(optimizer, 0) + 1
+        optimizer.__dict__["_all_reduce_sum_gradients"] = list
     try:
         yield
     finally:
-        del optimizer.__dict__["_all_reduce_sum_gradients"]
+        with _summing:  # another thread may still be at it
+            _depth[optimizer] -= 1
+            if not _depth[optimizer]:
+                del _depth[optimizer], optimizer.__dict__["_all_reduce_sum_gradients"]
+
+
+_summing = threading.Lock()
+_depth: dict[Any, int] = {}

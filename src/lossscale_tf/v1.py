@@ -77,8 +77,6 @@ class LossScaleOptimizer(_Optimizer):
         self._max_norm = global_clipnorm
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
-        self._track_trackable(opt, "base_optimizer")
-        self._track_trackable(self._scale_state, "loss_scale_state")
         self._traces = Traces()
         self._last_step: StepInfo | None = None
 
@@ -129,7 +127,7 @@ class LossScaleOptimizer(_Optimizer):
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )
-        self._traces.current().scaled = True
+        self._traces.begin(by_keras=False).scaled = True
         inverse = 1.0 / state.loss_scale
         return [(_fitted(grad, variable, inverse), variable) for grad, variable in pairs]
 
@@ -146,8 +144,9 @@ class LossScaleOptimizer(_Optimizer):
         present = [(grad, variable) for grad, variable in pairs if grad is not None]
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
-        self._warn_of_foreign_gradients()
-        grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
+        variables = [variable for _, variable in present]
+        self._warn_of_foreign_gradients(variables)
+        grads = [_fitted(grad, variable, None) for grad, variable in present]  # what is checked is what is applied
         finite, clip = self._check(grads)
 
         def apply(*grads: Any) -> Any:
@@ -178,6 +177,18 @@ class LossScaleOptimizer(_Optimizer):
     def variables(self) -> list[Any]:
         """Return the wrapped optimizer's variables, then those of the loss scale's state."""
         return [*self._optimizer.variables(), *self._scale_state.all]
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the wrapped optimizer's own, under its names, and the state."""
+        return {**self._optimizer._trackable_children(*args, **kwargs), "loss_scale_state": self._scale_state}
+
+    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "loss_scale_state":
+            return self._scale_state
+        return self._optimizer._lookup_dependency(name, *args, **kwargs)
+
+    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
+        self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
     def _check(self, grads: list[Any]) -> tuple[tf.Tensor, Any]:
         """Return whether all gradients are finite, and what clipping multiplies them with, if it does."""
@@ -210,8 +221,9 @@ class LossScaleOptimizer(_Optimizer):
         updates = self._scale_state.assign(self._policy.update(before, finite, xp=tf))
         return tf.group(applied, *updates, name=name)
 
-    def _warn_of_foreign_gradients(self) -> None:
-        pending = self._traces.take() if tf.executing_eagerly() else self._traces.current()
+    def _warn_of_foreign_gradients(self, variables: list[Any]) -> None:
+        pending = self._traces.current(variables if tf.executing_eagerly() else ())
+        pending.applied |= set(map(id, variables))
         if not pending.scaled:
             warnings.warn(
                 "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "

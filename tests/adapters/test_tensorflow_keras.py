@@ -1,6 +1,9 @@
 """`LossScaleOptimizer` where Keras users live: `fit`, saved models, schedules, accumulation, strategies."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -187,6 +190,60 @@ def test_the_scale_that_scaled_unscales():
     optimizer.dynamic_scale.assign(64.0)
     (grad,) = optimizer.get_unscaled_gradients([tape.gradient(scaled, variable)])
     assert float(grad) == 3.0
+
+
+def test_one_loss_may_be_followed_by_several_applications():
+    """As Keras scales it: an encoder's and a decoder's gradients are unscaled, in a branch or another trace, too."""
+    first, second = tf.Variable(0.0), tf.Variable(0.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 1024.0)
+    optimizer.build([first, second])
+    optimizer.scale_loss(tf.constant(0.0))
+    optimizer.apply([tf.constant(1024.0)], [first])
+    optimizer.apply([tf.constant(1024.0)], [second])
+    assert (float(first), float(second)) == (-1.0, -1.0)
+
+    @tf.function(autograph=False)
+    def in_a_branch():
+        optimizer.scale_loss(tf.constant(0.0))
+        apply = lambda: (optimizer.apply([tf.constant(1024.0)], [first]), 1)[1]  # noqa: E731
+        return tf.cond(first < 0.0, apply, lambda: 0)
+
+    @tf.function(autograph=False)
+    def in_another_trace():
+        optimizer.apply([tf.constant(1024.0)], [first])
+
+    in_a_branch()
+    in_another_trace()
+    assert float(first) == -3.0
+
+
+def test_a_step_that_was_interrupted_is_forgotten():
+    """What Keras scaled before an exception does not reach into a step of one's own."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 1024.0), tf.Variable(1.0)
+    optimizer.scale_loss(tf.constant(0.0))
+    optimizer.minimize(lambda: variable * 2.0, [variable])
+    assert float(variable) == -1.0
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 2e6), ("float32", 1e200)])
+def test_what_a_narrower_variable_cannot_hold_is_an_overflow(dtype, size):
+    """A gradient that becomes infinite in its variable's dtype is skipped."""
+    variable = keras.Variable(1.0, dtype=dtype)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none")
+    optimizer.apply_gradients([(tf.constant(size, tf.float64), variable)])
+    assert float(variable.numpy()) == 1.0
+    assert not optimizer.last_step.applied
+
+
+def test_traces_are_let_go():
+    """No graph is kept alive by what was scaled in it."""
+    optimizer, graphs = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0), []
+    for _ in range(3):
+        trace = tf.function(lambda: optimizer.get_scaled_loss(tf.constant(1.0)), autograph=False)
+        graphs.append(weakref.ref(trace.get_concrete_function().graph))
+        del trace
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 3
 
 
 def test_below_a_scale_of_one_the_unscaled_gradients_decide():

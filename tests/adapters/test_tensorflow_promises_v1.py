@@ -4,6 +4,8 @@ Each is tried in a graph with a session and eagerly, where it applies to both.
 """
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+from tempfile import TemporaryDirectory
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -364,6 +366,29 @@ def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
         optimizer.loss_scale.load(1.0, world.session)
         saver.restore(world.session, path)
     assert [world.value(each) for each in optimizer.scale_state] == state
+
+
+def test_a_checkpoint_keeps_slots():
+    """Eagerly, with Adam: what goes on from a checkpoint is what went on without one."""
+
+    def made():
+        variable = tf.Variable([1.0, 2.0])
+        return variable, v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)
+
+    def steps(variable, optimizer, count):
+        for _ in range(count):
+            optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
+
+    (variable, optimizer), (other, restored) = made(), made()
+    steps(variable, optimizer, 2)
+    steps(other, restored, 1)
+    with TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(f"{folder}/checkpoint")
+        tf.train.Checkpoint(variable=other, optimizer=restored).restore(path).assert_consumed()
+    steps(variable, optimizer, 2)
+    steps(other, restored, 2)
+    assert variable.numpy().tobytes() == other.numpy().tobytes()
+    assert int(restored.metrics()["steps"]) == 4
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
