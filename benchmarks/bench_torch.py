@@ -9,6 +9,8 @@ more than the noise allowed.
 """
 
 import functools
+import math
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +129,61 @@ def training_rows(quick: bool, device: str) -> list[Row]:
     return rows
 
 
+def device_rows(quick: bool) -> list[Row]:
+    """On a CUDA device: time by its own events, kernels launched, and bytes moved against the bandwidth limit."""
+    params = parameters(resnet50_shapes(), "cuda")
+    optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
+    peer, ours = (
+        scaler("cuda", init_scale=2.0, growth_interval=2**30) for scaler in (torch.amp.GradScaler, GradScaler)
+    )
+    recipes = {
+        "unscale_ + clip_grad_norm_ + step + update": functools.partial(
+            clip_with_torch, peer, optimizer, params, "cuda"
+        ),
+        "unscale_and_clip_ + step + update": functools.partial(clip_with_ours, ours, optimizer, "cuda"),
+    }
+    elements = sum(param.numel() for param in params)
+    least = 4 * elements * (1 + 7)  # gradients read once for the norm; then AdamW reads four arrays and writes three
+    limit = least / _bandwidth()
+    rows = []
+    for name, step in recipes.items():
+        seconds, launches = _event_seconds(step, 5 if quick else 41, params), _launches(step, params)
+        rows += [
+            Row(f"{name}, AdamW fused, 161 tensors, by events (cuda)", "ms", seconds * 1e3, math.inf),
+            Row(f"{name}, kernels launched (cuda)", "a step", launches, math.inf),
+            Row(f"{name}, {least / 1e6:.0f} MB at least (cuda)", "× the bandwidth limit", seconds / limit, math.inf),
+        ]
+    return rows
+
+
+def _bandwidth() -> float:
+    """Return the bytes a second that a large copy moves, reads and writes counted."""
+    source = torch.empty(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 8 * source.numel() / _event_seconds(lambda: target.copy_(source), 11, [])
+
+
+def _event_seconds(step: Step, repetitions: int, params: list[Any]) -> float:
+    times = []
+    for _ in range(repetitions):
+        restore(params)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _launches(step: Step, params: list[Any]) -> float:
+    restore(params)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    return float(sum(event.count for event in profile.key_averages() if "LaunchKernel" in event.key))
+
+
 def restore(params: list[Any]) -> None:
     """Make gradients what they were: each step unscales them, and clipping shrinks them."""
     for param in params:
@@ -136,7 +193,8 @@ def restore(params: list[Any]) -> None:
 def measure(quick: bool) -> list[Row]:
     """Measure on the CPU, and on CUDA where there is a device."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return [row for device in devices for row in own_cost_rows(quick, device) + training_rows(quick, device)]
+    rows = [row for device in devices for row in own_cost_rows(quick, device) + training_rows(quick, device)]
+    return rows + (device_rows(quick) if "cuda" in devices else [])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Shared by the benchmarks: rows held against a bar, fair timing, and the table they are kept in."""
 
 import argparse
+import math
 import platform
 import statistics
 import time
@@ -64,9 +65,8 @@ def table(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     lines = ["| work | measured | bar | held |", "|---|---|---|---|"]
     for row in rows:
-        lines.append(
-            f"| {row.work} | {row.measured:.2f} {row.unit} | {row.bar:g} {row.unit} | {'yes' if row.held else 'no'} |"
-        )
+        bar, held = (f"{row.bar:g} {row.unit}", "yes" if row.held else "no") if row.bar < math.inf else ("none", "")
+        lines.append(f"| {row.work} | {row.measured:.2f} {row.unit} | {bar} | {held} |")
     return "\n".join(lines)
 
 
