@@ -12,30 +12,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import (
-    NoScaling,
-    StepInfo,
-    as_policy,
-    check_overflow_streak,
-    diagnose,
-    metrics,
-    policy_from_dict,
-    policy_to_dict,
-    step_info,
-)
-from lossscale_core.errors import CallOrderError, PolicyError
+from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core.errors import CallOrderError
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
-from lossscale_tf._grads import all_replicas, cast, finite_when_unscaled, scale, times, unscale
+from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscale
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
+from lossscale_tf._wrapper import Wrapper, decide_together, merges_replicas, pairs_of, require_clipnorm
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
 """What is read from and set on the inner optimizer."""
 
 
 @keras.saving.register_keras_serializable("lossscale")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflowed.
 
     ```python
@@ -72,26 +63,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         _require_optimizer(inner_optimizer)
         if policy is None:
             policy = documented_policy(loss_scale, dynamic, initial_scale, dynamic_growth_steps)
-        if global_clipnorm is not None and not 0.0 < global_clipnorm < float("inf"):
-            raise PolicyError(
-                f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip"
-            )
+        require_clipnorm(global_clipnorm)
         policy = as_policy(policy)
         super().__init__(inner_optimizer, name=name)
         self._policy = policy
         self._max_norm = global_clipnorm
         self._traces = Traces()
         self._scale_state = StateVariables(policy, self._make_variable)
-        self._last_step: StepInfo | None = None
         self.steps_with_missing_calls = 0
         self._is_initialised = True
 
     _is_initialised = False
-
-    @property
-    def policy(self) -> Any:
-        """The scaling policy, frozen."""
-        return self._policy
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -140,24 +122,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def iterations(self) -> Any:
         """The inner optimizer's count of applied steps."""
         return self.inner_optimizer.iterations
-
-    @property
-    def last_step(self) -> StepInfo | None:
-        """What the last eager step did; None before it, and in `tf.function`, where `step_info` compares two states."""
-        return self._last_step
-
-    @property
-    def scale_state(self) -> Any:
-        """The policy's state, as tensors."""
-        return self._scale_state.read()
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
-        return metrics(self.scale_state)
-
-    def diagnose(self) -> str:
-        """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
-        return diagnose(self._policy, self._scale_state.read_on_host())
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients."""
@@ -326,23 +290,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite = tf.math.is_finite(norm)
             clip = clip_factor(norm, self._max_norm)
             factor = clip if factor is None else factor * clip
-        narrowed = [(g, v) for g, v in zip(grads, variables, strict=True) if v.dtype != g.dtype]
-        finite &= finite_when_unscaled([_fitted(g, v, inverse) for g, v in narrowed])
+        lifted_to = 0 if inverse is None else tf.float32.size
+        narrowed = [
+            _fitted(grad, variable, inverse)
+            for grad, variable in zip(grads, variables, strict=True)
+            if tf.as_dtype(variable.dtype).size < max(grad.dtype.size, lifted_to)
+        ]
+        finite &= finite_when_unscaled(narrowed)
 
         def apply(*grads: Any) -> tf.Tensor:
             self._apply_to_inner([_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables)
             return tf.constant(True)
 
-        if not tf.distribute.has_strategy() or tf.__internal__.distribute.strategy_supports_no_merge_call():
-            self._apply_or_skip(all_replicas(finite), lambda: apply(*grads))
-            return
-
-        def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> None:
-            flag = strategy.experimental_local_results(finite)[0]
-            self._apply_or_skip(flag, lambda: strategy.extended.call_for_each_replica(apply, args=grads))
-
-        context = tf.distribute.get_replica_context()
-        context.merge_call(in_cross_replica_context, args=(all_replicas(finite), *grads))
+        decide_together(finite, grads, apply, self._apply_or_skip)
 
     def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any]) -> None:
         """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
@@ -360,11 +320,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         is_finite = bool(finite)
         if is_finite:
             apply_summed()
-        before = self._scale_state.read_on_host()
-        after = self._policy.update(before, is_finite)
-        self._scale_state.assign_changed(before, after)
-        self._last_step = step_info(before, after)
-        check_overflow_streak(self._policy, after)
+        self._update_on_host(is_finite)
 
     def _apply_to_inner(self, grads: list[Any], variables: list[Any]) -> None:
         """Let the inner optimizer apply gradients that are summed over replicas already."""
@@ -476,10 +432,7 @@ def _spelled(name: str) -> str:
 
 
 def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    try:
-        pairs = [(grad, variable) for grad, variable in grads_and_vars]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"grads_and_vars={grads_and_vars!r} must be (gradient, variable) pairs") from error
+    pairs = pairs_of(grads_and_vars)
     for _, variable in pairs:
         if not isinstance(variable, tf.Variable | keras.Variable):
             raise TypeError(f"{variable!r} is no variable; grads_and_vars must be (gradient, variable) pairs")
@@ -497,7 +450,7 @@ def _aggregates(arguments: dict[str, Any]) -> bool:
 
 def _outside_of_replicas(make: Callable[[], None]) -> None:
     """Call `make` once for all replicas, where variables may be created."""
-    if not tf.distribute.has_strategy() or tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if not merges_replicas():
         make()
     else:
         tf.distribute.get_replica_context().merge_call(lambda _: make())

@@ -9,24 +9,25 @@ Follows the interfaces of `tf.contrib.mixed_precision` and `tf.compat.v1.mixed_p
 scales are functions here that return policies.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import StepInfo, as_policy, check_overflow_streak, diagnose, metrics, step_info
-from lossscale_core.errors import PolicyError
+from lossscale_core import as_policy
 from lossscale_tf._documented import (
     DynamicLossScale,
     ExponentialUpdateLossScaleManager,
     FixedLossScale,
     FixedLossScaleManager,
 )
-from lossscale_tf._grads import all_replicas, cast, finite_when_unscaled, scale, times
+from lossscale_tf._grads import cast, finite_when_unscaled, scale, times
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
+from lossscale_tf._wrapper import Wrapper, decide_together, pairs_of, require_clipnorm
 
 __all__ = [
     "DynamicLossScale",
@@ -40,7 +41,7 @@ __all__ = [
 _Optimizer: Any = tf.compat.v1.train.Optimizer
 
 
-class LossScaleOptimizer(_Optimizer):
+class LossScaleOptimizer(Wrapper, _Optimizer):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips what overflowed.
 
     `opt` is the optimizer to wrap, `loss_scale_manager` (or `loss_scale`) anything `as_policy` takes; "dynamic" is
@@ -64,10 +65,7 @@ class LossScaleOptimizer(_Optimizer):
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
         if chosen is None:
             raise ValueError("loss_scale must be given: a policy, a number, or 'dynamic'")
-        if global_clipnorm is not None and not 0.0 < global_clipnorm < float("inf"):
-            raise PolicyError(
-                f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip"
-            )
+        require_clipnorm(global_clipnorm)
         name = opt.get_name() if name is None else name
         if not isinstance(name, str) or not name:
             raise ValueError(f"name={name!r} must be a string, and not empty")
@@ -78,35 +76,11 @@ class LossScaleOptimizer(_Optimizer):
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
         self._traces = Traces()
-        self._last_step: StepInfo | None = None
-
-    @property
-    def policy(self) -> Any:
-        """The scaling policy, frozen."""
-        return self._policy
 
     @property
     def loss_scale(self) -> Any:
         """The variable that holds the loss scale."""
         return self._scale_state.loss_scale
-
-    @property
-    def last_step(self) -> StepInfo | None:
-        """What the last eager step did; None before it, and in graphs."""
-        return self._last_step
-
-    @property
-    def scale_state(self) -> Any:
-        """The policy's state, as tensors."""
-        return self._scale_state.read()
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
-        return metrics(self.scale_state)
-
-    def diagnose(self) -> str:
-        """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
-        return diagnose(self._policy, self._scale_state.read_on_host())
 
     def compute_gradients(
         self,
@@ -154,16 +128,7 @@ class LossScaleOptimizer(_Optimizer):
             return self._optimizer.apply_gradients(zip(fitted, variables, strict=True), global_step=global_step)
 
         name = name or f"{self.get_name()}_apply"
-        if not tf.distribute.has_strategy() or tf.__internal__.distribute.strategy_supports_no_merge_call():
-            return self._apply_or_skip(all_replicas(finite), lambda: apply(*grads), name)
-
-        def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
-            flag = strategy.experimental_local_results(finite)[0]
-            apply_everywhere = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
-            return self._apply_or_skip(flag, apply_everywhere, name)
-
-        context = tf.distribute.get_replica_context()
-        return context.merge_call(in_cross_replica_context, args=(all_replicas(finite), *grads))
+        return decide_together(finite, grads, apply, functools.partial(self._apply_or_skip, name=name))
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return the wrapped optimizer's slot for `var`, or None."""
@@ -203,11 +168,7 @@ class LossScaleOptimizer(_Optimizer):
             is_finite = bool(finite)
             if is_finite:
                 apply()
-            before = self._scale_state.read_on_host()
-            after = self._policy.update(before, is_finite)
-            self._scale_state.assign_changed(before, after)
-            self._last_step = step_info(before, after)
-            check_overflow_streak(self._policy, after)
+            self._update_on_host(is_finite)
             return None
 
         def apply_all() -> tf.Tensor:
@@ -253,10 +214,7 @@ def _require_optimizer(opt: Any) -> None:
 
 
 def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    try:
-        pairs = [(grad, variable) for grad, variable in grads_and_vars]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"grads_and_vars={grads_and_vars!r} must be (gradient, variable) pairs") from error
+    pairs = pairs_of(grads_and_vars)
     for _, variable in pairs:
         if not isinstance(variable, tf.Variable):
             raise ValueError(f"{variable!r} is no tf.Variable; pass (gradient, variable) pairs")

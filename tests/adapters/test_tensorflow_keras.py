@@ -254,6 +254,16 @@ def test_what_a_narrower_variable_cannot_hold_is_an_overflow(dtype, size):
     assert not optimizer.last_step.applied
 
 
+def test_a_float16_variable_below_a_scale_of_one():
+    """Its gradient is unscaled in float32, and must fit into float16 again."""
+    variable = keras.Variable(1.0, dtype="float16")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0**-20)
+    optimizer.scale_loss(tf.constant(0.0))
+    optimizer.apply([tf.constant(1.0, tf.float16)], [variable])
+    assert float(variable.numpy()) == 1.0
+    assert not optimizer.last_step.applied
+
+
 def test_traces_are_let_go():
     """No graph is kept alive by what was scaled in it."""
     optimizer, graphs = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0), []
