@@ -116,14 +116,15 @@ def finite_when_unscaled(leaves: list[Any], loss_scale: Any = None) -> tf.Tensor
     """Return whether all leaves are finite, and stay so when unscaled in float32 or wider.
 
     float32 and wider are proven finite by their sum of squares, which is one read at memory speed and proves the sums
-    of duplicates, too. Only where that is not finite itself, or the scale is below 1, is every element looked at.
+    of duplicates, too. Only where that is not finite itself, or the scale is below 1, is every element looked at;
+    and under XLA, which makes that the faster read.
     """
     if not leaves:
         return tf.constant(True)
     halves = [leaf for leaf in leaves if leaf.dtype in _HALF]
     others = [leaf for leaf in leaves if leaf.dtype not in _HALF]
     finite = _each_element_finite(halves)
-    proven = tf.math.is_finite(sum_of_squares([_values(leaf) for leaf in others])) if others else tf.constant(True)
+    proven = _proven_finite([_values(leaf) for leaf in others])
     if loss_scale is not None:
         proven &= loss_scale >= 1.0
         others = leaves
@@ -133,9 +134,44 @@ def finite_when_unscaled(leaves: list[Any], loss_scale: Any = None) -> tf.Tensor
     return finite & tf.cond(proven, lambda: tf.constant(True), lambda: _each_element_finite(others, inverse))
 
 
+def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
+    """Return whether the sum of squares proves `values` finite; under XLA, that nothing is proven."""
+
+    def prove() -> tf.Tensor:
+        return tf.math.is_finite(sum_of_squares(values))
+
+    if not values:
+        return tf.constant(True)
+    if tf.executing_eagerly():
+        return prove()
+    return tf.cond(_is_compiled_by_xla(), lambda: tf.constant(False), prove)
+
+
+def _is_compiled_by_xla() -> tf.Tensor:
+    """Return whether XLA compiles this graph, which tracing cannot know yet; true on devices of other kinds, too."""
+    kinds = ["CPU", "GPU"]
+    return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
+
+
 def _each_element_finite(leaves: list[Any], inverse: Any = None) -> tf.Tensor:
+    """Look at every element, those of the smallest leaf first.
+
+    What depends on a branch, XLA does not fuse with what follows; that is four times as quick to compile.
+    """
     if not leaves:
         return tf.constant(True)
+    first, *others = sorted(leaves, key=_static_size)
+    is_first_finite = _elements_finite([first], inverse)
+    if not others:
+        return is_first_finite
+    return tf.cond(is_first_finite, lambda: _elements_finite(others, inverse), lambda: tf.constant(False))
+
+
+def _static_size(leaf: Any) -> float:
+    return float(_values(leaf).shape.num_elements() or "inf")
+
+
+def _elements_finite(leaves: list[Any], inverse: Any) -> tf.Tensor:
     summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(each)])
 

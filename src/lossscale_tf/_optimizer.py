@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core.errors import CallOrderError
+from lossscale_tf._compiled import CompiledUpdates
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
 from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscale
 from lossscale_tf._norm import clip_factor, global_norm
@@ -40,7 +41,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     `inner_optimizer` is a Keras 3 or tf_keras optimizer. `loss_scale` (or `policy`) is anything `as_policy` takes; a
     bool stands for `dynamic` of `tf.keras.mixed_precision`, whose `initial_scale` and `dynamic_growth_steps` are taken
     too, with their defaults of 2**15 and 2000. `global_clipnorm` clips the unscaled gradients to that norm by the read
-    that proves them finite. A skipped step changes neither variables nor slots nor `iterations`.
+    that proves them finite. A skipped step changes neither variables nor slots nor `iterations`. With `jit_compile` the
+    update alone is compiled by XLA, and called where the gradients are finite.
 
     Follows the interface of `tf.keras.mixed_precision.LossScaleOptimizer`. In `tf.function` nothing synchronises with
     the host; eagerly, `apply_gradients` does once.
@@ -56,6 +58,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         dynamic: bool | None = None,
         policy: Any = None,
         global_clipnorm: float | None = None,
+        jit_compile: bool = False,
         name: str | None = None,
         optimizer: Any = None,
     ) -> None:
@@ -68,6 +71,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, name=name)
         self._policy = policy
         self._max_norm = global_clipnorm
+        self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
         self._scale_state = StateVariables(policy, self._make_variable)
         self.steps_with_missing_calls = 0
@@ -299,10 +303,17 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         finite &= finite_when_unscaled(narrowed)
 
         def apply(*grads: Any) -> tf.Tensor:
-            self._apply_to_inner([_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables)
+            if self._compiled_updates is None:
+                self._update(grads, factor, variables)
+            else:
+                self._compiled_updates.run(self._update, grads, factor, variables)
             return tf.constant(True)
 
         decide_together(finite, grads, apply, self._apply_or_skip)
+
+    def _update(self, grads: Any, factor: Any, variables: list[Any]) -> None:
+        """Apply gradients times `factor`, if there is one, in the variables' dtypes."""
+        self._apply_to_inner([_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables)
 
     def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any]) -> None:
         """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
@@ -389,6 +400,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "policy": policy_to_dict(self._policy),
             "global_clipnorm": self._max_norm,
+            "jit_compile": self._compiled_updates is not None,
         }
 
     @classmethod
@@ -400,7 +412,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         config = copy.deepcopy(config)
         inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
         if isinstance(inner, dict):
-            inner = keras.optimizers.deserialize(inner, custom_objects)
+            inner = _deserialized(inner, custom_objects)
         loss_scale = config.pop("loss_scale", None)
         if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
             loss_scale = policy_of_loss_scale(loss_scale)
@@ -416,6 +428,14 @@ def _require_optimizer(inner: Any) -> None:
         raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
     if not isinstance(inner, keras.optimizers.Optimizer) and not hasattr(inner, "apply_gradients"):
         raise TypeError(f"inner_optimizer={inner!r} is no Keras optimizer; pass one, such as keras.optimizers.Adam()")
+
+
+def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
+    if str(config.get("module")).startswith("tf_keras."):  # whose names Keras 3 would take for its own
+        import tf_keras
+
+        return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+    return keras.optimizers.deserialize(config, custom_objects)
 
 
 def _is_keras_3(optimizer: Any) -> bool:

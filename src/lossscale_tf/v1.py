@@ -75,6 +75,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         self._max_norm = global_clipnorm
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
+            self._one_at_a_time: Any = None if tf.executing_eagerly() else tf.CriticalSection(name="update")
         self._traces = Traces()
 
     @property
@@ -177,10 +178,18 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             ):
                 return tf.constant(True)
 
-        before = self._scale_state.read()
         applied = tf.cond(finite, apply_all, lambda: tf.constant(False))
-        updates = self._scale_state.assign(self._policy.update(before, finite, xp=tf))
-        return tf.group(applied, *updates, name=name)
+        return tf.group(applied, *self._update_in_graph(finite), name=name)
+
+    def _update_in_graph(self, finite: tf.Tensor) -> list[Any]:
+        """Update the state; a session, which keeps no order, may run several of these updates at a time."""
+
+        def update() -> list[Any]:
+            return self._scale_state.assign(self._policy.update(self._scale_state.read(), finite, xp=tf))
+
+        if tf.compat.v1.get_default_graph().building_function:
+            return update()
+        return self._one_at_a_time.execute(lambda: [tf.identity(each) for each in update()])
 
     def _warn_of_foreign_gradients(self, variables: list[Any]) -> None:
         pending = self._traces.current(variables if tf.executing_eagerly() else ())

@@ -368,6 +368,18 @@ def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
     assert [world.value(each) for each in optimizer.scale_state] == state
 
 
+def test_several_steps_in_one_run_of_a_session_all_count():
+    """Though a session runs their updates of one state in any order, and side by side."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
+        optimizer = _sgd(POLICY, rate=1e-3)
+        steps = [optimizer.minimize(tf.reduce_sum(variable**2) * factor) for factor in (1.0, 2.0, 3.0)]
+        session.run(tf1.global_variables_initializer())
+        for _ in range(100):
+            session.run(steps)
+        assert session.run(optimizer.scale_state.steps) == 300
+
+
 def test_a_checkpoint_keeps_slots():
     """Eagerly, with Adam: what goes on from a checkpoint is what went on without one."""
 
