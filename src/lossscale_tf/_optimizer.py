@@ -78,6 +78,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._is_initialised = True
 
     _is_initialised = False
+    _is_traced = False
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -103,14 +104,22 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self) -> int | None:
         """The policy's growth interval; None for a fixed scale.
 
-        Setting it replaces the policy, for eager steps and new traces; it works below the present count, too.
+        Setting it replaces the policy; it works below the present count, too. A step that is traced keeps the old one,
+        and a warning says so.
         """
         return getattr(self._policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
     def dynamic_growth_steps(self, steps: int) -> None:
-        if self._is_initialised:
-            self._policy = dataclasses.replace(self._policy, growth_interval=steps)
+        if not self._is_initialised:
+            return
+        self._policy = dataclasses.replace(self._policy, growth_interval=steps)
+        if self._is_traced:
+            warnings.warn(
+                f"dynamic_growth_steps={steps!r} does not reach a step that tf.function has traced; trace it again, for "
+                "fit by model.make_train_function(force=True)",
+                stacklevel=2,
+            )
 
     @property
     def initial_scale(self) -> float:
@@ -324,6 +333,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             return tf.constant(True)
 
         if not tf.executing_eagerly():
+            self._is_traced = True
             before = self._scale_state.read()
             tf.cond(finite, apply_summed, lambda: tf.constant(False))
             self._scale_state.assign(self._policy.update(before, finite, xp=tf))

@@ -339,6 +339,18 @@ def test_the_growth_interval_can_be_lowered():
     assert optimizer.loss_scale == 8.0
 
 
+def test_a_lowered_growth_interval_reaches_fit_when_it_is_traced_again():
+    """And a warning says that it must be."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
+    model = _model(optimizer)
+    _fit(model)
+    with pytest.warns(UserWarning, match=r"dynamic_growth_steps=2 .* make_train_function\(force=True\)"):
+        optimizer.dynamic_growth_steps = 2
+    model.make_train_function(force=True)
+    _fit(model)
+    assert optimizer.loss_scale == 4.0 * 2.0**2  # four steps more: one reaches the interval, the third does again
+
+
 def test_a_streak_of_overflows_is_an_error():
     """Eagerly, where the flag is on the host anyway."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(max_overflow_streak=3))

@@ -33,7 +33,7 @@ DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 ADAPTERS = {
     "lossscale_torch": {"torch"},
     "lossscale_jax": {"jax"},
-    "lossscale_tf": {"tensorflow", "keras"},
+    "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
 }
 
 
