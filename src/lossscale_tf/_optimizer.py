@@ -104,7 +104,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self) -> int | None:
         """The policy's growth interval; None for a fixed scale.
 
-        Setting it replaces the policy; it works below the present count, too. A step that is traced keeps the old one,
+        Setting it replaces the policy, below the present count, too. A step that is traced keeps the old one,
         and a warning says so.
         """
         return getattr(self._policy, "growth_interval", None)
@@ -116,7 +116,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._policy = dataclasses.replace(self._policy, growth_interval=steps)
         if self._is_traced:
             warnings.warn(
-                f"dynamic_growth_steps={steps!r} does not reach a step that tf.function has traced; trace it again, for "
+                f"dynamic_growth_steps={steps!r} does not reach a step that is traced already; trace it again, for "
                 "fit by model.make_train_function(force=True)",
                 stacklevel=2,
             )

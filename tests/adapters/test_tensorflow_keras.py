@@ -344,7 +344,7 @@ def test_a_lowered_growth_interval_reaches_fit_when_it_is_traced_again():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
     model = _model(optimizer)
     _fit(model)
-    with pytest.warns(UserWarning, match=r"dynamic_growth_steps=2 .* make_train_function\(force=True\)"):
+    with pytest.warns(UserWarning, match=r"dynamic_growth_steps=2 .*make_train_function\(force=True\)"):
         optimizer.dynamic_growth_steps = 2
     model.make_train_function(force=True)
     _fit(model)
