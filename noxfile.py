@@ -1,8 +1,8 @@
 """Every check of the project, each in a virtual environment of its own.
 
 nox                                  all of them, as CI does
-nox -s tests                         the core's tests, without any framework
-nox -s "tests(framework='numpy')"    one framework's tests
+nox -s "tests(framework='numpy')"    the core's tests, without any framework
+nox -s "tests(framework='torch')"    one framework's
 nox -s bench -- --output-folder docs/benchmarks
 """
 
@@ -46,15 +46,17 @@ def typing(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("framework", list(FRAMEWORKS))
 def tests(session: nox.Session, framework: str) -> None:
-    """Run one framework's tests with only that framework installed: `nox -s "tests(framework='numpy')"`."""
+    """Run one framework's tests, and its benchmark quickly, where the others are not installed."""
     session.install("-e", ".[demo]", *_group("test"))
     if framework == "numpy":
         session.run("pytest", "-n", "auto", *session.posargs)
+        session.run("python", "benchmarks/bench_core.py", "--quick")
         return
     session.install(FRAMEWORKS[framework], *_group(f"{framework}-test"))
     if framework == "torch":
         session.install("--no-deps", "timm>=1.0.31")  # its torchvision has no build for this torch
     session.run("pytest", "-n", "auto", *map(str, sorted(Path("tests/adapters").glob(f"test_{framework}_*.py"))))
+    session.run("python", f"benchmarks/bench_{framework}.py", "--quick")
 
 
 @nox.session
@@ -88,12 +90,15 @@ def build(session: nox.Session) -> None:
     shutil.copy("pyproject.toml", elsewhere)
     session.chdir(elsewhere)
     session.run("python", "-c", "import lossscale_core as c; assert 'site-packages' in c.__file__, c.__file__")
-    session.run("pytest", "tests/core", "-n", "auto")
+    exhaustive = [
+        f"--ignore=tests/core/test_{name}.py" for name in ("demo", "policy_rule")
+    ]  # of the code, not the wheel
+    session.run("pytest", "tests/core", "-n", "auto", *exhaustive)
 
 
-@nox.session
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `nox -s bench -- --output-folder docs/benchmarks`."""
     session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"), *_group("tensorflow-test"))
     for name in ("core", "torch", "jax", "tensorflow"):
-        session.run("python", f"benchmarks/bench_{name}.py", *(session.posargs or ["--quick"]))
+        session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)
