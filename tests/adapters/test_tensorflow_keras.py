@@ -13,7 +13,7 @@ import tf_keras
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
-from lossscale_tf import LossScaleLogger, LossScaleOptimizer
+from lossscale_tf import LossScaleOptimizer
 
 INF = float("inf")
 INPUTS = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -60,6 +60,8 @@ INNERS = {
     "plain": lambda: keras.optimizers.Adam(0.01),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9),
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.1),
     "EMA": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
@@ -365,17 +367,3 @@ def test_fit_under_a_strategy_skips_on_every_replica():
     for before, after in zip(*weights[LossScaleOptimizer], strict=True):
         np.testing.assert_array_equal(before, after)
     assert not all(np.isfinite(each).all() for each in weights[keras.optimizers.LossScaleOptimizer][1])
-
-
-def test_the_logger_puts_the_scale_into_the_logs(tmp_path):
-    """`History` and `CSVLogger` see it, epoch by epoch; a model without loss scaling is left alone."""
-    model = _model(LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY), jit_compile=False)
-    loggers = [LossScaleLogger(every_n_batches=2), keras.callbacks.CSVLogger(tmp_path / "log.csv")]
-    history = model.fit(INPUTS, TARGETS, batch_size=16, epochs=2, verbose=0, callbacks=loggers).history
-    assert history["loss_scale"] == [2.0**11, 2.0**12]
-    assert history["skipped_steps"] == [0, 0]
-    assert (tmp_path / "log.csv").read_text().startswith("epoch,loss,loss_scale,skipped_steps")
-    plain = _model(keras.optimizers.SGD(0.0), jit_compile=False)
-    assert "loss_scale" not in plain.fit(INPUTS, TARGETS, verbose=0, callbacks=[LossScaleLogger()]).history
-    with pytest.raises(ValueError, match="every_n_batches=0"):
-        LossScaleLogger(0)
