@@ -128,3 +128,155 @@ def test_every_way_to_run(way):
 def test_mixed_float16(way):
     """As in float32, but for rounding; `compile` does not wrap a second time."""
     _run(WAYS[way], atol=1e-3)
+
+
+def _bare():
+    return keras.optimizers.Adam(0.01)
+
+
+def _wrapped():
+    return LossScaleOptimizer(_bare(), POLICY)
+
+
+def _both(train, steps=6):
+    """Train twice: with the bare optimizer, and wrapped with a batch more, which overflows."""
+    inputs, targets = _data(steps)
+    spoilt = np.insert(inputs, ROWS, INF, axis=0)
+    spoilt = np.insert(spoilt, [ROWS] * (ROWS - 1), 0.0, axis=0)
+    return train(_wrapped(), spoilt, np.insert(targets, [ROWS] * ROWS, 0.0, axis=0)), train(_bare(), inputs, targets)
+
+
+def test_layers_frozen_and_unfrozen():
+    """Between fits, as with the bare optimizer: what is frozen stays, what is unfrozen moves, slots go on."""
+
+    def train(optimizer, inputs, targets):
+        model = _model(optimizer, jit_compile=False)
+        optimizer.build(model.trainable_variables)
+        for trainable in (True, False, True):
+            before = model.get_layer("first").get_weights()
+            model.get_layer("first").trainable = trainable
+            model.compile(optimizer, loss="mse", jit_compile=False)
+            _fit(model, inputs, targets)
+            assert trainable != all(map(np.array_equal, before, model.get_layer("first").get_weights()))
+        return model
+
+    wrapped, bare = _both(train)
+    _assert_close(wrapped, bare)
+    assert int(wrapped.optimizer.metrics()["skipped_steps"]) == 3
+
+
+def test_variables_it_was_not_built_with():
+    """Are refused in Keras's words."""
+    model = _model(_wrapped(), jit_compile=False)
+    model.get_layer("first").trainable = False
+    model.compile(model.optimizer, loss="mse", jit_compile=False)
+    _fit(model, *_data(2))
+    model.get_layer("first").trainable = True
+    model.compile(model.optimizer, loss="mse", jit_compile=False)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        _fit(model, *_data(2))
+
+
+class Step(keras.Model):
+    """A model with a `train_step` of its own, which follows one of the two documented protocols."""
+
+    def __init__(self, protocol):
+        super().__init__()
+        self.protocol, self.dense = protocol, keras.layers.Dense(1)
+
+    def call(self, inputs):
+        """Return the output."""
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        """Take a step."""
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(inputs, targets, self(inputs, training=True))
+            scaled = (
+                self.optimizer.scale_loss(loss) if self.protocol == "Keras 3" else self.optimizer.get_scaled_loss(loss)
+            )
+        grads = tape.gradient(scaled, self.trainable_variables)
+        if self.protocol == "Keras 3":
+            self.optimizer.apply(grads, self.trainable_variables)
+        else:
+            grads = self.optimizer.get_unscaled_gradients(grads)
+            self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("options", [{"jit_compile": False}, {"run_eagerly": True}], ids=str)
+def test_a_train_step_of_ones_own(options):
+    """By either protocol it ends with the weights of `fit`'s own."""
+    inputs, targets = _data(6)
+    weights = {}
+    for protocol in ("Keras 3", "tf.keras", None):
+        keras.utils.set_random_seed(0)
+        model = Step(protocol) if protocol else keras.Sequential([keras.layers.Dense(1)])
+        model.compile(optimizer=_wrapped(), loss="mse", **options)
+        _fit(model, _spoilt(inputs, [0, 9]), targets)
+        assert int(model.optimizer.metrics()["applied_steps"]) == 4
+        assert model.optimizer.steps_with_missing_calls == 0
+        weights[protocol] = model.get_weights()
+    for protocol in ("Keras 3", "tf.keras"):
+        for ours, expected in zip(weights[protocol], weights[None], strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+CALLBACKS = {
+    "LearningRateScheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+    "ReduceLROnPlateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=INF),
+    "SwapEMAWeights": lambda: keras.callbacks.SwapEMAWeights(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_reach_the_inner_optimizer(name):
+    """They set its learning rate and swap its averages, as if it were not wrapped."""
+
+    def train(optimizer, inputs, targets):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner.use_ema = name == "SwapEMAWeights"
+        model = _model(optimizer, jit_compile=False)
+        _fit(model, inputs, targets, epochs=3, callbacks=[CALLBACKS[name]()])
+        return model
+
+    wrapped, bare = _both(train)
+    _assert_close(wrapped, bare)
+    assert float(wrapped.optimizer.learning_rate) == float(bare.optimizer.learning_rate)
+
+
+EVERY = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"]
+EVERY += ["RMSprop", "SGD"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_optimizer_of_keras(name):
+    """A skipped step between two others leaves no trace in it, to the last bit."""
+    grads = [np.full((2, 2), 0.5, np.float32), np.full((2, 2), INF, np.float32), np.eye(2, dtype=np.float32)]
+
+    def train(optimizer, grads):
+        variable = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
+        for grad in grads:
+            loss_scale = optimizer.scale_loss(tf.constant(1.0))
+            optimizer.apply([grad * loss_scale], [variable])
+        return [each.numpy() for each in (variable, *getattr(optimizer, "inner_optimizer", optimizer).variables)]
+
+    make = getattr(keras.optimizers, name)
+    wrapped, bare = train(LossScaleOptimizer(make(0.1), POLICY), grads), train(make(0.1), grads[::2])
+    assert all(ours.tobytes() == theirs.tobytes() for ours, theirs in zip(wrapped, bare, strict=True))
+
+
+def test_scales_stay_finite_and_positive():
+    """However long nothing or everything overflows; the step after trains."""
+    inputs, targets = _data(200)
+    for spoilt, start, end in ((np.arange(len(inputs)), 8.0, 1.0), ([], 2.0**100, 2.0**126)):
+        policy = DynamicScaling(init_scale=start, growth_interval=1, max_scale=2.0**126)
+        model = _model(LossScaleOptimizer(keras.optimizers.SGD(0.01), policy), jit_compile=False)
+        before = model.get_weights()
+        _fit(model, _spoilt(inputs * 1e-30, spoilt), targets * 1e-30)
+        assert float(model.optimizer.loss_scale) == end
+        assert bool(len(spoilt)) == all(map(np.array_equal, before, model.get_weights()))
+        _fit(model, inputs[:ROWS], targets[:ROWS])
+        assert all(np.isfinite(each).all() for each in model.get_weights())
