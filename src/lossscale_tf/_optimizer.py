@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
 from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscale
 from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
 from lossscale_tf._wrapper import Wrapper, decide_together, merges_replicas, pairs_of, require_clipnorm
@@ -69,6 +69,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._policy = policy
         self._max_norm = global_clipnorm
         self._traces = Traces()
+        self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
         self.steps_with_missing_calls = 0
         self._is_initialised = True
@@ -222,35 +223,32 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         if hasattr(inner, "add_slot"):
             return inner.add_slot(var, slot_name, initializer)
-        if not _is_keras_3(inner):
-            return inner.add_variable_from_reference(var, slot_name)
-        return inner.add_variable_from_reference(var, slot_name, initializer=initializer)
+        if _is_keras_3(inner):
+            slot = inner.add_variable_from_reference(var, slot_name, initializer=initializer)
+        else:
+            value = keras.initializers.get(initializer)(var.shape, var.dtype)
+            slot = inner.add_variable_from_reference(var, slot_name, initial_value=value)
+        self._slots.add(var, slot_name, slot)
+        return slot
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the inner optimizer's slots."""
         if hasattr(self.inner_optimizer, "get_slot_names"):
             return list(self.inner_optimizer.get_slot_names())
-        return list(dict.fromkeys(name for _, name in self._slots()))
+        return list(dict.fromkeys(name for _, name in self._slots.find(self.weights, self._trainable_variables)))
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         """Return the inner optimizer's slot for `var`, or None."""
-        if hasattr(self.inner_optimizer, "get_slot"):
+        if not hasattr(self.inner_optimizer, "get_slot"):
+            return self._slots.find(self.weights, self._trainable_variables).get((id(var), slot_name))
+        try:
             return self.inner_optimizer.get_slot(var, slot_name)
-        return self._slots().get((_slot_prefix(var), slot_name))
+        except KeyError:  # tf_keras's way to say that there is none
+            return None
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Tell the inner optimizer which variables not to decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
-
-    def _slots(self) -> dict[tuple[str, str], Any]:
-        """Return a Keras 3 optimizer's slots by their variable and name, which it keeps in theirs."""
-        prefixes = [_slot_prefix(variable) for variable in self._trainable_variables]
-        return {
-            (prefix, slot.name.removeprefix(prefix)): slot
-            for slot in self.inner_optimizer.variables
-            for prefix in prefixes
-            if slot.name.startswith(prefix)
-        }
 
     def _build(self, variables: list[Any]) -> None:
         with tf.init_scope(), keras.name_scope(self.name):
@@ -420,11 +418,6 @@ def _require_optimizer(inner: Any) -> None:
 
 def _is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer)
-
-
-def _slot_prefix(variable: Any) -> str:
-    """Return what a Keras 3 optimizer's slots for `variable` begin their names with."""
-    return re.sub(r"[/:]", "_", getattr(variable, "path", variable.name)) + "_"
 
 
 def _spelled(name: str) -> str:
