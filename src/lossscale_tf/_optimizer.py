@@ -204,6 +204,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         keras.optimizers.Optimizer.build(self, variables)
 
     @property
+    def variables(self) -> list[Any]:
+        """The wrapper's own variables, the state's among them, then the inner optimizer's."""
+        return [*self._variables, *self.weights]
+
+    @property
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""
         inner = self.inner_optimizer

@@ -184,6 +184,7 @@ def test_promise_073_slots_of_every_optimizer(optimizers):
         slot = optimizer.get_slot(variable, name)
         assert slot.shape == variable.shape
         assert np.abs(slot.numpy()).tolist() in (variable.numpy().tolist(), (4 * variable).numpy().tolist())
+    assert {id(each) for each in optimizer.weights} < {id(each) for each in optimizer.variables}
     mine = optimizer.add_slot(variables[1], "mine", initializer="ones")
     assert mine.numpy().tolist() == [1.0]
     assert optimizer.get_slot(variables[1], "mine") is mine
