@@ -309,8 +309,11 @@ def test_promises_069_070_get_gradients():
     variable, other = tf.Variable(3.0), tf.Variable(1.0)
     grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
     assert [float(grad) for grad in grads] == [6.0]
+    for mode in GRAPH.values():
+        with pytest.raises(ValueError, match="no gradient with respect to"):
+            mode(lambda: optimizer.get_gradients(lambda: variable**2, [variable, other]))()
     with pytest.raises(ValueError, match="no gradient with respect to"):
-        optimizer.get_gradients(lambda: variable**2, [other])
+        tf.function(lambda: optimizer.get_gradients(variable**2, [other]), autograph=False)()
 
 
 @EACH_MODE
