@@ -18,7 +18,7 @@ from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscal
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
-from lossscale_tf._trace import Traces
+from lossscale_tf._trace import Tally, Traces
 from lossscale_tf._wrapper import Wrapper, decide_together, merges_replicas, pairs_of, require_clipnorm
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
@@ -71,10 +71,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._traces = Traces()
         self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
-        self.steps_with_missing_calls = 0
+        self._missing_calls = Tally()
         self._is_initialised = True
 
     _is_initialised = False
+    _has_warned = False
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -123,6 +124,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def iterations(self) -> Any:
         """The inner optimizer's count of applied steps."""
         return self.inner_optimizer.iterations
+
+    @property
+    def steps_with_missing_calls(self) -> int:
+        """How many steps of one's own loop missed scaling or unscaling. Synchronises with the host."""
+        return int(self._missing_calls)
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients."""
@@ -346,8 +352,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         ]
         if not missing:
             return
-        self.steps_with_missing_calls += 1
-        if self.steps_with_missing_calls == 1:
+        self._missing_calls.add()
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
                 "gradient and get_unscaled_gradients after it, each once a step, or use minimize",

@@ -358,19 +358,46 @@ def test_promises_083_084_085_growth_and_backoff(optimizers, mode):
     assert seen == [(4.0, 1, -1.0), (8.0, 0, -2.0), (8.0, 1, -3.0), (4.0, 0, -3.0), (4.0, 1, -4.0)]
 
 
-def test_promises_072_080_each_exactly_once():
-    """A missing call is named, counted, and said once; unscaling twice is an error."""
+@EACH_MODE
+def test_promises_072_080_each_exactly_once(mode):
+    """A missing call is named, said once, and counted at each step; unscaling twice is an error."""
     optimizer, variable = _wrapped(), tf.Variable(1.0)
-    optimizer.get_scaled_loss(tf.constant(1.0))
-    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+    optimizer.build([variable])
+
+    def unscales_not():
+        optimizer.get_scaled_loss(tf.constant(1.0))
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
-    optimizer.apply_gradients([(tf.constant(1.0), variable)])  # said once
+
+    step = mode(unscales_not)
+    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+        step()
+    step()
     assert optimizer.steps_with_missing_calls == 2
-    _apply(optimizer, variable, tf.constant(1.0))
-    assert optimizer.steps_with_missing_calls == 2
-    grads = optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    mode(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))()
+    assert optimizer.steps_with_missing_calls == 3
+    mode(lambda: _apply(optimizer, variable, tf.constant(1.0)))()
+    assert optimizer.steps_with_missing_calls == 3
+
+    def unscales_twice():
+        optimizer.get_unscaled_gradients(optimizer.get_unscaled_gradients([tf.constant(1.0)]))
+
     with pytest.raises(RuntimeError, match="unscaled already"):
-        optimizer.get_unscaled_gradients(grads)
+        mode(unscales_twice)()
+
+
+def test_promise_080_over_replicas():
+    """A step of all of them counts once."""
+    with STRATEGY.scope():
+        variable, optimizer = tf.Variable(1.0), _wrapped()
+
+    @tf.function(autograph=False)
+    def step():
+        STRATEGY.run(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))
+
+    with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
+        step()
+    step()
+    assert optimizer.steps_with_missing_calls == 2
 
 
 def test_promises_081_086_fixed():
