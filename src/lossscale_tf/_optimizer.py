@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +17,9 @@ from lossscale_tf._compiled import CompiledUpdates
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
 from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscale
 from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
-from lossscale_tf._trace import Traces
+from lossscale_tf._trace import Tally, Traces
 from lossscale_tf._wrapper import Wrapper, decide_together, merges_replicas, pairs_of, require_clipnorm
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
@@ -73,12 +73,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._max_norm = global_clipnorm
         self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
+        self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
-        self.steps_with_missing_calls = 0
+        self._missing_calls = Tally()
         self._is_initialised = True
 
     _is_initialised = False
     _is_traced = False
+    _has_warned = False
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -135,6 +137,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def iterations(self) -> Any:
         """The inner optimizer's count of applied steps."""
         return self.inner_optimizer.iterations
+
+    @property
+    def steps_with_missing_calls(self) -> int:
+        """How many steps of one's own loop missed scaling or unscaling. Synchronises with the host."""
+        return int(self._missing_calls)
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients."""
@@ -216,6 +223,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         keras.optimizers.Optimizer.build(self, variables)
 
     @property
+    def variables(self) -> list[Any]:
+        """The wrapper's own variables, the state's among them, then the inner optimizer's."""
+        return [*self._variables, *self.weights]
+
+    @property
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""
         inner = self.inner_optimizer
@@ -235,35 +247,32 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         if hasattr(inner, "add_slot"):
             return inner.add_slot(var, slot_name, initializer)
-        if not _is_keras_3(inner):
-            return inner.add_variable_from_reference(var, slot_name)
-        return inner.add_variable_from_reference(var, slot_name, initializer=initializer)
+        if _is_keras_3(inner):
+            slot = inner.add_variable_from_reference(var, slot_name, initializer=initializer)
+        else:
+            value = keras.initializers.get(initializer)(var.shape, var.dtype)
+            slot = inner.add_variable_from_reference(var, slot_name, initial_value=value)
+        self._slots.add(var, slot_name, slot)
+        return slot
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the inner optimizer's slots."""
         if hasattr(self.inner_optimizer, "get_slot_names"):
             return list(self.inner_optimizer.get_slot_names())
-        return list(dict.fromkeys(name for _, name in self._slots()))
+        return list(dict.fromkeys(name for _, name in self._slots.find(self.weights, self._trainable_variables)))
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         """Return the inner optimizer's slot for `var`, or None."""
-        if hasattr(self.inner_optimizer, "get_slot"):
+        if not hasattr(self.inner_optimizer, "get_slot"):
+            return self._slots.find(self.weights, self._trainable_variables).get((id(var), slot_name))
+        try:
             return self.inner_optimizer.get_slot(var, slot_name)
-        return self._slots().get((_slot_prefix(var), slot_name))
+        except KeyError:  # tf_keras's way to say that there is none
+            return None
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Tell the inner optimizer which variables not to decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
-
-    def _slots(self) -> dict[tuple[str, str], Any]:
-        """Return a Keras 3 optimizer's slots by their variable and name, which it keeps in theirs."""
-        prefixes = [_slot_prefix(variable) for variable in self._trainable_variables]
-        return {
-            (prefix, slot.name.removeprefix(prefix)): slot
-            for slot in self.inner_optimizer.variables
-            for prefix in prefixes
-            if slot.name.startswith(prefix)
-        }
 
     def _build(self, variables: list[Any]) -> None:
         with tf.init_scope(), keras.name_scope(self.name):
@@ -364,8 +373,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         ]
         if not missing:
             return
-        self.steps_with_missing_calls += 1
-        if self.steps_with_missing_calls == 1:
+        self._missing_calls.add()
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
                 "gradient and get_unscaled_gradients after it, each once a step, or use minimize",
@@ -450,11 +460,6 @@ def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
 
 def _is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer)
-
-
-def _slot_prefix(variable: Any) -> str:
-    """Return what a Keras 3 optimizer's slots for `variable` begin their names with."""
-    return re.sub(r"[/:]", "_", getattr(variable, "path", variable.name)) + "_"
 
 
 def _spelled(name: str) -> str:

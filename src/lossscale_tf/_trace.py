@@ -74,6 +74,23 @@ class Traces:
         return Traces, ()
 
 
+class Tally:
+    """A count that goes on where a traced step runs, not only where it is traced."""
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self._count = tf.Variable(
+                0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+            )
+
+    def add(self) -> None:
+        """Count one more, for all replicas together."""
+        self._count.assign_add(1)
+
+    def __int__(self) -> int:
+        return int(self._count.numpy())
+
+
 def _replica() -> int:
     context = tf.distribute.get_replica_context()
     return 0 if context is None else int(tf.get_static_value(context.replica_id_in_sync_group) or 0)

@@ -95,8 +95,12 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         """Return (gradient, variable) pairs of `loss`, unscaled, in the variables' dtypes; a gradient may be None.
 
         `loss` is a tensor, or a callable without arguments, as it must be eagerly. Halves are scaled and unscaled in
-        float32. The other arguments are those of `tf.compat.v1.train.Optimizer`.
+        float32. The other arguments are those of `tf.compat.v1.train.Optimizer`; the last four do nothing eagerly.
+        Raises `ValueError` for what is no variable.
         """
+        _require_variables([] if var_list is None else tf.nest.flatten(var_list))
+        if tf.executing_eagerly():
+            grad_loss = None
         state = self._scale_state.read()
         scaled = (lambda: scale(loss(), state)) if callable(loss) else scale(loss, state)
         pairs = self._optimizer.compute_gradients(
@@ -224,10 +228,14 @@ def _require_optimizer(opt: Any) -> None:
 
 def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     pairs = pairs_of(grads_and_vars)
-    for _, variable in pairs:
-        if not isinstance(variable, tf.Variable):
-            raise ValueError(f"{variable!r} is no tf.Variable; pass (gradient, variable) pairs")
+    _require_variables([variable for _, variable in pairs])
     return pairs
+
+
+def _require_variables(variables: list[Any]) -> None:
+    for variable in variables:
+        if not isinstance(variable, tf.Variable):
+            raise ValueError(f"{variable!r} is no tf.Variable; gradients are taken of variables and applied to them")
 
 
 def _fitted(grad: Any, variable: Any, factor: Any) -> Any:

@@ -10,30 +10,37 @@ from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer, v1
 
-STEPS = 200
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 
 
-def main(kind: str) -> None:
-    """Train with the wrapper of that kind."""
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+def _optimizer(kind: str):
+    if kind == "v1":
+        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY)
+    return LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY)
+
+
+def _take_step(optimizer, variable, victim, sums: bool) -> None:
+    """Take a step on this replica; with `sums`, the gradient is summed over replicas before it is applied."""
+    context = tf.distribute.get_replica_context()
+    factor = tf.where(context.replica_id_in_sync_group == victim, float("inf"), 1.0)
+    loss = lambda: tf.reduce_sum(variable**2) * factor  # noqa: E731
+    if not sums:
+        optimizer.minimize(loss, var_list=[variable])
+        return
+    grads = context.all_reduce("sum", optimizer.get_gradients(loss, [variable]))
+    optimizer.apply_gradients(zip(grads, [variable], strict=True), experimental_aggregate_gradients=False)
+
+
+def _train(strategy, kind: str, steps: int, graph: bool, sums: bool) -> list:
+    """Return the bits of the variable and of the slots after so many steps, each of which was checked."""
     with strategy.scope():
-        variable = tf.Variable([1.0, 2.0])
-        if kind == "v1":
-            optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY)
-        else:
-            optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY)
+        variable, optimizer = tf.Variable([1.0, 2.0]), _optimizer(kind)
 
-    def on_replica(victim):
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        factor = tf.where(replica == victim, float("inf"), 1.0)
-        optimizer.minimize(lambda: tf.reduce_sum(variable**2) * factor, var_list=[variable])
-
-    @tf.function(autograph=False)
     def step(victim):
-        strategy.run(on_replica, args=(victim,))
+        strategy.run(_take_step, args=(optimizer, variable, victim, sums))
 
-    victims = np.random.default_rng(0).integers(0, 5, STEPS)
+    step = tf.function(step, autograph=False) if graph else step
+    victims = np.random.default_rng(0).integers(0, 5, steps)
     expected = simulate(POLICY, list(victims >= 2))
     for n, victim in enumerate(victims):
         before = variable.numpy()
@@ -41,7 +48,14 @@ def main(kind: str) -> None:
         assert np.array_equal(before, variable.numpy()) == (victim < 2), n
         assert optimizer.loss_scale.numpy() == expected.loss_scale_after[n], n
     inner = optimizer.variables() if kind == "v1" else optimizer.inner_optimizer.variables
-    print([np.asarray(each.numpy()).tobytes().hex() for each in (variable, *inner)])
+    return [np.asarray(each.numpy()).tobytes().hex() for each in (variable, *inner)]
+
+
+def main(kind: str) -> None:
+    """Train in a graph and eagerly, and with the Keras wrapper after a sum of one's own, too."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    for sums in (False, True) if kind == "keras" else (False,):
+        print(_train(strategy, kind, 200, True, sums), _train(strategy, kind, 10, False, sums))
 
 
 if __name__ == "__main__":

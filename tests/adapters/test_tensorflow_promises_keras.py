@@ -1,6 +1,7 @@
 """What `tf.keras.mixed_precision`'s documents promise of their `LossScaleOptimizer`, promise by promise (48 to 99).
 
-The numbers are those of `docs/tensorflow-promises.md`. Each is tried eagerly and in `tf.function` where that differs.
+The numbers are those of `docs/tensorflow-promises.md`. Each is tried eagerly and in `tf.function` where that differs,
+and around the optimizers of Keras 3 and both generations of tf_keras where it is about what they do.
 """
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from lossscale_core import DynamicScaling, FixedScaling
 from lossscale_tf import LossScaleOptimizer
@@ -18,17 +20,27 @@ from lossscale_tf import LossScaleOptimizer
 GRAPH = {"eager": lambda function: function, "graph": lambda function: tf.function(function, autograph=False)}
 EACH_MODE = pytest.mark.parametrize("mode", GRAPH.values(), ids=GRAPH)
 INF = float("inf")
+OPTIMIZERS = {
+    "Keras 3": keras.optimizers,
+    "tf_keras, new": tf_keras.optimizers,
+    "tf_keras, legacy": tf_keras.optimizers.legacy,
+}
 
 
-def _wrapped(*args, rate=0.25, **kwargs):
-    return LossScaleOptimizer(keras.optimizers.SGD(rate), *args, **kwargs)
+@pytest.fixture(params=OPTIMIZERS.values(), ids=OPTIMIZERS)
+def optimizers(request):
+    return request.param
+
+
+def _wrapped(*args, rate=0.25, of=keras.optimizers, **kwargs):
+    return LossScaleOptimizer(of.SGD(rate), *args, **kwargs)
 
 
 def _apply(optimizer, variable, grad):
     """Apply an unscaled gradient, as a loop of one's own does."""
     optimizer.get_scaled_loss(tf.constant(0.0))
     (grad,) = optimizer.get_unscaled_gradients([grad * optimizer.loss_scale])
-    optimizer.apply_gradients([(grad, variable)])
+    return optimizer.apply_gradients([(grad, variable)])
 
 
 def test_promise_048_constructor():
@@ -60,9 +72,9 @@ def test_promise_051_a_policy():
 
 
 @EACH_MODE
-def test_promise_052_scaling_in_minimize_and_get_gradients(mode):
+def test_promise_052_scaling_in_minimize_and_get_gradients(optimizers, mode):
     """The loss is scaled on the way, the gradients come out unscaled."""
-    optimizer = _wrapped(4.0)
+    optimizer = _wrapped(4.0, of=optimizers)
     variable = tf.Variable(3.0)
 
     @tf.custom_gradient
@@ -80,9 +92,9 @@ def test_promise_052_scaling_in_minimize_and_get_gradients(mode):
 
 
 @EACH_MODE
-def test_promise_053_the_scale_is_updated(mode):
+def test_promise_053_the_scale_is_updated(optimizers, mode):
     """In `minimize` and in `apply_gradients`."""
-    optimizer = _wrapped(DynamicScaling(init_scale=2.0, growth_interval=1))
+    optimizer = _wrapped(DynamicScaling(init_scale=2.0, growth_interval=1), of=optimizers)
     variable = tf.Variable(1.0)
     mode(lambda: optimizer.minimize(lambda: variable**2, [variable]))()
     assert optimizer.loss_scale == 4.0
@@ -91,9 +103,9 @@ def test_promise_053_the_scale_is_updated(mode):
 
 
 @pytest.mark.parametrize("make", [lambda inner: LossScaleOptimizer(inner, "dynamic"), LossScaleOptimizer])
-def test_promises_054_055_077_078_079_the_examples(make):
+def test_promises_054_055_077_078_079_the_examples(optimizers, make):
     """Both documents' examples print 0.5 and 0.25."""
-    opt = make(keras.optimizers.SGD(0.25))
+    opt = make(optimizers.SGD(0.25))
     var = tf.Variable(1.0)
     loss_fn = lambda: var**2  # noqa: E731
     opt.minimize(loss_fn, var_list=var)
@@ -108,24 +120,24 @@ def test_promises_054_055_077_078_079_the_examples(make):
 
 
 @EACH_MODE
-def test_promises_056_064_087_iterations(mode):
+def test_promises_056_064_087_iterations(optimizers, mode):
     """Counts applied steps; a skipped one changes nothing, slots included."""
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    optimizer = LossScaleOptimizer(optimizers.Adam(0.1))
     variable = tf.Variable([1.0, 2.0])
     step = mode(lambda grad: _apply(optimizer, variable, grad))
     step(tf.constant([1.0, 1.0]))
     assert int(optimizer.iterations) == 1
-    before = [v.numpy() for v in (variable, *optimizer.inner_optimizer.variables)]
+    before = [v.numpy() for v in (variable, *optimizer.weights)]
     step(tf.constant([1.0, INF]))
-    after = [v.numpy() for v in (variable, *optimizer.inner_optimizer.variables)]
+    after = [v.numpy() for v in (variable, *optimizer.weights)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after, strict=True))
     assert int(optimizer.iterations) == 1
     assert int(optimizer.metrics()["steps"]) == 2
 
 
-def test_promise_057_learning_rate():
+def test_promise_057_learning_rate(optimizers):
     """`learning_rate` and `lr`, read and set."""
-    optimizer = _wrapped()
+    optimizer = _wrapped(of=optimizers)
     assert float(optimizer.learning_rate) == float(optimizer.lr) == 0.25
     optimizer.lr = 0.5
     assert float(optimizer.inner_optimizer.learning_rate) == 0.5
@@ -161,12 +173,30 @@ def test_promises_059_060_073_090_weights_and_slots(make):
     assert inner._exclude_from_weight_decay_pattern.pattern == "bias"
 
 
-def test_promises_061_062_063_over_replicas():
+def test_promise_073_slots_of_every_optimizer(optimizers):
+    """By name and variable, though variables may be named alike, and one's name may begin with another's."""
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0]), tf.Variable([[4.0]], name="w")]
+    variables.append(tf.Variable([[[5.0]]], name="w_0_b"))
+    optimizer = LossScaleOptimizer(optimizers.SGD(0.25, momentum=0.5))
+    optimizer.minimize(lambda: tf.add_n([tf.reduce_sum(variable**2) for variable in variables]), variables)
+    (name,) = optimizer.get_slot_names()
+    for variable in variables:
+        slot = optimizer.get_slot(variable, name)
+        assert slot.shape == variable.shape
+        assert np.abs(slot.numpy()).tolist() in (variable.numpy().tolist(), (4 * variable).numpy().tolist())
+    assert {id(each) for each in optimizer.weights} < {id(each) for each in optimizer.variables}
+    mine = optimizer.add_slot(variables[1], "mine", initializer="ones")
+    assert mine.numpy().tolist() == [1.0]
+    assert optimizer.get_slot(variables[1], "mine") is mine
+    assert optimizer.get_slot(variables[0], "mine") is None
+
+
+def test_promises_061_062_063_over_replicas(optimizers):
     """Gradients are summed over replicas before anyone tests them; one's own sum is left alone; one skips for all."""
     for own in (False, True):
         with STRATEGY.scope():
             variable = tf.Variable(1.0)
-            optimizer = _wrapped(DynamicScaling(init_scale=8.0), rate=1.0)
+            optimizer = _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
 
         @tf.function(autograph=False)
         def step(victim, optimizer=optimizer, variable=variable, own=own):
@@ -186,7 +216,14 @@ def test_promises_061_062_063_over_replicas():
         assert optimizer.loss_scale == 4.0
 
 
-@pytest.mark.parametrize("malformed", [3, [3], [(tf.constant(1.0), "w")], [(tf.constant(1.0), tf.constant(1.0))]])
+def test_promise_063_what_it_returns():
+    """Eagerly, None."""
+    assert _apply(_wrapped(), tf.Variable(1.0), tf.constant(1.0)) is None
+
+
+@pytest.mark.parametrize(
+    "malformed", [3, None, "ab", [3], [(tf.constant(1.0), "w")], [(tf.constant(1.0), tf.constant(1.0))]]
+)
 def test_promise_065_malformed_pairs(malformed):
     """A `TypeError`."""
     with pytest.raises(TypeError):
@@ -272,8 +309,11 @@ def test_promises_069_070_get_gradients():
     variable, other = tf.Variable(3.0), tf.Variable(1.0)
     grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
     assert [float(grad) for grad in grads] == [6.0]
+    for mode in GRAPH.values():
+        with pytest.raises(ValueError, match="no gradient with respect to"):
+            mode(lambda: optimizer.get_gradients(lambda: variable**2, [variable, other]))()
     with pytest.raises(ValueError, match="no gradient with respect to"):
-        optimizer.get_gradients(lambda: variable**2, [other])
+        tf.function(lambda: optimizer.get_gradients(variable**2, [other]), autograph=False)()
 
 
 @EACH_MODE
@@ -306,9 +346,9 @@ def test_promises_075_076_082_083_constructor_and_defaults():
 
 @pytest.mark.filterwarnings("ignore:get_scaled_loss")
 @EACH_MODE
-def test_promises_083_084_085_growth_and_backoff(mode):
+def test_promises_083_084_085_growth_and_backoff(optimizers, mode):
     """Doubled after every N-th finite step; an overflow resets the count, skips and halves."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0, dynamic_growth_steps=2)
+    optimizer = LossScaleOptimizer(optimizers.SGD(1.0), initial_scale=4.0, dynamic_growth_steps=2)
     variable = tf.Variable(0.0)
     step = mode(lambda grad: optimizer.apply_gradients([(grad, variable)]))
     seen = []
@@ -318,19 +358,46 @@ def test_promises_083_084_085_growth_and_backoff(mode):
     assert seen == [(4.0, 1, -1.0), (8.0, 0, -2.0), (8.0, 1, -3.0), (4.0, 0, -3.0), (4.0, 1, -4.0)]
 
 
-def test_promises_072_080_each_exactly_once():
-    """A missing call is named, counted, and said once; unscaling twice is an error."""
+@EACH_MODE
+def test_promises_072_080_each_exactly_once(mode):
+    """A missing call is named, said once, and counted at each step; unscaling twice is an error."""
     optimizer, variable = _wrapped(), tf.Variable(1.0)
-    optimizer.get_scaled_loss(tf.constant(1.0))
-    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+    optimizer.build([variable])
+
+    def unscales_not():
+        optimizer.get_scaled_loss(tf.constant(1.0))
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
-    optimizer.apply_gradients([(tf.constant(1.0), variable)])  # said once
+
+    step = mode(unscales_not)
+    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+        step()
+    step()
     assert optimizer.steps_with_missing_calls == 2
-    _apply(optimizer, variable, tf.constant(1.0))
-    assert optimizer.steps_with_missing_calls == 2
-    grads = optimizer.get_unscaled_gradients([tf.constant(1.0)])
+    mode(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))()
+    assert optimizer.steps_with_missing_calls == 3
+    mode(lambda: _apply(optimizer, variable, tf.constant(1.0)))()
+    assert optimizer.steps_with_missing_calls == 3
+
+    def unscales_twice():
+        optimizer.get_unscaled_gradients(optimizer.get_unscaled_gradients([tf.constant(1.0)]))
+
     with pytest.raises(RuntimeError, match="unscaled already"):
-        optimizer.get_unscaled_gradients(grads)
+        mode(unscales_twice)()
+
+
+def test_promise_080_over_replicas():
+    """A step of all of them counts once."""
+    with STRATEGY.scope():
+        variable, optimizer = tf.Variable(1.0), _wrapped()
+
+    @tf.function(autograph=False)
+    def step():
+        STRATEGY.run(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))
+
+    with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
+        step()
+    step()
+    assert optimizer.steps_with_missing_calls == 2
 
 
 def test_promises_081_086_fixed():
@@ -368,9 +435,9 @@ def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
 @EACH_MODE
 @pytest.mark.parametrize("scale", [8.0, "dynamic"])
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
-def test_promise_091_any_non_finite_gradient_skips(mode, scale, bad):
+def test_promise_091_any_non_finite_gradient_skips(optimizers, mode, scale, bad):
     """For a fixed scale, too."""
-    optimizer, variables = _wrapped(scale), [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    optimizer, variables = _wrapped(scale, of=optimizers), [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
     optimizer.build(variables)
 
     def step():
@@ -382,9 +449,9 @@ def test_promise_091_any_non_finite_gradient_skips(mode, scale, bad):
     assert [v.numpy().tolist() for v in variables] == [[1.0, 2.0], 3.0]
 
 
-def test_promises_092_093_094_095_096_097_098_099_hyperparameters():
+def test_promises_092_093_094_095_096_097_098_099_hyperparameters(optimizers):
     """`beta_1` is delegated, read and set; `epsilon` is not, and setting it warns."""
-    opt = LossScaleOptimizer(keras.optimizers.Adam(beta_1=0.8, epsilon=1e-5))
+    opt = LossScaleOptimizer(optimizers.Adam(beta_1=0.8, epsilon=1e-5))
     assert opt.beta_1 == 0.8
     opt.beta_1 = 0.7
     assert opt.beta_1 == opt.inner_optimizer.beta_1 == 0.7
@@ -394,3 +461,14 @@ def test_promises_092_093_094_095_096_097_098_099_hyperparameters():
     with pytest.warns(UserWarning, match="set it on inner_optimizer instead"):
         opt.epsilon = 1e-4
     assert opt.inner_optimizer.epsilon == 1e-5
+
+
+def test_promise_098_the_old_epsilon_is_used(optimizers):
+    """In training, after setting it on the wrapper."""
+    variable, expected = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+    opt, bare = LossScaleOptimizer(optimizers.Adam(0.1, epsilon=0.5)), optimizers.Adam(0.1, epsilon=0.5)
+    with pytest.warns(UserWarning, match="epsilon"):
+        opt.epsilon = 1e-4
+    opt.minimize(lambda: tf.reduce_sum(variable**2), [variable])
+    bare.apply_gradients([(tf.constant([2.0, 4.0]), expected)])
+    assert variable.numpy().tolist() == expected.numpy().tolist()

@@ -1,0 +1,120 @@
+"""`LossScaleLogger`: what it logs, where it lands, and what it costs."""
+
+import collections
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lossscale_core import DynamicScaling
+from lossscale_tf import LossScaleLogger, LossScaleOptimizer
+
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+ROWS = 4
+
+
+def _model(optimizer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    return model
+
+
+def _fit(model, callbacks, batches=4, epochs=2):
+    inputs = np.ones((batches * ROWS, 3), np.float32)
+    inputs[-1, 0] = np.inf  # in the last batch of each epoch
+    targets = np.ones((batches * ROWS, 1), np.float32)
+    options = {"batch_size": ROWS, "epochs": epochs, "verbose": 0, "shuffle": False}
+    return model.fit(inputs, targets, callbacks=callbacks, **options).history
+
+
+def _scaled():
+    return _model(LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY))
+
+
+def test_history_and_csv(tmp_path):
+    """A line for each epoch; a model without loss scaling is left alone."""
+    history = _fit(_scaled(), [LossScaleLogger(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
+    assert history["loss_scale"] == [2.0**10, 2.0**10]  # grown after three steps, halved by the fourth
+    assert history["skipped_steps"] == [1, 2]
+    header, *lines = (tmp_path / "log.csv").read_text().split()
+    assert header.startswith("epoch,loss,loss_scale,skipped_steps")
+    assert [line.split(",")[2:4] for line in lines] == [["1024.0", "1"], ["1024.0", "2"]]
+    assert "loss_scale" not in _fit(_model(keras.optimizers.SGD(0.0)), [LossScaleLogger()])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # TensorBoard's own, to NumPy
+def test_tensorboard(tmp_path):
+    """A curve for each of the two."""
+    _fit(_scaled(), [LossScaleLogger(), keras.callbacks.TensorBoard(tmp_path, write_graph=False)])
+    (events,) = (tmp_path / "train").glob("events*")
+    curves = collections.defaultdict(list)
+    for event in tf.compat.v1.train.summary_iterator(str(events)):
+        for value in event.summary.value:
+            curves[value.tag].append(float(tf.make_ndarray(value.tensor)))
+    assert curves["epoch_loss_scale"] == [2.0**10, 2.0**10]
+    assert curves["epoch_skipped_steps"] == [1.0, 2.0]
+
+
+def test_the_progress_bar(capsys):
+    """Shows them at the end of its line."""
+    _scaled().fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[LossScaleLogger()], verbose=2)
+    assert "loss_scale: 1024.0000 - skipped_steps: 0.0000" in capsys.readouterr().out
+
+
+class EachBatch(keras.callbacks.Callback):
+    """Keeps the logs that it is shown after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Keep them."""
+        self.seen.append(dict(logs))
+
+
+def test_chosen_batches():
+    """Every so many of them, if asked for."""
+    batches = EachBatch()
+    _fit(_scaled(), [LossScaleLogger(every_n_batches=2), batches], epochs=1)
+    assert ["loss_scale" in logs for logs in batches.seen] == [False, True, False, True]
+    assert [logs["loss_scale"] for logs in batches.seen[1::2]] == [2.0**10, 2.0**10]
+    assert [logs["skipped_steps"] for logs in batches.seen[1::2]] == [0, 1]
+    with pytest.raises(ValueError, match="every_n_batches=0"):
+        LossScaleLogger(0)
+
+
+class HostReads:
+    """Counts how often the thread that trains turns a tensor into numbers of the host: TensorFlow's way and Keras's."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, frame, event, _):
+        """Note a call of either."""
+        self.count += event == "call" and frame.f_code.co_name in {"_numpy", "convert_to_numpy"}
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+
+def test_no_read_per_step():
+    """It adds two reads an epoch, however many steps that has; asked for batches, it adds theirs, too."""
+    model, epochs = _scaled(), 3
+    _fit(model, [])  # trace first
+
+    def reads(callbacks, batches):
+        with HostReads() as counted:
+            _fit(model, callbacks, batches, epochs)
+        return counted.count
+
+    for batches in (5, 40):
+        plain = reads([], batches)  # `fit` itself reads whether there was another batch
+        assert reads([LossScaleLogger()], batches) == plain + 2 * epochs
+        assert reads([LossScaleLogger(every_n_batches=5)], batches) == plain + 2 * epochs * (1 + batches // 5)

@@ -1,0 +1,157 @@
+"""A model that is saved in the middle of training and goes on elsewhere: to the last bit, whatever it is saved with."""
+
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from lossscale_core import DynamicScaling, FixedScaling, TolerantScaling
+from lossscale_tf import LossScaleOptimizer
+
+POLICIES = {
+    "dynamic": DynamicScaling(init_scale=2.0**10, growth_interval=3, hysteresis=2),
+    "fixed": FixedScaling(2.0**10),
+    "tolerant": TolerantScaling(init_scale=2.0**10, growth_interval=3, tolerance=0.2),
+}
+ROWS, STEPS = 4, 12
+INPUTS = np.random.default_rng(0).normal(size=(STEPS * ROWS, 3)).astype(np.float32)
+TARGETS = INPUTS.sum(axis=1, keepdims=True)
+INPUTS[ROWS * np.array([1, 2, 5, 8])] = np.inf
+
+
+def _model(policy, seed=0):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((3,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="second")]
+    model = keras.Sequential(layers, name="model")
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01, use_ema=True), policy, global_clipnorm=1.0)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    return model
+
+
+def _fit(model, steps):
+    rows = slice(steps.start * ROWS, steps.stop * ROWS)
+    model.fit(INPUTS[rows], TARGETS[rows], batch_size=ROWS, shuffle=False, verbose=0)
+
+
+def _bits(model):
+    """Return everything that is to go on: weights, slots, averages, and every field of the state."""
+    variables = [*model.variables, *model.optimizer.inner_optimizer.variables]
+    return [each.numpy().tobytes() for each in variables] + [each.numpy() for each in model.optimizer.scale_state]
+
+
+def _whole(model, folder, policy):
+    model.save(folder / "saved.keras")
+    return keras.models.load_model(folder / "saved.keras")
+
+
+def _weights(model, folder, policy):
+    model.save_weights(folder / "saved.weights.h5")
+    other = _model(policy, seed=1)
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(folder / "saved.weights.h5")
+    return other
+
+
+def _checkpoint(model, folder, policy):
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "checkpoint")
+    other = _model(policy, seed=1)
+    other.optimizer.build(other.trainable_variables)
+    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_existing_objects_matched()
+    return other
+
+
+def _checkpoint_before_build(model, folder, policy):
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "checkpoint")
+    other = _model(policy, seed=1)
+    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
+    return other
+
+
+WAYS = {
+    ".keras": _whole,
+    ".weights.h5": _weights,
+    "Checkpoint": _checkpoint,
+    "Checkpoint, before the optimizer is built": _checkpoint_before_build,
+    "pickle": lambda model, folder, policy: pickle.loads(pickle.dumps(model)),
+}
+OTHERS = [(way, policy) for way in (".keras", "Checkpoint") for policy in ("dynamic", "fixed")]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+@pytest.mark.parametrize(("way", "policy"), [*((way, "tolerant") for way in WAYS), *OTHERS])
+def test_training_goes_on(tmp_path, way, policy):
+    """As if it had not been interrupted."""
+    save, policy = WAYS[way], POLICIES[policy]
+    model = _model(policy)
+    _fit(model, range(STEPS // 2))
+    other = save(model, tmp_path, policy)
+    assert other.optimizer.policy == policy
+    _fit(model, range(STEPS // 2, STEPS))
+    _fit(other, range(STEPS // 2, STEPS))
+    assert _bits(other) == _bits(model)
+    assert int(other.optimizer.metrics()["skipped_steps"]) == 4
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Raises in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Raise after the batch given."""
+        if batch == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_an_interrupted_fit_goes_on(tmp_path):
+    """From what `BackupAndRestore` kept."""
+    policy = POLICIES["tolerant"]
+    (model := _model(policy)).fit(INPUTS, TARGETS, batch_size=ROWS, shuffle=False, verbose=0)
+    backup = {"backup_dir": tmp_path / "backup", "save_freq": 6}
+    options = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        _model(policy).fit(
+            INPUTS, TARGETS, callbacks=[keras.callbacks.BackupAndRestore(**backup), Interrupted()], **options
+        )
+    again = _model(policy, seed=1)
+    again.optimizer.build(again.trainable_variables)
+    rest = slice(6 * ROWS, None)
+    again.fit(INPUTS[rest], TARGETS[rest], callbacks=[keras.callbacks.BackupAndRestore(**backup)], **options)
+    assert _bits(again) == _bits(model)
+
+
+INNERS = {
+    "Keras 3": lambda: keras.optimizers.Adam(0.1),
+    "tf_keras, new": lambda: tf_keras.optimizers.Adam(0.1),
+    "tf_keras, legacy": lambda: tf_keras.optimizers.legacy.Adam(0.1),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_a_loop_of_ones_own_goes_on(tmp_path, inner, graph):
+    """From a `Checkpoint` of the variable and the optimizer, restored before and, in a graph, after its slots exist."""
+
+    def made():
+        variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(), POLICIES["dynamic"])
+        if graph:
+            optimizer.build([variable])
+
+        def step(factor):
+            optimizer.minimize(lambda: tf.reduce_sum(variable**2) * factor, [variable])
+
+        return variable, optimizer, tf.function(step, autograph=False) if graph else step
+
+    (variable, optimizer, step), (other, restored, other_step) = made(), made()
+    for factor in (1.0, np.inf, 1.0, 1.0):
+        step(tf.constant(factor))
+    path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
+    status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
+    for factor in (1.0, np.inf, 1.0, 1.0):
+        step(tf.constant(factor))
+        other_step(tf.constant(factor))
+        assert variable.numpy().tobytes() == other.numpy().tobytes()
+        assert [float(field) for field in optimizer.scale_state] == [float(field) for field in restored.scale_state]
+    status.assert_consumed()
