@@ -58,6 +58,11 @@ def metrics(state: AnyScaleState) -> dict[str, Array]:
     return {**state._asdict(), "applied_steps": state.steps - state.skipped_steps}
 
 
+_LIMIT_MEND = (
+    "look for a NaN or infinity in the loss, or raise max_overflow_streak where init_scale is known to be far too large"
+)
+
+
 def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
     """Raise `OverflowStreakError` once `state` has reached the policy's `max_overflow_streak`.
 
@@ -70,8 +75,7 @@ def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
     if streak >= limit:
         raise OverflowStreakError(
             f"overflow_streak={streak} has reached max_overflow_streak={limit}, and the loss scale is down to "
-            f"{float(state.loss_scale):g}; look for a NaN or infinity in the loss, or raise max_overflow_streak "
-            "where init_scale is known to be far too large"
+            f"{float(state.loss_scale):g}; {_LIMIT_MEND}"
         )
 
 
@@ -83,7 +87,7 @@ def diagnose(policy: ScalingPolicy, state: AnyScaleState) -> str:
     host.
     """
     seen = _Seen(policy, state)
-    for verdict in (_broken, _not_started, _stuck, _calibrating, _skipping, _pressing):
+    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(policy, seen):
             return sentence
     return f"healthy: {seen.counts}; the loss scale is {seen.scale:g}."
@@ -113,6 +117,16 @@ def _broken(_: Any, seen: _Seen) -> str | None:
 
 def _not_started(_: Any, seen: _Seen) -> str | None:
     return f"not started: no step yet; the first is scaled by {seen.scale:g}." if seen.steps == 0 else None
+
+
+def _at_limit(policy: Any, seen: _Seen) -> str | None:
+    limit = getattr(policy, "max_overflow_streak", None)
+    if limit is None or seen.streak < limit:
+        return None
+    return (
+        f"skipping too often: {seen.streak} overflows in a row reach max_overflow_streak={limit} ({seen.counts}). "
+        f"{_LIMIT_MEND[0].upper()}{_LIMIT_MEND[1:]}."
+    )
 
 
 def _stuck(policy: Any, seen: _Seen) -> str | None:

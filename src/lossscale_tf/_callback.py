@@ -12,7 +12,8 @@ class LossScaleLogger(keras.callbacks.Callback):
 
     They reach the progress bar's line, `History`, `CSVLogger` and `TensorBoard`; put it before them in the list of
     callbacks. Reading them synchronises with the host, which `fit` does at the end of an epoch anyway; batches cost
-    nothing unless `every_n_batches` is set. Silent where the optimizer scales no loss.
+    nothing unless `every_n_batches` is set. Raises `OverflowStreakError` where the policy's `max_overflow_streak` is
+    reached by then. Silent where the optimizer scales no loss.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:
@@ -29,6 +30,8 @@ class LossScaleLogger(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add to the logs of this epoch."""
         self._add(logs)
+        if isinstance(self.model.optimizer, LossScaleOptimizer):
+            self.model.optimizer.check_overflow_streak()
 
     def _add(self, logs: Any) -> None:
         optimizer = self.model.optimizer

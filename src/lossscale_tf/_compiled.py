@@ -5,8 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._wrapper import merges_replicas
-
 
 class CompiledUpdates:
     """Compiles `update(grads, factor, variables)` with XLA, once for each list of variables."""
@@ -15,8 +13,8 @@ class CompiledUpdates:
         self._compiled: dict[tuple[int, ...], Callable[..., None]] = {}
 
     def run(self, update: Callable[..., None], grads: Any, factor: Any, variables: list[Any]) -> None:
-        """Run `update`, compiled; raises `ValueError` under a strategy that must merge its replicas to update."""
-        if merges_replicas():
+        """Run `update`, compiled; raises `ValueError` under a strategy of several replicas."""
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise ValueError(
                 f"{type(tf.distribute.get_strategy()).__name__} updates variables across replicas, where XLA cannot "
                 "compile; leave jit_compile=True out"

@@ -14,7 +14,12 @@ def scale(loss: Any, state: Any) -> Any:
     `loss` is a tensor of any shape and dtype, or a nested structure of them. float16 and bfloat16 are lifted to float32
     first, since a scale of 2**16 is already infinite in float16. Does not synchronise.
     """
-    return _map(lambda leaf: times(tf.convert_to_tensor(leaf), state.loss_scale), loss)
+    return scale_by(loss, state.loss_scale)
+
+
+def scale_by(loss: Any, loss_scale: Any) -> Any:
+    """Return `loss` times the loss scale."""
+    return _map(lambda leaf: times(tf.convert_to_tensor(leaf), loss_scale), loss)
 
 
 def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
@@ -23,7 +28,8 @@ def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
     `grads` is a nested structure of tensors and `IndexedSlices` of any float or complex dtype; duplicate indices are
     summed first, `None` and integer leaves do not count, and nothing at all is finite. With `across_replicas` the flag
     is combined over the replicas of the current `tf.distribute` strategy, in whose replica context it must be called.
-    Exact: large finite values are never flagged. Does not synchronise with the host.
+    Exact: large finite values are never flagged. In a graph nothing synchronises with the host; eagerly it decides
+    whether a second look is needed.
     """
     finite = finite_when_unscaled(gradient_leaves(grads))
     return all_replicas(finite) if across_replicas else finite
@@ -35,7 +41,12 @@ def unscale(grads: Any, state: Any) -> Any:
     float16 and bfloat16 leaves come back in float32, others in their own dtype; `IndexedSlices` stay sparse, `None` and
     integer leaves pass through. Does not synchronise.
     """
-    inverse = 1.0 / state.loss_scale
+    return unscale_by(grads, state.loss_scale)
+
+
+def unscale_by(grads: Any, loss_scale: Any) -> Any:
+    """Return `grads` divided by the loss scale."""
+    inverse = 1.0 / loss_scale
     return _map(lambda leaf: times(leaf, inverse) if is_gradient(leaf) else leaf, grads)
 
 
@@ -68,8 +79,14 @@ def times(tensor: Any, factor: Any) -> Any:
     return wide * tf.cast(factor, wide.dtype)
 
 
-def cast(grad: Any, dtype: Any) -> Any:
-    """Return a tensor or `IndexedSlices` in another dtype."""
+def fitted(grad: Any, variable: Any, factor: Any = None) -> Any:
+    """Return a gradient, times `factor` if there is one, in its variable's dtype; `None` for none."""
+    if grad is None:
+        return None
+    return _cast(grad if factor is None else times(grad, factor), tf.as_dtype(variable.dtype).base_dtype)
+
+
+def _cast(grad: Any, dtype: Any) -> Any:
     if grad.dtype == dtype:
         return grad
     if isinstance(grad, tf.IndexedSlices):

@@ -15,15 +15,22 @@ from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dic
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._compiled import CompiledUpdates
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
-from lossscale_tf._grads import cast, finite_when_unscaled, scale, times, unscale
-from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._grads import finite_when_unscaled, fitted, is_gradient, scale_by, times, unscale_by
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Tally, Traces
-from lossscale_tf._wrapper import Wrapper, decide_together, merges_replicas, pairs_of, require_clipnorm
+from lossscale_tf._wrapper import (
+    Wrapper,
+    decide_together,
+    merges_replicas,
+    pairs_of,
+    require_clipnorm,
+    scales_already,
+)
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
 """What is read from and set on the inner optimizer."""
+_unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
 
 @keras.saving.register_keras_serializable("lossscale")
@@ -45,7 +52,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     update alone is compiled by XLA, and called where the gradients are finite.
 
     Follows the interface of `tf.keras.mixed_precision.LossScaleOptimizer`. In `tf.function` nothing synchronises with
-    the host; eagerly, `apply_gradients` does once.
+    the host; eagerly, `apply_gradients` reads the flag and the state. Raises `TypeError` for what is no Keras
+    optimizer, or wraps one already, and `ValueError` for arguments that contradict each other.
     """
 
     def __init__(
@@ -66,15 +74,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         _require_optimizer(inner_optimizer)
         if policy is None:
             policy = documented_policy(loss_scale, dynamic, initial_scale, dynamic_growth_steps)
+        elif (loss_scale, initial_scale, dynamic_growth_steps, dynamic) != ("dynamic", None, None, None):
+            raise ValueError("policy= says all there is to say of the loss scale; leave the other arguments out")
         require_clipnorm(global_clipnorm)
         policy = as_policy(policy)
         super().__init__(inner_optimizer, name=name)
         self._policy = policy
-        self._max_norm = global_clipnorm
+        self._max_norm = self.global_clipnorm = global_clipnorm
         self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
         self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
+        self._used_scale = _variable_of_each_replica()
         self._missing_calls = Tally()
         self._is_initialised = True
 
@@ -115,12 +126,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self, steps: int) -> None:
         if not self._is_initialised:
             return
+        if not self.dynamic:
+            raise AttributeError(f"dynamic_growth_steps is of dynamic scaling, and the policy is {self._policy}")
         self._policy = dataclasses.replace(self._policy, growth_interval=steps)
         if self._is_traced:
             warnings.warn(
                 f"dynamic_growth_steps={steps!r} does not reach a step that is traced already; trace it again, for "
                 "fit by model.make_train_function(force=True)",
-                stacklevel=2,
+                stacklevel=5,  # past three __setattr__
             )
 
     @property
@@ -143,50 +156,69 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """How many steps of one's own loop missed scaling or unscaling. Synchronises with the host."""
         return int(self._missing_calls)
 
+    @_unconverted
     def scale_loss(self, loss: Any) -> Any:
-        """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients."""
-        pending = self._traces.begin(by_keras=True)
-        return scale(loss, self._captured_scale(pending))
+        """Return the loss scaled, as Keras itself asks for in `fit`: the next `apply` takes scaled gradients.
+
+        Raises `CallOrderError` for a loss that is scaled already.
+        """
+        return self._scaled(loss, self._traces.begin("get_scaled_loss", by_keras=True))
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Return the loss scaled, in float32 or wider: what to take a tape's gradient of; a callable for a callable."""
+        """Return the loss scaled, in float32 or wider: what to take a tape's gradient of; a callable for a callable.
+
+        Raises `CallOrderError` for a loss that is scaled already.
+        """
         if callable(loss):
             return lambda: self.get_scaled_loss(loss())
-        pending = self._traces.begin(by_keras=False)
-        pending.scaled = True
-        return scale(loss, self._captured_scale(pending))
+        return self._scaled(loss, self._traces.begin("get_scaled_loss"))
 
+    @_unconverted
     def get_unscaled_gradients(self, grads: Any) -> Any:
         """Return gradients of a scaled loss unscaled, in float32 or wider; `None` and `IndexedSlices` are kept.
 
         Raises `CallOrderError` for gradients that this call returned before.
         """
-        pending = self._traces.current()
+        pending = self._traces.unscale()
         pending.scaled_by_keras = False  # whoever unscales, scales
-        if any(leaf is known for leaf in tf.nest.flatten(grads) if leaf is not None for known in pending.unscaled):
+        if pending.returned("get_unscaled_gradients", _leaves(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        unscaled = unscale(grads, self._captured_scale(pending))
-        pending.unscaled += [leaf for leaf in tf.nest.flatten(unscaled) if leaf is not None]
+        was_scaled = not self._traces.missing(pending, ["get_scaled_loss"])
+        unscaled = unscale_by(grads, self._used_scale if was_scaled else self.loss_scale)
+        pending.remember("get_unscaled_gradients", _leaves(unscaled))
         return unscaled
 
-    def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None) -> None:
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any,
+        tape: tf.GradientTape | None = None,
+        *,
+        grad_loss: Any = None,
+        name: str | None = None,
+    ) -> None:
         """Scale `loss`, differentiate it, unscale and apply: a whole step.
 
         `loss` is a callable, or a tensor computed under `tape`; `var_list` a variable, a list of them, or a callable
-        that returns one.
+        that returns one. `grad_loss` is the gradient of the loss itself, where it is not 1.
         """
         if not callable(loss) and tape is None:
             raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
+        if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
+            tape, grad_loss = None, tape
         with tf.GradientTape() if tape is None else tape as tape:
             scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
-        grads = self.get_unscaled_gradients(tape.gradient(scaled, variables))
-        self.apply_gradients(zip(grads, variables, strict=True))
+        grads = self.get_unscaled_gradients(tape.gradient(scaled, variables, output_gradients=grad_loss))
+        self.apply_gradients(zip(grads, variables, strict=True), name=name)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return the unscaled gradients of `loss`, a callable or a graph's tensor; `ValueError` where there is none."""
+        pending = self._traces.begin("get_scaled_loss")
+        pending.calls.add("get_unscaled_gradients")
+        loss_scale = self.loss_scale
         with tf.GradientTape() as tape:
-            scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
+            scaled = scale_by(loss() if callable(loss) else loss, loss_scale)
         params = tf.nest.flatten(params)
         if callable(loss):
             grads = tape.gradient(scaled, params)
@@ -196,8 +228,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             grads = tf.gradients(scaled, params)
         if missing := [param.name for param, grad in zip(params, grads, strict=True) if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
-        return self.get_unscaled_gradients(grads)
+        unscaled = unscale_by(grads, loss_scale)
+        pending.remember("get_unscaled_gradients", _leaves(unscaled))
+        return list(unscaled)
 
+    @_unconverted
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
         """Apply (gradient, variable) pairs where every gradient is finite on every replica; else skip the step.
 
@@ -209,18 +244,31 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         is_summed = not _aggregates(aggregation)
         self._apply([grad for grad, _ in pairs], [variable for _, variable in pairs], is_summed)
 
+    @_unconverted
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Apply gradients to the variables that the optimizer was built with, or to those given; Keras's own entry."""
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         self._apply(list(grads), variables, is_summed=False)
 
+    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+        """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
+        raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
+
     def build(self, variables: Any) -> None:
         """Create the inner optimizer's variables."""
-        if hasattr(self.inner_optimizer, "build"):
-            self.inner_optimizer.build(variables)
+        inner = self.inner_optimizer
+        if _is_keras_3(inner):
+            inner.build(variables)
+        elif hasattr(inner, "build"):
+            inner.build(_as_tensorflow(variables))
         else:  # tf_keras's legacy optimizers
-            self.inner_optimizer._create_all_weights(variables)
+            inner._create_all_weights(_as_tensorflow(variables))
         keras.optimizers.Optimizer.build(self, variables)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer do what it does at the end of training, if anything."""
+        if hasattr(self.inner_optimizer, "finalize_variable_values"):
+            self.inner_optimizer.finalize_variable_values(var_list)
 
     @property
     def variables(self) -> list[Any]:
@@ -279,53 +327,51 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         self.built = True
 
-    def _captured_scale(self, pending: Any) -> Any:
-        """Return a state with the scale of this step: whatever multiplies its loss divides its gradients, too."""
-        if pending.used_state is None:
-            pending.used_state = self._scale_state.read()
-        return pending.used_state
+    def _scaled(self, loss: Any, pending: Any) -> Any:
+        """Return the loss scaled; whatever multiplies it divides its gradients, too, wherever that is."""
+        if pending.returned("get_scaled_loss", _leaves(loss)):
+            raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
+        loss_scale = self.loss_scale
+        self._used_scale.assign(loss_scale)
+        scaled = scale_by(loss, loss_scale)
+        pending.remember("get_scaled_loss", _leaves(scaled))
+        return scaled
 
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool) -> None:
         if tf.distribute.in_cross_replica_context():
             raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
-        if all(grad is None for grad in grads):
+        present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
+        if not present:
             raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
         if not self.built:
             _outside_of_replicas(lambda: self._build(variables))
-        pending = self._traces.current(variables)
-        pending.applied |= set(map(id, variables))
+        if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
+            warnings.warn(f"no gradient exists for {', '.join(missing)}; they keep their values", stacklevel=4)
+        pending = self._traces.apply(variables)
         self._warn_of_missing_calls(pending)
-        used = self._captured_scale(pending) if pending.scaled_by_keras else None
-        present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-        gradients = [grad for grad, _ in present]
+        gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]
         if not is_summed:
             gradients = _summed_over_replicas(gradients)
-        self._take_step(gradients, [variable for _, variable in present], used)
+        if not pending.scaled_by_keras and "get_unscaled_gradients" in pending.calls:
+            gradients = [_as_overwriting(g, v, self._used_scale) for g, v in zip(gradients, variables, strict=True)]
+        self._take_step(
+            gradients, variables, tf.convert_to_tensor(self._used_scale) if pending.scaled_by_keras else None
+        )
 
-    def _take_step(self, grads: list[Any], variables: list[Any], used: Any) -> None:
-        loss_scale = None if used is None else used.loss_scale
-        factor = inverse = None if used is None else 1.0 / used.loss_scale
-        if self._max_norm is None:
-            finite = finite_when_unscaled(grads, loss_scale)
-        else:
-            norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
-            finite = tf.math.is_finite(norm)
-            clip = clip_factor(norm, self._max_norm)
-            factor = clip if factor is None else factor * clip
-        lifted_to = 0 if inverse is None else tf.float32.size
-        narrowed = [
-            _fitted(grad, variable, inverse)
-            for grad, variable in zip(grads, variables, strict=True)
-            if tf.as_dtype(variable.dtype).size < max(grad.dtype.size, lifted_to)
-        ]
-        finite &= finite_when_unscaled(narrowed)
+    def _take_step(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> None:
+        """Take a step by gradients that were scaled by `loss_scale`, or that are unscaled where there is none."""
+        pairs = list(zip(grads, variables, strict=True))
+        finite, factor = self._check([grad for grad, variable in pairs if not _is_overwritten(variable)], loss_scale)
+        finite &= finite_when_unscaled([grad for grad, variable in pairs if _is_overwritten(variable)])
+        finite &= finite_when_unscaled(
+            [_fitted(grad, each, factor) for grad, each in pairs if _narrows(grad, each, factor)]
+        )
 
-        def apply(*grads: Any) -> tf.Tensor:
+        def apply(*grads: Any) -> None:
             if self._compiled_updates is None:
                 self._update(grads, factor, variables)
             else:
                 self._compiled_updates.run(self._update, grads, factor, variables)
-            return tf.constant(True)
 
         decide_together(finite, grads, apply, self._apply_or_skip)
 
@@ -357,20 +403,16 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         if _is_keras_3(inner):
             inner.apply(grads, variables)
-        elif hasattr(inner, "_create_slots"):  # tf_keras's legacy optimizers
-            inner.apply_gradients(zip(grads, variables, strict=True), experimental_aggregate_gradients=False)
-        else:
-            inner.apply_gradients(zip(grads, variables, strict=True), skip_gradients_aggregation=True)
+            return
+        is_legacy = hasattr(inner, "_create_slots")
+        summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
+        inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
 
     def _warn_of_missing_calls(self, pending: Any) -> None:
         """Count a step of one's own loop that misses scaling or unscaling, and say so once."""
         if pending.scaled_by_keras or isinstance(self._policy, NoScaling):
             return
-        missing = [
-            name
-            for name, was_called in (("get_scaled_loss", pending.scaled), ("get_unscaled_gradients", pending.unscaled))
-            if not was_called
-        ]
+        missing = self._traces.missing(pending, ["get_scaled_loss", "get_unscaled_gradients"])
         if not missing:
             return
         self._missing_calls.add()
@@ -379,7 +421,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             warnings.warn(
                 f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
                 "gradient and get_unscaled_gradients after it, each once a step, or use minimize",
-                stacklevel=4,
+                stacklevel=5,  # past AutoGraph's wrapper of the public method
             )
 
     def _make_variable(self, name: str, value: Any) -> Any:
@@ -397,16 +439,26 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_initialised and name in HYPERPARAMETERS:
-            setattr(self.inner_optimizer, _spelled(name), value)
-            return
-        is_new = self._is_initialised and name not in self.__dict__ and not hasattr(type(self), name)
-        if is_new and not name.startswith("_") and hasattr(self.inner_optimizer, name):
-            warnings.warn(
-                f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer instead",
-                stacklevel=2,
-            )
-        super().__setattr__(name, value)
+        if not self._is_initialised or name.startswith("_") or name == "built":
+            super().__setattr__(name, value)
+        elif name in HYPERPARAMETERS:
+            self._set_hyperparameter(_spelled(name), value)
+        else:
+            if not hasattr(type(self), name) and hasattr(self.inner_optimizer, name):
+                warnings.warn(
+                    f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
+                    "instead",
+                    stacklevel=2,
+                )
+            super().__setattr__(name, value)
+
+    def _set_hyperparameter(self, name: str, value: Any) -> None:
+        inner = self.inner_optimizer
+        if not hasattr(inner, name):
+            raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{name}'")
+        setattr(inner, name, value)
+        if self._compiled_updates is not None:
+            self._compiled_updates = CompiledUpdates()  # those that are compiled hold the old value
 
     def __dir__(self) -> list[str]:
         names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if hasattr(self, name))}
@@ -444,22 +496,37 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
 
 def _require_optimizer(inner: Any) -> None:
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+    if scales_already(inner):
         raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
-    if not isinstance(inner, keras.optimizers.Optimizer) and not hasattr(inner, "apply_gradients"):
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
+    if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
         raise TypeError(f"inner_optimizer={inner!r} is no Keras optimizer; pass one, such as keras.optimizers.Adam()")
 
 
 def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
-    if str(config.get("module")).startswith("tf_keras."):  # whose names Keras 3 would take for its own
+    if _is_of_tf_keras(config):  # whose names Keras 3 would take for its own
         import tf_keras
 
-        return tf_keras.saving.deserialize_keras_object(config, custom_objects)
+        return tf_keras.optimizers.deserialize(config, custom_objects)
     return keras.optimizers.deserialize(config, custom_objects)
+
+
+def _is_of_tf_keras(config: dict[str, Any]) -> bool:
+    """Return whether a config is of a tf_keras optimizer, which calls its module `keras`, too."""
+    module, settings = str(config.get("module")), config.get("config", {})
+    if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
+        return True
+    return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
 
 
 def _is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer)
+
+
+def _as_tensorflow(variables: Any) -> list[Any]:
+    """Return TensorFlow's variables, where Keras 3 has its own around them."""
+    return [each.value if isinstance(each, keras.Variable) else each for each in variables]
 
 
 def _spelled(name: str) -> str:
@@ -498,12 +565,47 @@ def _summed_over_replicas(grads: list[Any]) -> list[Any]:
     return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
 
 
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(tree) if isinstance(leaf, tf.Tensor | tf.IndexedSlices)]
+
+
+def _as_gradient(grad: Any) -> Any:
+    tensor = grad if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad)
+    if not is_gradient(tensor):
+        raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
+    return tensor
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Return whether gradients are the new values of a variable, as those of float8 scales are, and never scaled."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _as_overwriting(grad: Any, variable: Any, loss_scale: Any) -> Any:
+    """Return a new value of a variable as it was before it was divided by the loss scale, like a gradient."""
+    return times(grad, loss_scale) if _is_overwritten(variable) else grad
+
+
 def _fitted(grad: Any, variable: Any, factor: Any) -> Any:
     """Return a gradient times `factor`, in its variable's dtype; one that overwrites its variable is left alone."""
-    if getattr(variable, "overwrite_with_gradient", False):
-        return grad
-    wide = grad if factor is None else times(grad, factor)
-    return cast(wide, tf.as_dtype(variable.dtype))
+    return grad if _is_overwritten(variable) else fitted(grad, variable, factor)
+
+
+def _narrows(grad: Any, variable: Any, factor: Any) -> bool:
+    """Return whether a gradient becomes narrower on its way into its variable's dtype, and may become infinite."""
+    lifted_to = 0 if factor is None else tf.float32.size
+    return bool(tf.as_dtype(variable.dtype).size < max(grad.dtype.size, lifted_to))
+
+
+def _variable_of_each_replica() -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(
+            1.0,
+            trainable=False,
+            name="used_loss_scale",
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
 
 
 @contextmanager

@@ -13,8 +13,11 @@ def overflow_report(grads_and_vars: Any) -> list[GradientReport]:
 
     Call it eagerly, with the (gradient, variable) pairs of a skipped step; where nothing overflowed the list is empty.
     Duplicates of `IndexedSlices` are summed. A gradient with NaN but no infinity points to the forward pass, one with
-    infinities to a scale that is too large. Reads every gradient and synchronises with the host.
+    infinities to a scale that is too large. Reads every gradient and synchronises with the host; raises `RuntimeError`
+    in a graph, which has no numbers yet.
     """
+    if not tf.executing_eagerly():
+        raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
     return [
         _report(getattr(variable, "path", variable.name), values)
         for grad, variable in grads_and_vars

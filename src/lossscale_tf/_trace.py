@@ -1,22 +1,32 @@
 """Who has scaled and unscaled what since the last step, kept apart for each trace, thread and replica."""
 
 import threading
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 
 class Pending:
-    """What was called since a step's loss was first scaled."""
+    """What was called since a step's loss was first scaled; keeps no tensor alive."""
 
-    def __init__(self) -> None:
-        self.used_state: Any = None
-        """The state whose scale multiplied the loss: it divides the gradients, whatever an update does meanwhile."""
-        self.scaled_by_keras = False
-        self.scaled = False
-        self.unscaled: list[Any] = []
-        self.applied: set[int] = set()
-        """The variables that this step's gradients were applied to; several optimizers' worth may follow one loss."""
+    def __init__(self, scaled_by_keras: bool) -> None:
+        self.scaled_by_keras = scaled_by_keras
+        self.calls: set[str] = set()
+        self.applied: dict[Any, set[int]] = {}
+        """The variables that this step's gradients were applied to, by graph: several applications may follow one loss,
+        and those of two branches are one."""
+        self._returned: dict[str, list[Any]] = {}
+
+    def remember(self, call: str, tensors: Iterable[Any]) -> None:
+        """Remember what a call returned, for as long as somebody else does."""
+        alive = [each for each in self._returned.get(call, []) if each() is not None]
+        self._returned[call] = alive + [weakref.ref(each) for each in tensors]
+
+    def returned(self, call: str, tensors: Iterable[Any]) -> bool:
+        """Return whether this call has returned one of these very tensors in this step."""
+        return any(each() is tensor for tensor in tensors for each in self._returned.get(call, []))
 
 
 class Traces:
@@ -24,48 +34,68 @@ class Traces:
 
     def __init__(self) -> None:
         self._eager = threading.local()
-        self._key = f"_loss_scale_{id(self)}"
-        self.last_scaled_by_keras = False
+        self._graphs: weakref.WeakKeyDictionary[Any, dict[int, Pending]] = weakref.WeakKeyDictionary()
+        self._last_scaled_by_keras = False
 
-    def begin(self, by_keras: bool) -> Pending:
+    def begin(self, call: str, by_keras: bool = False) -> Pending:
         """Return what is pending, for a loss to be scaled: a new step's if the last one's gradients were applied."""
-        records, replica = self._records(), _replica()
+        records, replica = self._records(_graph()), _replica()
         pending = records.get(replica)
         if pending is None or pending.applied or pending.scaled_by_keras != by_keras:
-            pending = records[replica] = Pending()
-        pending.scaled_by_keras = self.last_scaled_by_keras = by_keras
+            pending = records[replica] = Pending(by_keras)
+        self._last_scaled_by_keras = by_keras
+        pending.calls.add(call)
         return pending
 
-    def current(self, variables: Any = ()) -> Pending:
-        """Return what is pending here or in the graph around, for gradients of `variables` to be unscaled or applied.
+    def current(self, variables: Iterable[Any] = ()) -> Pending:
+        """Return what is pending here or around, for gradients of `variables` to be unscaled or applied.
 
         Where nothing is known, or a variable comes again, it is another step's; the last scaling says whose it is.
         """
-        pending = self._found()
-        if pending is None or not pending.applied.isdisjoint(map(id, variables)):
-            pending = self._records()[_replica()] = Pending()
-            pending.scaled_by_keras = self.last_scaled_by_keras
+        pending, keys = self._found(), set(map(id, variables))
+        if pending is None or any(not keys.isdisjoint(pending.applied.get(graph, ())) for graph in _graphs_around()):
+            pending = self._another()
+        return pending
+
+    def unscale(self) -> Pending:
+        """Return what is pending, for gradients to be unscaled: another step's, if its loss was scaled in a trace."""
+        pending = self.current()
+        if pending.applied and "get_scaled_loss" in self._open_elsewhere():
+            pending = self._another()
+        pending.calls.add("get_unscaled_gradients")
+        return pending
+
+    def apply(self, variables: Iterable[Any]) -> Pending:
+        """Return what is pending for `variables`, and note that their gradients are applied."""
+        pending = self.current(variables)
+        pending.applied.setdefault(_graph(), set()).update(map(id, variables))
+        return pending
+
+    def missing(self, pending: Pending, calls: Iterable[str]) -> list[str]:
+        """Return which of `calls` were made neither in this step nor in another trace that leaves its step open."""
+        return [call for call in calls if call not in pending.calls | self._open_elsewhere()]
+
+    def _open_elsewhere(self) -> set[str]:
+        """Return the calls of traces whose gradients are not applied there."""
+        open_ones = (each for records in list(self._graphs.values()) for each in records.values() if not each.applied)
+        return {call for each in open_ones for call in each.calls}
+
+    def _another(self) -> Pending:
+        pending = self._records(_graph())[_replica()] = Pending(self._last_scaled_by_keras)
         return pending
 
     def _found(self) -> Pending | None:
         replica = _replica()
-        if tf.executing_eagerly():
-            return self._records().get(replica)
-        graph = tf.compat.v1.get_default_graph()
-        while graph is not None:
-            for records in graph.get_collection(self._key):
-                if replica in records:
-                    return records[replica]
-            graph = getattr(graph, "outer_graph", None)
+        for graph in _graphs_around():
+            records = self._records(graph)
+            if replica in records:
+                return records[replica]
         return None
 
-    def _records(self) -> dict[int, Pending]:
-        if tf.executing_eagerly():
+    def _records(self, graph: Any) -> dict[int, Pending]:
+        if graph is None:
             return self._eager.__dict__.setdefault("records", {})
-        held = tf.compat.v1.get_default_graph().get_collection_ref(self._key)  # so that it goes when the graph goes
-        if not held:
-            held.append({})
-        return held[0]
+        return self._graphs.setdefault(graph, {})
 
     def __deepcopy__(self, _: Any) -> "Traces":
         return Traces()
@@ -89,6 +119,21 @@ class Tally:
 
     def __int__(self) -> int:
         return int(self._count.numpy())
+
+
+def _graph() -> Any:
+    """Return the graph being built; None where execution is eager."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _graphs_around() -> Iterator[Any]:
+    """Yield the graph being built and those around it, then None if what is around them executes eagerly."""
+    graph = _graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        yield None
 
 
 def _replica() -> int:

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from lossscale_core import StepInfo, check_overflow_streak, diagnose, metrics, step_info
 from lossscale_core.errors import PolicyError
-from lossscale_tf._grads import all_replicas
+from lossscale_tf._grads import all_replicas, finite_when_unscaled
+from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
 
 
@@ -15,6 +16,7 @@ class Wrapper:
     """A policy's state beside an optimizer, and what users read of it."""
 
     _policy: Any
+    _max_norm: float | None
     _scale_state: StateVariables
     _last_step: StepInfo | None = None
 
@@ -41,6 +43,22 @@ class Wrapper:
         """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
         return diagnose(self._policy, self._scale_state.read_on_host())
 
+    def check_overflow_streak(self) -> None:
+        """Raise `OverflowStreakError` where the policy's `max_overflow_streak` is reached, as eager steps do.
+
+        Synchronises with the host where there is such a limit.
+        """
+        check_overflow_streak(self._policy, self.scale_state)
+
+    def _check(self, grads: list[Any], loss_scale: Any = None) -> tuple[tf.Tensor, Any]:
+        """Return whether all gradients are finite, unscaled; and what unscales and clips them, if anything does."""
+        inverse = None if loss_scale is None else 1.0 / loss_scale
+        if self._max_norm is None:
+            return finite_when_unscaled(grads, loss_scale), inverse
+        norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
+        clip = clip_factor(norm, self._max_norm)
+        return tf.math.is_finite(norm), clip if inverse is None else clip * inverse
+
     def _update_on_host(self, is_finite: bool) -> None:
         before = self._scale_state.read_on_host()
         after = self._policy.update(before, is_finite)
@@ -59,7 +77,8 @@ def decide_together(
 
     def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
         flag = strategy.experimental_local_results(finite)[0]
-        return apply_or_skip(flag, lambda: strategy.extended.call_for_each_replica(apply, args=grads))
+        results = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
+        return apply_or_skip(flag, lambda: strategy.experimental_local_results(results()))
 
     return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
 
@@ -77,7 +96,14 @@ def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
         raise TypeError(f"grads_and_vars={grads_and_vars!r} must be (gradient, variable) pairs") from error
 
 
+def scales_already(optimizer: Any) -> bool:
+    """Return whether an optimizer of any kind is a wrapper like these: TensorFlow's, Keras's, tf_keras's or ours."""
+    return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
+
+
 def require_clipnorm(global_clipnorm: float | None) -> None:
     """Raise `PolicyError` for a norm that nothing can be clipped to."""
-    if global_clipnorm is not None and not 0.0 < global_clipnorm < float("inf"):
+    if global_clipnorm is None:
+        return
+    if not isinstance(global_clipnorm, int | float) or not 0.0 < global_clipnorm < float("inf"):
         raise PolicyError(f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip")

@@ -23,11 +23,17 @@ from lossscale_tf._documented import (
     FixedLossScale,
     FixedLossScaleManager,
 )
-from lossscale_tf._grads import cast, finite_when_unscaled, scale, times
-from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._grads import fitted, scale
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
-from lossscale_tf._wrapper import Wrapper, decide_together, pairs_of, require_clipnorm
+from lossscale_tf._wrapper import (
+    Wrapper,
+    decide_together,
+    merges_replicas,
+    pairs_of,
+    require_clipnorm,
+    scales_already,
+)
 
 __all__ = [
     "DynamicLossScale",
@@ -48,7 +54,8 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
     `DynamicLossScale()` with its 2**15. `use_locking` and `name` default to the wrapped optimizer's. `global_clipnorm`
     clips the unscaled gradients to that norm by the read that proves them finite. The state's variables are in
     `GLOBAL_VARIABLES`, so that a `Saver` keeps them. In a graph nothing synchronises with the host; eagerly,
-    `apply_gradients` does once. Raises `TypeError` for what is no such optimizer, or wraps one already.
+    `apply_gradients` reads the flag and the state. Raises `TypeError` for what is no such optimizer, or wraps one
+    already.
     """
 
     def __init__(
@@ -62,9 +69,9 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         global_clipnorm: float | None = None,
     ) -> None:
         _require_optimizer(opt)
+        if (loss_scale_manager is None) == (loss_scale is None):
+            raise ValueError("loss_scale must be given, or loss_scale_manager: a policy, a number, or 'dynamic'")
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
-        if chosen is None:
-            raise ValueError("loss_scale must be given: a policy, a number, or 'dynamic'")
         require_clipnorm(global_clipnorm)
         name = opt.get_name() if name is None else name
         if not isinstance(name, str) or not name:
@@ -75,7 +82,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         self._max_norm = global_clipnorm
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
-            self._one_at_a_time: Any = None if tf.executing_eagerly() else tf.CriticalSection(name="update")
         self._traces = Traces()
 
     @property
@@ -106,10 +112,11 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )
-        self._traces.begin(by_keras=False).scaled = True
+        self._traces.begin("compute_gradients")
         inverse = 1.0 / state.loss_scale
-        return [(_fitted(grad, variable, inverse), variable) for grad, variable in pairs]
+        return [(fitted(grad, variable, inverse), variable) for grad, variable in pairs]
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """Apply unscaled gradients where all of them are finite on every replica; else leave everything as it was.
 
@@ -125,12 +132,13 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         variables = [variable for _, variable in present]
         self._warn_of_foreign_gradients(variables)
-        grads = [_fitted(grad, variable, None) for grad, variable in present]  # what is checked is what is applied
+        self._create_slots_outside_of_branches(variables)
+        grads = [fitted(grad, variable) for grad, variable in present]  # what is checked is what is applied
         finite, clip = self._check(grads)
 
         def apply(*grads: Any) -> Any:
-            fitted = [_fitted(grad, variable, clip) for grad, variable in zip(grads, variables, strict=True)]
-            return self._optimizer.apply_gradients(zip(fitted, variables, strict=True), global_step=global_step)
+            clipped = [fitted(grad, variable, clip) for grad, variable in zip(grads, variables, strict=True)]
+            return self._optimizer.apply_gradients(zip(clipped, variables, strict=True), global_step=global_step)
 
         name = name or f"{self.get_name()}_apply"
         return decide_together(finite, grads, apply, functools.partial(self._apply_or_skip, name=name))
@@ -160,13 +168,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
         self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
-    def _check(self, grads: list[Any]) -> tuple[tf.Tensor, Any]:
-        """Return whether all gradients are finite, and what clipping multiplies them with, if it does."""
-        if self._max_norm is None:
-            return finite_when_unscaled(grads), None
-        norm = global_norm(grads, 1.0)
-        return tf.math.is_finite(norm), clip_factor(norm, self._max_norm)
-
     def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], name: str) -> Any:
         """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
         if tf.executing_eagerly():
@@ -182,8 +183,12 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             ):
                 return tf.constant(True)
 
+        train_ops = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)
+        others = list(train_ops)
         applied = tf.cond(finite, apply_all, lambda: tf.constant(False))
-        return tf.group(applied, *self._update_in_graph(finite), name=name)
+        step = tf.group(applied, *self._update_in_graph(finite), name=name)
+        train_ops[:] = [*others, step]  # the wrapped optimizer has added its own, which lies within the branch
+        return step
 
     def _update_in_graph(self, finite: tf.Tensor) -> list[Any]:
         """Update the state; a session, which keeps no order, may run several of these updates at a time."""
@@ -191,18 +196,28 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         def update() -> list[Any]:
             return self._scale_state.assign(self._policy.update(self._scale_state.read(), finite, xp=tf))
 
-        if tf.compat.v1.get_default_graph().building_function:
+        if tf.compat.v1.executing_eagerly_outside_functions():
             return update()
-        return self._one_at_a_time.execute(lambda: [tf.identity(each) for each in update()])
+        mutex = tf.raw_ops.MutexV2(shared_name=f"{self._scale_state.steps.name}/update", container="")
+        lock = tf.raw_ops.MutexLock(mutex=mutex)
+        with tf.control_dependencies([lock]):
+            updates = [tf.identity(each) for each in update()]
+        with tf.control_dependencies(updates):
+            return [tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)]
+
+    def _create_slots_outside_of_branches(self, variables: list[Any]) -> None:
+        """Create the wrapped optimizer's slots where it would itself, so that they have the names it gives them."""
+        if not tf.executing_eagerly() and not merges_replicas():
+            with tf.init_scope():
+                self._optimizer._create_slots(variables)
 
     def _warn_of_foreign_gradients(self, variables: list[Any]) -> None:
-        pending = self._traces.current(variables if tf.executing_eagerly() else ())
-        pending.applied |= set(map(id, variables))
-        if not pending.scaled:
+        pending = self._traces.apply(variables if tf.executing_eagerly() else ())
+        if self._traces.missing(pending, ["compute_gradients"]):
             warnings.warn(
                 "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
                 "call compute_gradients or minimize",
-                stacklevel=3,
+                stacklevel=4,  # past AutoGraph's wrapper of the public method
             )
 
 
@@ -218,7 +233,7 @@ def _variable(name: str, value: Any) -> Any:
 
 
 def _require_optimizer(opt: Any) -> None:
-    if isinstance(opt, LossScaleOptimizer):
+    if scales_already(opt):
         raise TypeError("this optimizer scales the loss already; wrap the optimizer once")
     if not isinstance(opt, _Optimizer):
         raise TypeError(
@@ -236,10 +251,3 @@ def _require_variables(variables: list[Any]) -> None:
     for variable in variables:
         if not isinstance(variable, tf.Variable):
             raise ValueError(f"{variable!r} is no tf.Variable; gradients are taken of variables and applied to them")
-
-
-def _fitted(grad: Any, variable: Any, factor: Any) -> Any:
-    """Return a gradient times `factor`, in its variable's dtype."""
-    if grad is None:
-        return None
-    return cast(grad if factor is None else times(grad, factor), variable.dtype.base_dtype)

@@ -11,9 +11,9 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale_core import DynamicScaling
-from lossscale_core.errors import OverflowStreakError, PolicyError
+from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
-from lossscale_tf import LossScaleOptimizer
+from lossscale_tf import LossScaleOptimizer, v1
 
 INF = float("inf")
 INPUTS = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -183,6 +183,7 @@ def test_a_compiled_update_across_replicas_is_refused():
         STRATEGY.run(lambda: optimizer.minimize(lambda: variable**2, [variable]))
 
 
+@pytest.mark.filterwarnings("ignore:no gradient exists for")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
 def test_global_clipnorm_is_tensorflows(mode, max_norm):
@@ -258,6 +259,121 @@ def test_one_loss_may_be_followed_by_several_applications():
     in_a_branch()
     in_another_trace()
     assert float(first) == -3.0
+
+
+def test_the_scale_that_scaled_unscales_in_another_trace():
+    """Scaled in one `tf.function` or eagerly, unscaled in another, the scale set in between."""
+    for scaled_in, unscaled_in in ((tf.function, tf.function), (lambda f: f, tf.function), (tf.function, lambda f: f)):
+        optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(0.0)
+        optimizer.build([variable])
+        scaled = scaled_in(lambda o=optimizer: o.get_scaled_loss(tf.constant(1.0)))
+
+        def apply(grad, optimizer=optimizer, variable=variable):
+            optimizer.apply_gradients([(optimizer.get_unscaled_gradients([grad])[0], variable)])
+
+        apply = unscaled_in(apply)
+        for _ in range(3):
+            grad = scaled()
+            optimizer.dynamic_scale.assign(64.0)
+            apply(grad * 1.0)
+        assert float(variable) == -3.0
+        assert optimizer.steps_with_missing_calls == 0
+
+
+@pytest.mark.parametrize("by_keras", [False, True])
+def test_micro_batches_in_a_loop(by_keras):
+    """Scaled within `tf.while_loop`, applied after it, in one branch of a condition."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(0.0)
+    optimizer.build([variable])
+
+    @tf.function
+    def step(count):
+        total = tf.constant(0.0)
+        for _ in tf.range(count):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(variable * 1.0) if by_keras else optimizer.get_scaled_loss(variable * 1.0)
+            total += tape.gradient(scaled, variable)
+        if count > 2:
+            grad = total if by_keras else optimizer.get_unscaled_gradients([total])[0]
+            optimizer.apply_gradients([(grad, variable)])
+
+    step(tf.constant(3))
+    step(tf.constant(1))
+    assert float(variable) == -3.0
+
+
+def test_scaling_twice_is_an_error():
+    """By hand, as Keras does, and within `minimize`."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(1.0)
+    with pytest.raises(CallOrderError, match="scaled already"):
+        optimizer.get_scaled_loss(optimizer.get_scaled_loss(variable * 1.0))
+    with pytest.raises(CallOrderError, match="scaled already"):
+        optimizer.scale_loss(optimizer.scale_loss(variable * 1.0))
+    with pytest.raises(CallOrderError, match="scaled already"):
+        optimizer.minimize(lambda: optimizer.get_scaled_loss(variable * 1.0), [variable])
+    assert float(variable) == 1.0
+
+
+def test_values_that_overwrite_a_variable_are_no_gradients():
+    """As those of float8 scales: they are neither unscaled nor clipped, and do not count in the norm."""
+    variable, overwritten = keras.Variable([0.0]), keras.Variable([1.0])
+    overwritten.overwrite_with_gradient = True
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
+
+    @tf.custom_gradient
+    def loss(x, _):
+        return tf.reduce_sum(x) * 0.5, lambda upstream: (upstream * [0.5], tf.constant([1e6]))
+
+    with tf.GradientTape() as tape:
+        scaled = optimizer.get_scaled_loss(loss(variable.value, overwritten.value))
+    grads = optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable.value, overwritten.value]))
+    optimizer.apply_gradients(zip(grads, [variable, overwritten], strict=True))
+    assert (float(variable.value[0]), float(overwritten.value[0])) == (-0.5, 1e6)
+
+
+def test_a_hyperparameter_reaches_a_compiled_update():
+    """Set between eager steps; one that the inner optimizer has not is an error, one that nothing reads a warning."""
+    variable = tf.Variable(0.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0, jit_compile=True)
+    for momentum, expected in ((0.5, -1.0), (0.0, -2.0)):
+        optimizer.momentum = momentum
+        optimizer.minimize(lambda: variable, [variable])
+        assert float(variable) == expected
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'beta_1'"):
+        optimizer.beta_1 = 0.5
+    for name in ("clipnorm", "global_clipnorm", "weight_decay", "use_ema"):
+        with pytest.warns(UserWarning, match=f"{name} is set on the LossScaleOptimizer"):
+            setattr(optimizer, name, 0.5)
+
+
+@pytest.mark.parametrize("arguments", [{"loss_scale": 8.0}, {"initial_scale": 4.0}, {"dynamic": False}])
+def test_arguments_that_contradict_a_policy_are_refused(arguments):
+    """Instead of being dropped; so is a growth interval for a fixed scale."""
+    with pytest.raises(ValueError, match="policy= says all"):
+        LossScaleOptimizer(keras.optimizers.SGD(), policy=POLICY, **arguments)
+    with pytest.raises(AttributeError, match="dynamic_growth_steps is of dynamic scaling"):
+        LossScaleOptimizer(keras.optimizers.SGD(), 8.0).dynamic_growth_steps = 5
+
+
+def test_gradients_of_other_kinds():
+    """Arrays are taken, integers are refused, and a variable without a gradient is named."""
+    variable, other = tf.Variable([1.0]), tf.Variable([1.0], name="other")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none")
+    optimizer.apply_gradients([(np.ones(1, np.float32), variable)])
+    assert float(variable[0]) == 0.0
+    with pytest.raises(TypeError, match="dtype int32"):
+        optimizer.apply_gradients([(tf.constant([1]), variable)])
+    optimizer.build([variable, other])
+    with pytest.warns(UserWarning, match="no gradient exists for other"):
+        optimizer.apply_gradients([(tf.constant([1.0]), variable), (None, other)])
+
+
+@pytest.mark.parametrize("name", TF_KERAS)
+def test_fit_with_an_optimizer_of_tf_keras(name):
+    """Keras 3 trains with it, too, and ends as it ends with its own."""
+    expected = _fit(_model(LossScaleOptimizer(keras.optimizers.Adam(0.1))), epochs=2)
+    for ours, theirs in zip(_fit(_model(LossScaleOptimizer(TF_KERAS[name]())), epochs=2), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_a_step_that_was_interrupted_is_forgotten():
@@ -341,10 +457,24 @@ def test_a_streak_of_overflows_is_an_error():
         optimizer.minimize(lambda: variable * INF, [variable])
 
 
-@pytest.mark.parametrize("inner", [LossScaleOptimizer(keras.optimizers.SGD()), 3, "sgd"])
+tf1 = tf.compat.v1
+UNFIT = {
+    "ours": lambda: LossScaleOptimizer(keras.optimizers.SGD()),
+    "Keras's": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+    "tf_keras's": lambda: tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD()),
+    "ours of v1": lambda: v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(1.0), 4.0),
+    "of v1": lambda: tf1.train.GradientDescentOptimizer(1.0),
+    "a class": lambda: keras.optimizers.SGD,
+    "a number": lambda: 3,
+    "a name": lambda: "sgd",
+}
+
+
+@pytest.mark.parametrize("inner", UNFIT.values(), ids=UNFIT)
 def test_what_cannot_be_wrapped_is_refused(inner):
     """With a reason."""
-    with pytest.raises(TypeError, match=r"wrap the optimizer once|is no Keras optimizer"):
+    inner = inner()
+    with pytest.raises(TypeError, match=r"wrap the optimizer once|is no Keras optimizer|wrap it by lossscale_tf.v1"):
         LossScaleOptimizer(inner)
 
 

@@ -430,16 +430,68 @@ def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
     assert [world.value(each) for each in optimizer.scale_state] == state
 
 
-def test_several_steps_in_one_run_of_a_session_all_count():
-    """Though a session runs their updates of one state in any order, and side by side."""
+@pytest.mark.parametrize("branch", [False, True])
+def test_several_steps_in_one_run_of_a_session_all_count(branch):
+    """Though a session runs their updates of one state in any order, and side by side; in branches, too."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
         optimizer = _sgd(POLICY, rate=1e-3)
-        steps = [optimizer.minimize(tf.reduce_sum(variable**2) * factor) for factor in (1.0, 2.0, 3.0)]
+
+        def step(factor):
+            with tf.control_dependencies([optimizer.minimize(tf.reduce_sum(variable**2) * factor)]):
+                return tf.constant(True)
+
+        steps = [
+            tf.cond(factor > 0.0, lambda f=factor: step(f), lambda: tf.constant(False)) if branch else step(factor)
+            for factor in map(tf.constant, (1.0, 2.0, 3.0))
+        ]
         session.run(tf1.global_variables_initializer())
         for _ in range(100):
             session.run(steps)
         assert session.run(optimizer.scale_state.steps) == 300
+
+
+@pytest.mark.parametrize("kind", ["GradientDescentOptimizer", "AdamOptimizer"])
+def test_a_graph_can_be_exported_and_imported(kind, tmp_path, caplog):
+    """The step is in `TRAIN_OP` as a whole, and slots have the names that the wrapped optimizer gives them."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variable = tf1.get_variable("variable", initializer=2.0)
+        bare = getattr(tf1.train, kind)(0.25)
+        step = v1.LossScaleOptimizer(bare, POLICY).minimize(variable**2)
+        assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [step]
+        slots = {"beta1_power", "beta2_power", "variable/Adam", "variable/Adam_1"} if kind == "AdamOptimizer" else set()
+        assert {each.op.name for each in bare.variables()} == slots
+        session.run(tf1.global_variables_initializer())
+        path = tf1.train.Saver().save(session, str(tmp_path / "saved"))
+    with tf.Graph().as_default(), tf1.Session() as session:
+        saver = tf1.train.import_meta_graph(f"{path}.meta")
+        saver.restore(session, path)
+        session.run(tf1.get_collection(tf1.GraphKeys.TRAIN_OP))
+        moved = session.run(tf1.get_collection(tf1.GraphKeys.TRAINABLE_VARIABLES))
+        np.testing.assert_allclose(moved, [1.0 if kind == "GradientDescentOptimizer" else 1.75], rtol=1e-5)
+    assert not [each for each in caplog.messages if "serializing" in each]
+
+
+def test_replicas_in_a_session():
+    """Under a `MirroredStrategy` of this graph: a step is applied on both, an overflow on one skips both."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
+            optimizer = _sgd(POLICY, rate=0.5)
+        factor = tf1.placeholder(tf.float32, [2])
+
+        def replica():
+            here = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return optimizer.minimize(tf.reduce_sum(variable) * tf.gather(factor, here), var_list=[variable])
+
+        step = strategy.experimental_local_results(strategy.run(replica))
+        session.run(tf1.global_variables_initializer())
+        for factors in ([0.5, 0.5], [INF, 0.5], [0.5, INF]):
+            session.run(step, {factor: factors})
+            for each in strategy.experimental_local_results(variable):
+                np.testing.assert_array_equal(session.run(each), [0.5, 1.5])
+        assert session.run(optimizer.scale_state.skipped_steps) == 2
 
 
 def test_a_checkpoint_keeps_slots():
