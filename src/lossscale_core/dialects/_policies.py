@@ -1,0 +1,173 @@
+"""Policies from other tools' configs, and back where the other tool can say the same."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._policy import ScalingPolicy
+from lossscale_core._settings import rules_of
+from lossscale_core.dialects._peers import find_peer, nearest
+from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, Peer, Refusal, Settings
+from lossscale_core.errors import DialectWarning, PolicyError
+
+_REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
+_ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
+
+
+def from_peer(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+    """Return the policy that changes the scale and skips steps as the tool `name` does under `config`.
+
+    `config` holds the tool's own names: its constructor's keywords, or the block of its config file; those left out
+    take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
+    2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
+    of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
+    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/dialects.md`.
+    """
+    policy, bugs = translate(find_peer(name, PolicyError), config)
+    for bug in bugs:
+        warnings.warn(bug, DialectWarning, stacklevel=2)
+    return policy
+
+
+def to_peer(name: str, policy: Any) -> dict[str, Any]:
+    """Return the config under which the tool `name` does as `policy` does: a plain dict of its own names.
+
+    `policy` is anything `as_policy` takes. Raises `PolicyError` naming the field that the tool cannot express.
+    """
+    peer, policy = find_peer(name, PolicyError), as_policy(policy)
+    refusals = []
+    for form in peer.forms:
+        try:
+            return _written(peer, form, policy)
+        except Refusal as refusal:
+            refusals.append(str(refusal))
+    raise PolicyError(f"{peer.title} cannot express this policy: {refusals[0]}; use a policy that it has, or change it")
+
+
+def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
+    """Return the policy, and a sentence for each thing the original does wrong under this config."""
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
+    config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
+    form = form_of(peer, config)
+    said = dict(_said(peer, form, config))
+    settings: Settings = {"kind": "dynamic", **form.settings}
+    bugs = []
+    for one, value in said.items():
+        meaning = _meaning(peer, one, value)
+        settings.update(meaning.settings)
+        bugs += [f"{peer.name}: {one.name}={value!r} {meaning.bug}"] if meaning.bug else []
+    try:
+        settings, bug = form.adjust(settings, config)
+    except Refusal as refusal:
+        raise PolicyError(f"{peer.name}: {refusal}") from None
+    bugs += [f"{peer.name}: {bug}"] if bug else []
+    return _policy(peer, settings, said), bugs + _kind_bugs(peer, settings["kind"])
+
+
+def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
+    """Return the form of config that knows most of these keys; raise `PolicyError` for one that it does not know."""
+    unknown = {form: [name for name in config if not _knows(form, name)] for form in peer.forms}
+    form = min(peer.forms, key=lambda form: len(unknown[form]))
+    for name in unknown[form]:
+        names = [name for one in form.keys for name in one.names]
+        raise PolicyError(f"{name!r} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
+    return form
+
+
+def plain(value: Any) -> Any:
+    """Return a list, array or variable of one element as the number it holds, and everything else as it is."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return plain(value[0])
+    if hasattr(value, "item"):
+        try:
+            return value.item()
+        except (ValueError, RuntimeError):  # more elements than one
+            return value
+    return plain(value.numpy()) if hasattr(value, "numpy") else value
+
+
+def _knows(form: Form, name: str) -> bool:
+    return any(name in one.names for one in form.keys) or any(fnmatchcase(name, pattern) for pattern in form.ignored)
+
+
+def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """Yield each key of the form with its value, or the tool's default."""
+    for one in form.keys:
+        values = [config[name] for name in one.names if name in config]
+        if any(value != values[0] for value in values):
+            raise PolicyError(f"{peer.name}: {' and '.join(one.names)} are one setting, but differ: {values}; leave one")
+        if not values and one.default is REQUIRED:
+            raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")
+        is_default = not values or (values[0] is None and one.none_is_default)
+        yield one, one.default if is_default else values[0]
+
+
+def _meaning(peer: Peer, one: Key, value: Any) -> Meaning:
+    """Return what one key says, each setting checked by its own rule under the name of theirs."""
+    rules = {field.name: rule for kind in ("tolerant", "dynamic") for field, rule in rules_of(KINDS[kind])}
+    try:
+        meaning = one.reading.read(value)
+        for name in meaning.settings.keys() & rules.keys():
+            rules[name].settle(name, meaning.settings[name])
+    except (Refusal, PolicyError) as reason:
+        raise PolicyError(f"{peer.name}: {one.name}={value!r} has no counterpart here: {reason}") from None
+    return meaning
+
+
+def _policy(peer: Peer, settings: Settings, said: Mapping[Key, Any]) -> ScalingPolicy:
+    kind = settings["kind"]
+    values = {field.name: settings[field.name] for field, _ in rules_of(KINDS[kind]) if field.name in settings}
+    for low, high in _ORDER:
+        if low in values and high in values and values[low] > values[high]:
+            raise PolicyError(
+                f"{peer.name}: {_origin(low, values, said)} is above {_origin(high, values, said)}; "
+                "there an overflow or growth would jump to the bound, here it never does: pass them in order"
+            )
+    return policy_from_dict({"kind": kind, **values})
+
+
+def _origin(setting: str, values: Settings, said: Mapping[Key, Any]) -> str:
+    """Return a setting as their key that set it, and its value."""
+    for one, value in said.items():
+        if setting in one.reading.read(value).settings:
+            return f"{one.name}={value!r}"
+    return f"its {setting} of {values[setting]:g}"
+
+
+def _kind_bugs(peer: Peer, kind: str) -> list[str]:
+    if kind == "none":
+        return [f"{peer.name}: turned off, it applies infinite gradients; NoScaling skips the steps that overflow"]
+    return [f"{peer.name} {peer.fixed_bug}"] if kind == "fixed" and peer.fixed_bug else []
+
+
+def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
+    """Return the policy in this form, having read it back; raise `Refusal` where it is not the same."""
+    wanted = _essence(policy)
+    config = {one.name: one.reading.write({**policy_to_dict(policy)}) for one in form.keys}
+    config = {name: value for name, value in config.items() if value is not OMIT}
+    try:
+        back, bugs = translate(peer, config)
+    except PolicyError as error:
+        raise Refusal(str(error)) from None
+    got = _essence(back)
+    for name in dict.fromkeys([*wanted, *got]):
+        if wanted.get(name) != got.get(name):
+            raise Refusal(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
+    if bugs:
+        raise Refusal(f"kind={wanted['kind']!r} differs, since {bugs[0]}")
+    return config
+
+
+def _essence(policy: ScalingPolicy) -> Settings:
+    """Return the settings that a policy acts upon: one that backs off at once has no tolerance to restore."""
+    settings = policy_to_dict(policy)
+    if settings["kind"] == "tolerant" and settings["tolerance"] == 0.0:
+        del settings["tolerance"]
+        settings.update(kind="dynamic", hysteresis=1, cooldown=0)
+    if settings.get("hysteresis") == 1:
+        settings.pop("refill_on_finite", None)
+        settings.pop("refill_on_backoff", None)
+    return settings
