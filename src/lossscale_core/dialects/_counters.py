@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lossscale_core.dialects._readings import NEVER
 from lossscale_core.dialects._record import Counter
 
 # In all of these the first argument is the policy, and the others are what was saved.
@@ -14,6 +15,15 @@ def count(names: str, *, optional: bool = False, equal: bool = False) -> Counter
     """
     place = lambda _, value: max(int(value), 0)  # noqa: E731
     return Counter("the same", (tuple(names.split()),), place, optional=optional, equal=equal)
+
+
+def left_to_one(names: str) -> Counter:
+    """Return a count of overflows left, of a tool that backs off where it equals 1: from below 1 it never does."""
+
+    def place(_: Any, value: float) -> int:
+        return int(value) if value >= 1 else NEVER
+
+    return Counter("the same; below 1 the scale never backs off", (tuple(names.split()),), place, optional=True)
 
 
 def used(names: str, *, optional: bool = False) -> Counter:

@@ -38,19 +38,22 @@ def to_peer(name: str, policy: Any) -> dict[str, Any]:
     """
     peer, policy = find_peer(name, PolicyError), as_policy(policy)
     refusals = []
-    for form in peer.forms:
+    for form in (form for form in peer.forms if not form.only_read):
         try:
             return _written(peer, form, policy)
         except Refusal as refusal:
             refusals.append(str(refusal))
-    raise PolicyError(f"{peer.title} cannot express this policy: {refusals[0]}; use a policy that it has, or change it")
+    raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
 
 
 def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
     """Return the policy, and a sentence for each thing the original does wrong under this config."""
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
-    config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
+    try:
+        config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
+    except Refusal as refusal:
+        raise PolicyError(f"{peer.name}: {refusal}") from None
     form = form_of(peer, config)
     said = dict(_said(peer, form, config))
     settings: Settings = {"kind": "dynamic", **form.settings}
@@ -146,12 +149,15 @@ def _kind_bugs(peer: Peer, kind: str) -> list[str]:
 def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     """Return the policy in this form, having read it back; raise `Refusal` where it is not the same."""
     wanted = _essence(policy)
-    config = {one.name: one.reading.write({**policy_to_dict(policy)}) for one in form.keys}
+    config = {one.name: one.reading.write(policy_to_dict(policy)) for one in form.keys}
+    unsaid = [one.name for one in form.keys if one.default is REQUIRED and config[one.name] is OMIT]
+    if unsaid:
+        raise Refusal(f"kind={wanted['kind']!r} says nothing of {unsaid[0]}, which must be given there")
     config = {name: value for name, value in config.items() if value is not OMIT}
     try:
         back, bugs = translate(peer, config)
     except PolicyError as error:
-        raise Refusal(str(error)) from None
+        raise Refusal(f"written for kind={wanted['kind']!r} it is refused, since {error}") from None
     got = _essence(back)
     for name in dict.fromkeys([*wanted, *got]):
         if wanted.get(name) != got.get(name):

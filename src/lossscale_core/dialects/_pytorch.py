@@ -6,7 +6,7 @@ from typing import Any
 
 from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, since_change, since_overflow, used
+from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
 from lossscale_core.dialects._record import Difference, Form, Meaning, Peer, Refusal, Saved, Settings, key
 
@@ -40,7 +40,7 @@ _ITERATIONS = Saved(
     scale=("cur_scale",),
     counters={
         "growth_tracker": since_overflow("cur_iter", "last_overflow_iter"),
-        "hysteresis_tracker": count("cur_hysteresis", optional=True),
+        "hysteresis_tracker": left_to_one("cur_hysteresis"),
     },
 )
 
@@ -197,10 +197,17 @@ APEX_HYSTERESIS = Peer(
     ),
     saved=(
         Saved(
-            scale=("scale", "current_scale"),
+            scale=("scale",),
             counters={
-                "growth_tracker": count("_growth_tracker growth_tracker", equal=True),
-                "hysteresis_tracker": count("_hysteresis_tracker hysteresis_tracker", optional=True),
+                "growth_tracker": count("_growth_tracker", equal=True),
+                "hysteresis_tracker": count("_hysteresis_tracker", optional=True),
+            },
+        ),
+        Saved(
+            scale=("current_scale",),
+            counters={
+                "growth_tracker": count("growth_tracker", equal=True),
+                "hysteresis_tracker": count("hysteresis_tracker"),
             },
         ),
     ),
@@ -219,9 +226,13 @@ _WITHOUT_ZERO = (
     "set it to 1 for what this config did"
 )
 
+_WHOLE_JSON = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "optimizer")
+
 
 def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
+    if not config.keys().isdisjoint(_WHOLE_JSON) and "fp16" not in config:
+        raise Refusal("this config has no fp16 block, so DeepSpeed scales no loss; pass NoScaling() or the block")
     if isinstance(config.get("fp16"), Mapping):
         config = {**config["fp16"], "zero_optimization": config.get("zero_optimization", {})}
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
@@ -236,6 +247,10 @@ def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     tolerates = settings["kind"] == "dynamic" and settings["hysteresis"] > 1
     return Meaning(settings, f"hysteresis={settings['hysteresis']} {_WITHOUT_ZERO}" if is_off and tolerates else "")
 
+
+_STATIC_SCALE = dataclasses.replace(
+    read.number("static_loss_scale"), text="the scale where `dynamic_loss_scale` is false"
+)
 
 DEEPSPEED = Peer(
     name="deepspeed",
@@ -271,6 +286,7 @@ DEEPSPEED = Peer(
             ),
             _DEEPSPEED_RULE,
             ignored=("raise_error_at_min_scale", "dtype"),
+            only_read=True,
         ),
         Form(
             "`FP16_Optimizer` without ZeRO, which ignores hysteresis",
@@ -278,11 +294,12 @@ DEEPSPEED = Peer(
                 key("init_scale initial_dynamic_scale", read.INIT_SCALE, 2.0**32),
                 key("scale_window", read.INTERVAL_MODULO, 1000),
                 key("min_scale", read.MIN_SCALE, 1.0),
-                key("static_loss_scale", read.number("static_loss_scale"), 1.0),
+                key("static_loss_scale", _STATIC_SCALE, 1.0),
                 key("dynamic_loss_scale", read.DYNAMIC, False),
             ),
             {**_DEEPSPEED_RULE, "hysteresis": 1},
             ignored=("delayed_shift", "consecutive_hysteresis"),
+            only_read=True,
             adjust=lambda settings, _: Meaning(
                 {"kind": "fixed", "init_scale": settings["static_loss_scale"]}
                 if settings["kind"] == "fixed"

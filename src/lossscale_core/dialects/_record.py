@@ -81,6 +81,8 @@ class Form:
     """Keys that do not concern the loss scale; `*` stands for anything."""
     adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _nothing
     """What follows from several keys together, given the settings and the config."""
+    only_read: bool = False
+    """Whether `to_peer` leaves this form alone."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

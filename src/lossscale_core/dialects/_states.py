@@ -1,5 +1,6 @@
 """States from other tools' checkpoints, every counter placed where the original's run would go on."""
 
+import contextlib
 import re
 import warnings
 from collections.abc import Mapping
@@ -8,12 +9,12 @@ from typing import Any
 
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import KINDS, as_policy
-from lossscale_core._policy import FixedScaling, NoScaling
+from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core.dialects._peers import PEERS, find_peer
-from lossscale_core.dialects._policies import plain
-from lossscale_core.dialects._readings import UNBOUNDED
-from lossscale_core.dialects._record import Counter, Peer, Refusal, Saved, Settings
+from lossscale_core.dialects._policies import plain, translate
+from lossscale_core.dialects._readings import INIT_SCALE, UNBOUNDED
+from lossscale_core.dialects._record import REQUIRED, Counter, Peer, Refusal, Saved, Settings
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -48,22 +49,54 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None
     return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, policy)
 
 
-def guess_peer(checkpoint: Any) -> str | None:
-    """Return the name of the tool whose saved scaler this looks like, or None.
+def guess_peer(checkpoint: Any) -> str:
+    """Return the name of the tool whose saved scaler this is; of several that read it alike, the first of `peers()`.
 
-    Where several tools save the same, it is the first of `peers()`; they are then read alike.
+    Raises `CheckpointError` where no tool saves these names, or where several do and mean other counts.
     """
-    found = []
+    found: dict[str, int] = {}
     for peer in PEERS.values():
-        try:
-            values = _scaler_part(peer, checkpoint)
-            saved = _layout(peer, values)
-        except CheckpointError:
-            continue
-        names = [saved.scale, *(names for counter in saved.counters.values() for names in counter.names)]
-        found.append((sum(_find(values, each) is not None for each in names), peer.name))
-    best = max((count for count, _ in found), default=0)
-    return next((name for count, name in found if count == best), None)
+        with contextlib.suppress(CheckpointError):
+            found[peer.name] = _recognised(peer, checkpoint)
+    best = [name for name, count in found.items() if count == max(found.values()) and count >= 2]
+    if not best:
+        raise CheckpointError("no tool known here saves its scaler under these names; pass the scaler's own part")
+    if len({_read_alone(name, checkpoint) for name in best}) > 1:
+        raise CheckpointError(f"{', '.join(best)} save these names and mean other counts; name the tool")
+    return best[0]
+
+
+def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
+    """Return the policy that a tool's checkpoint itself holds, or None where it lacks some of the settings."""
+    peer = find_peer(name, CheckpointError)
+    values = _scaler_part(peer, checkpoint)
+    config: dict[str, Any] = {}
+    for one in peer.forms[peer.saved_form].keys:
+        saved_as = _find(values, one.names)
+        if one.reading is INIT_SCALE:
+            config[one.name] = _number(peer, values, _layout(peer, values).scale)
+        elif saved_as is not None:
+            config[one.name] = values[saved_as]
+        elif one.default is REQUIRED or one.reading.read(one.default).settings:
+            return None
+    return translate(peer, config)[0]
+
+
+def _recognised(peer: Peer, checkpoint: Any) -> int:
+    """Return how many names of a checkpoint are this tool's, at least those of one of its layouts."""
+    values = _scaler_part(peer, checkpoint)
+    layout = _layout(peer, values)
+    known = {name for counter in layout.counters.values() for names in counter.names for name in names}
+    known |= {*layout.scale, *(name for one in peer.forms[peer.saved_form].keys for name in one.names)}
+    return len(known & values.keys())
+
+
+def _read_alone(name: str, checkpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return tuple(state_from_peer(name, checkpoint))
+    except CheckpointError:
+        return None
 
 
 def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
