@@ -59,7 +59,6 @@ __all__ = [
 ]
 
 
-
 def __getattr__(name: str) -> _typing.Any:
     if name != "dialects":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

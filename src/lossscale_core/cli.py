@@ -38,7 +38,6 @@ _FRAMEWORKS = {
     "jax": "lossscale_jax",
     "tensorflow": "lossscale_tf",
 }
-_PEERS = click.Choice([peer.name for peer in dialects.peers()])
 _MOST_ROWS = 40
 _PICTURES = (".png", ".pdf", ".svg")
 _FILE = click.Path(path_type=Path)
@@ -192,14 +191,14 @@ def schema(file: Path | None) -> None:
 
 @policy.command(epilog=_example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=_FILE)
-@click.option("--from", "peer", type=_PEERS, required=True, metavar="TOOL", help="Whose config it is; see below.")
+@click.option("--from", "peer", required=True, metavar="TOOL", help="Whose config it is; see below.")
 @click.option("--to", "out", type=_FILE, help="A .toml or .json file for the policy; printed when left out.")
 def convert(file: Path, peer: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
     TOOL is torch, torch-sharded, accelerate, apex, apex-fp16-utils, apex-hysteresis, deepspeed (the fp16 block, or the
     JSON that holds it), megatron, megatron-v1, fairseq, colossalai, keras, keras-experimental, keras3, tf-v1,
-    tf-contrib, jmp, flax, paddle, paddle-static or mindspore.
+    tf-contrib, jmp, flax, paddle, paddle-static or mindspore. What it does otherwise is said on stderr.
     """
     with _warnings_as_lines():
         scaling = dialects.from_peer(peer, read_config(file))
@@ -212,7 +211,7 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
 
 _CHECKPOINT_OPTIONS = (
     click.argument("file", type=_FILE),
-    click.option("--from", "peer", type=_PEERS, metavar="TOOL", help="Whose checkpoint it is; guessed when left out."),
+    click.option("--from", "peer", metavar="TOOL", help="Whose checkpoint it is; guessed when left out."),
     click.option("--policy", "policy_file", type=_FILE, help="The policy (.toml or .json) that will go on with it."),
     click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
 )
@@ -236,13 +235,14 @@ def checkpoint(context: click.Context) -> None:
 def show_checkpoint(file: Path, peer: str | None, policy_file: Path | None, key: str | None) -> None:
     """Show the saved scaler in FILE: JSON, or what torch.save wrote (nothing in it is run)."""
     source, state, scaling = _read_state(file, peer, policy_file, key)
-    table = Table("field", "value", title=f"{file}: {source}")
+    click.echo(f"{file}: {source}")
+    table = Table("field", "value")
     for name, value in state_to_dict(state).items():
         table.add_row(name, _scale_text(value) if name == "loss_scale" else f"{value:g}")
     for name, value in ({} if scaling is None else policy_to_dict(scaling)).items():
-        table.add_row(f"policy: {name}", str(value))
+        table.add_row(f"policy: {name}", _scale_text(value) if name.endswith("_scale") else str(value))
     Console().print(table)
-    if scaling is not None:
+    if scaling is not None and state.steps > 0:  # other tools do not save how many steps there were
         Console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
 
 
@@ -290,7 +290,7 @@ def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
     try:
         return dialects.guess_peer(saved)
     except LossScaleError as error:
-        raise click.UsageError(f"{file}: {error}: pass --from TOOL, or --key with the place of the scaler") from error
+        raise click.UsageError(f"{file}: {error}; pass --from TOOL, or --key with the place of the scaler") from error
 
 
 @contextlib.contextmanager
@@ -345,9 +345,9 @@ def _results_table(experiment: Any) -> Table:
 
 
 def _scale_text(scale: float) -> str:
-    """Return a large power of two as one, since nobody knows it by its digits."""
+    """Return a large or tiny power of two as one, since nobody knows it by its digits."""
     mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 17 else f"{scale:g}"
+    return f"2**{exponent - 1}" if mantissa == 0.5 and not -9 < exponent <= 17 else f"{scale:g}"
 
 
 def _stretches_table(trace: Any) -> Table:

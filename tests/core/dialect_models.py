@@ -118,7 +118,12 @@ class Colossal(Megatron):
 
     def saved(self):  # vars(scaler); a checkpoint holds less, and the counters start again
         settings = {"growth_factor": self.up, "backoff_factor": self.down, "hysteresis": self.allowed}
-        return {"scale": self.scale, **settings, "_growth_step": self.count, "_hysteresis_step": self.allowed - self.left}
+        return {
+            "scale": self.scale,
+            **settings,
+            "_growth_step": self.count,
+            "_hysteresis_step": self.allowed - self.left,
+        }
 
 
 class Keras3(Counted):
@@ -173,9 +178,7 @@ class Keras(TensorFlow):
 class Contrib(TensorFlow):
     """Falls on every so-many-th overflow since the scale last changed, whatever came between."""
 
-    def __init__(
-        self, init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8
-    ):
+    def __init__(self, init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8):
         super().__init__(init_loss_scale, incr_every_n_steps, incr_ratio)
         self.down, self.allowed, self.bad = decr_ratio, decr_every_n_nan_or_inf, 0
 
@@ -369,9 +372,7 @@ _PADDLE = {
     "incr_every_n_steps": _NEVER_TOO,
     "decr_every_n_nan_or_inf": st.integers(0, 4),
 }
-_TENSORFLOW = _configs(
-    ["increment_period"], initial_loss_scale=_SCALE, increment_period=_NEVER_TOO, multiplier=_FACTOR
-)
+_TENSORFLOW = _configs(["increment_period"], initial_loss_scale=_SCALE, increment_period=_NEVER_TOO, multiplier=_FACTOR)
 
 DRAWN = {
     "torch": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),

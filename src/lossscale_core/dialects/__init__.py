@@ -11,7 +11,7 @@ our settings, where its checkpoint keeps which counter, and what is done otherwi
 bugs. `markdown(name)` and `overview()` draw the tables of `docs/dialects.md` from it.
 """
 
-from lossscale_core.dialects._page import markdown, overview
+from lossscale_core.dialects._page import markdown, overview, tables
 from lossscale_core.dialects._peers import peers
 from lossscale_core.dialects._policies import from_peer, to_peer
 from lossscale_core.dialects._record import Counter, Difference, Form, Key, Peer, Reading, Saved
@@ -32,5 +32,6 @@ __all__ = [
     "peers",
     "policy_in",
     "state_from_peer",
+    "tables",
     "to_peer",
 ]

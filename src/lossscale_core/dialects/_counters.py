@@ -30,7 +30,7 @@ def used(names: str, *, optional: bool = False) -> Counter:
     """Return a count of overflows so far, where ours counts those left."""
 
     def left(policy: Any, used: float) -> int:
-        return max(policy.hysteresis - int(used), 0)
+        return max(int(policy.hysteresis) - int(used), 0)
 
     return Counter("`hysteresis` − it", (tuple(names.split()),), left, needs="hysteresis", optional=optional)
 
@@ -38,7 +38,7 @@ def used(names: str, *, optional: bool = False) -> Counter:
 def _clean_steps(policy: Any, now: float, last: float) -> int:
     """Return the tracker after the finite steps between two iterations, of which each window grew the scale."""
     clean = int(now) - int(last) - 1
-    cooldown = getattr(policy, "cooldown", 0)
+    cooldown = int(getattr(policy, "cooldown", 0))
     return clean - cooldown if clean < cooldown else (clean - cooldown) % int(policy.growth_interval)
 
 

@@ -1,5 +1,6 @@
 """Tables in Markdown, drawn from the records."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,12 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 """What the overview shows of the tools that leave a setting without a default."""
 
 
+def tables() -> str:
+    """Return the overview and every tool's tables as one text in Markdown, each under a heading with its name."""
+    sections = [f"## {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
+    return "\n".join([f"\n## Every tool's defaults\n\n{overview()}\n", *sections])
+
+
 def overview() -> str:
     """Return one table of every tool's rule under its own defaults, in Markdown."""
     head = "| | first scale | grows on finite step | by | falls on overflow | by | floor | ceiling |"
@@ -28,7 +35,7 @@ def markdown(name: str) -> str:
     Raises `PolicyError` for a name that is not known.
     """
     peer = find_peer(name, PolicyError)
-    parts = [f"{peer.title}, as of {peer.version}. {peer.rule}"]
+    parts = [f"{peer.title} ({peer.version}). {peer.rule}"]
     parts += ["\n".join(_form_table(form)) for form in peer.forms]
     parts += ["\n".join(_saved_table(peer))]
     rows = [f"| {each.there} | {each.here} |" for each in peer.differences]
@@ -55,13 +62,15 @@ def _defaults(peer: Peer) -> str:
 def _falls(policy: dict[str, Any]) -> str:
     if policy["kind"] == "tolerant" or policy["hysteresis"] == 1:
         return "1"
-    start = "in a row" if policy["refill_on_finite"] else "since it fell" if policy["refill_on_backoff"] else "since growth"
+    start = (
+        "in a row" if policy["refill_on_finite"] else "since it fell" if policy["refill_on_backoff"] else "since growth"
+    )
     return f"{policy['hysteresis']} {start}"
 
 
 def scale_text(value: Any) -> str:
     """Return a power of two as one where that is easier to read."""
-    mantissa, exponent = __import__("math").frexp(value)
+    mantissa, exponent = math.frexp(value)
     return f"2**{exponent - 1}" if mantissa == 0.5 and not 0 <= exponent - 1 <= 3 else f"{value:g}"
 
 

@@ -9,7 +9,7 @@ from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core.dialects._peers import find_peer, nearest
-from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, Peer, Refusal, Settings
+from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
 from lossscale_core.errors import DialectWarning, PolicyError
 
 _REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
@@ -41,7 +41,7 @@ def to_peer(name: str, policy: Any) -> dict[str, Any]:
     for form in (form for form in peer.forms if not form.only_read):
         try:
             return _written(peer, form, policy)
-        except Refusal as refusal:
+        except NoCounterpartError as refusal:
             refusals.append(str(refusal))
     raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
 
@@ -52,7 +52,7 @@ def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
         raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
     try:
         config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
-    except Refusal as refusal:
+    except NoCounterpartError as refusal:
         raise PolicyError(f"{peer.name}: {refusal}") from None
     form = form_of(peer, config)
     said = dict(_said(peer, form, config))
@@ -64,7 +64,7 @@ def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
         bugs += [f"{peer.name}: {one.name}={value!r} {meaning.bug}"] if meaning.bug else []
     try:
         settings, bug = form.adjust(settings, config)
-    except Refusal as refusal:
+    except NoCounterpartError as refusal:
         raise PolicyError(f"{peer.name}: {refusal}") from None
     bugs += [f"{peer.name}: {bug}"] if bug else []
     return _policy(peer, settings, said), bugs + _kind_bugs(peer, settings["kind"])
@@ -101,7 +101,9 @@ def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[tuple[K
     for one in form.keys:
         values = [config[name] for name in one.names if name in config]
         if any(value != values[0] for value in values):
-            raise PolicyError(f"{peer.name}: {' and '.join(one.names)} are one setting, but differ: {values}; leave one")
+            raise PolicyError(
+                f"{peer.name}: {' and '.join(one.names)} are one setting, but differ: {values}; leave one"
+            )
         if not values and one.default is REQUIRED:
             raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")
         is_default = not values or (values[0] is None and one.none_is_default)
@@ -115,7 +117,7 @@ def _meaning(peer: Peer, one: Key, value: Any) -> Meaning:
         meaning = one.reading.read(value)
         for name in meaning.settings.keys() & rules.keys():
             rules[name].settle(name, meaning.settings[name])
-    except (Refusal, PolicyError) as reason:
+    except (NoCounterpartError, PolicyError) as reason:
         raise PolicyError(f"{peer.name}: {one.name}={value!r} has no counterpart here: {reason}") from None
     return meaning
 
@@ -147,23 +149,23 @@ def _kind_bugs(peer: Peer, kind: str) -> list[str]:
 
 
 def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
-    """Return the policy in this form, having read it back; raise `Refusal` where it is not the same."""
+    """Return the policy in this form, having read it back; raise `NoCounterpartError` where it is not the same."""
     wanted = _essence(policy)
     config = {one.name: one.reading.write(policy_to_dict(policy)) for one in form.keys}
     unsaid = [one.name for one in form.keys if one.default is REQUIRED and config[one.name] is OMIT]
     if unsaid:
-        raise Refusal(f"kind={wanted['kind']!r} says nothing of {unsaid[0]}, which must be given there")
+        raise NoCounterpartError(f"kind={wanted['kind']!r} says nothing of {unsaid[0]}, which must be given there")
     config = {name: value for name, value in config.items() if value is not OMIT}
     try:
         back, bugs = translate(peer, config)
     except PolicyError as error:
-        raise Refusal(f"written for kind={wanted['kind']!r} it is refused, since {error}") from None
+        raise NoCounterpartError(f"written for kind={wanted['kind']!r} it is refused, since {error}") from None
     got = _essence(back)
     for name in dict.fromkeys([*wanted, *got]):
         if wanted.get(name) != got.get(name):
-            raise Refusal(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
+            raise NoCounterpartError(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
     if bugs:
-        raise Refusal(f"kind={wanted['kind']!r} differs, since {bugs[0]}")
+        raise NoCounterpartError(f"kind={wanted['kind']!r} differs, since {bugs[0]}")
     return config
 
 

@@ -8,7 +8,17 @@ from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
-from lossscale_core.dialects._record import Difference, Form, Meaning, Peer, Refusal, Saved, Settings, key
+from lossscale_core.dialects._record import (
+    Difference,
+    Form,
+    Meaning,
+    NoCounterpartError,
+    Peer,
+    Reading,
+    Saved,
+    Settings,
+    key,
+)
 
 _NO_FLOOR = Difference(
     "The scale has no floor: under persistent overflow it reaches 0, and the parameters become NaN.",
@@ -186,7 +196,7 @@ APEX_HYSTERESIS = Peer(
     name="apex-hysteresis",
     title="`amp_C.update_scale_hysteresis`",
     version="apex 25.05; NeMo's `GradScaler` is built on it",
-    rule="torch's rule, but the scale falls only on the `hysteresis`-th overflow in a row, and on each that follows it.",
+    rule="torch's rule, but the scale falls only on the `hysteresis`-th overflow in a row and on each after it.",
     forms=(
         Form(
             "arguments",
@@ -232,7 +242,9 @@ _WHOLE_JSON = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "op
 def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
     if not config.keys().isdisjoint(_WHOLE_JSON) and "fp16" not in config:
-        raise Refusal("this config has no fp16 block, so DeepSpeed scales no loss; pass NoScaling() or the block")
+        raise NoCounterpartError(
+            "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
+        )
     if isinstance(config.get("fp16"), Mapping):
         config = {**config["fp16"], "zero_optimization": config.get("zero_optimization", {})}
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
@@ -256,8 +268,8 @@ DEEPSPEED = Peer(
     name="deepspeed",
     title="DeepSpeed's `fp16` block",
     version="DeepSpeed 0.19.8, ZeRO stages 1 to 3",
-    rule="Doubles on the 1001st finite step in a row and then every 1000th, halves from the second overflow since growth "
-    "down to 1.",
+    rule="Doubles on the 1001st finite step in a row and then every 1000th, halves from the second overflow since "
+    "growth, down to 1.",
     forms=(
         Form(
             "the `fp16` block of its JSON, or the whole JSON",
@@ -328,7 +340,9 @@ DEEPSPEED = Peer(
             "Before 0.17 ZeRO's scale first grew one step earlier.",
             "The present rule, which is `cooldown=1`.",
         ),
-        Difference("`enabled: false` trains without checking gradients.", "`NoScaling()` still skips; a warning says so."),
+        Difference(
+            "`enabled: false` trains without checking gradients.", "`NoScaling()` still skips; a warning says so."
+        ),
     ),
     within="loss_scaler",
     saved_form=1,
@@ -341,7 +355,7 @@ MEGATRON = Peer(
     name="megatron",
     title="Megatron-LM's `DynamicGradScaler`",
     version="Megatron-LM of August 2026, Megatron Core 0.16",
-    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth down to 1.",
+    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth, down to 1.",
     forms=(
         Form(
             "constructor, or `OptimizerConfig` and command line",
@@ -386,7 +400,7 @@ MEGATRON_V1 = Peer(
     name="megatron-v1",
     title="`megatron.fp16.loss_scaler.DynamicLossScaler`",
     version="Megatron-LM 1.0",
-    rule="Doubles on the 1000th finite step in a row, halves on every overflow down to 1; `delayed_shift` tolerates some.",
+    rule="Doubles on the 1000th finite step in a row, halves on each overflow down to 1 but for `delayed_shift`.",
     forms=(
         Form(
             "constructor",
@@ -415,7 +429,7 @@ def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
     """Stop the scale at the last value above `min_loss_scale`, where fairseq stops the run and puts it back."""
     stop, floor = settings.pop("stop_at"), settings["init_scale"]
     if floor <= stop:
-        raise Refusal("the first overflow ends the run where the scale starts at min_loss_scale or below")
+        raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
     while floor / settings["growth_factor"] > max(stop, SMALLEST_SCALE):
         floor /= settings["growth_factor"]
     return Meaning({**settings, "min_scale": max(settings["min_scale"], floor if stop > 0 else SMALLEST_SCALE)})
@@ -431,7 +445,7 @@ def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return _fairseq_floor(settings, config)
 
 
-_STOP_AT = read.Reading(
+_STOP_AT = Reading(
     "the last scale above it is `min_scale`",
     lambda value: Meaning({"stop_at": max(read.real(value), 0.0)}),
     lambda _: 0.0,
@@ -491,8 +505,12 @@ FAIRSEQ = Peer(
             "A checkpoint holds the scale alone: a resumed run counts from 0.",
             "So does the restored state; a state saved here keeps its counters.",
         ),
-        Difference("A `threshold` above the scale raises it on overflow.", "An overflow never raises a scale: refused."),
-        Difference("`scale_window` of the command line is 2**14 / ranks / update_freq.", "The same, from the same keys."),
+        Difference(
+            "A `threshold` above the scale raises it on overflow.", "An overflow never raises a scale: refused."
+        ),
+        Difference(
+            "`scale_window` of the command line is 2**14 / ranks / update_freq.", "The same, from the same keys."
+        ),
         _TO_INFINITY,
     ),
 )
@@ -501,7 +519,7 @@ COLOSSALAI = Peer(
     name="colossalai",
     title="ColossalAI's `DynamicGradScaler`",
     version="ColossalAI 0.5, main of April 2026",
-    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth; bounds are optional.",
+    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth; no bounds.",
     forms=(
         Form(
             "constructor",
@@ -533,7 +551,9 @@ COLOSSALAI = Peer(
             "A checkpoint lacks both counters and the interval: a resumed run counts from 0.",
             "So does the restored state; a state saved here keeps its counters.",
         ),
-        Difference("Its plugins pass `min_scale=1`, `max_scale=2**32`.", "Pass what they pass; the class has no bounds."),
+        Difference(
+            "Its plugins pass `min_scale=1`, `max_scale=2**32`.", "Pass what they pass; the class has no bounds."
+        ),
         _NO_FLOOR,
     ),
 )

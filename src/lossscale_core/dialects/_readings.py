@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects._record import OMIT, Meaning, Reading, Refusal, Settings
+from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
 
 NEVER = 2**31 - 1
 """A count that no run reaches: what grows on it never grows."""
@@ -35,21 +35,21 @@ def real(value: Any) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise Refusal("it must be a number")
+    raise NoCounterpartError("it must be a number")
 
 
 def whole(value: Any) -> int:
     """Return a whole number, such as 1000 or 1000.0, as an int."""
     number = real(value)
     if not math.isfinite(number) or number != int(number):
-        raise Refusal("it must be a whole number")
+        raise NoCounterpartError("it must be a whole number")
     return int(number)
 
 
 def _read_power(value: Any) -> Meaning:
     power = whole(value)
     if abs(power) > 126:
-        raise Refusal("2 to its power must lie between 2**-126 and 2**126")
+        raise NoCounterpartError("2 to its power must lie between 2**-126 and 2**126")
     return Meaning({"init_scale": 2.0**power})
 
 
@@ -58,7 +58,7 @@ def _write_power(settings: Settings) -> Any:
         return OMIT
     mantissa, exponent = math.frexp(settings["init_scale"])
     if mantissa != 0.5:
-        raise Refusal(f"init_scale={settings['init_scale']!r} is no power of two")
+        raise NoCounterpartError(f"init_scale={settings['init_scale']!r} is no power of two")
     return exponent - 1
 
 
@@ -68,7 +68,7 @@ POWER_OF_TWO = Reading("`init_scale` = 2**value", _read_power, _write_power)
 def _read_factor(value: Any) -> Meaning:
     factor = real(value)
     if factor <= 0:
-        raise Refusal("it must be above 1")
+        raise NoCounterpartError("it must be above 1")
     return Meaning({"growth_factor": factor, "backoff_factor": 1.0 / factor})
 
 
@@ -76,7 +76,7 @@ def _write_factor(settings: Settings) -> Any:
     if "growth_factor" not in settings:
         return OMIT
     if settings["backoff_factor"] != 1.0 / settings["growth_factor"]:
-        raise Refusal(f"backoff_factor={settings['backoff_factor']!r} is not 1 / growth_factor, and one key says both")
+        raise NoCounterpartError(f"backoff_factor={settings['backoff_factor']!r} is not 1 / growth_factor")
     return settings["growth_factor"]
 
 
@@ -85,7 +85,7 @@ FACTOR = Reading("`growth_factor`, and `backoff_factor` = 1 / value", _read_fact
 
 def _read_two(value: Any) -> Meaning:
     if real(value) != 2.0:
-        raise Refusal("the original takes only 2")
+        raise NoCounterpartError("the original takes only 2")
     return Meaning({})
 
 
@@ -130,7 +130,9 @@ INTERVAL_EQUAL = _exactly("growth_interval", _NEVER_GROWS, "`growth_interval`; b
 
 def _read_apex_window(value: Any) -> Meaning:
     if real(value) == 0:
-        raise Refusal("there an overflow halves the scale and doubles it again, which FixedScaling does at less expense")
+        raise NoCounterpartError(
+            "there an overflow halves the scale and doubles it again, which FixedScaling does at less expense"
+        )
     return INTERVAL_EQUAL.read(value)
 
 
@@ -176,14 +178,14 @@ MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, lambda s: s.ge
 
 def _read_whole_floor(value: Any) -> Meaning:
     if whole(value) < 1:
-        raise Refusal("it must be at least 1")
+        raise NoCounterpartError("it must be at least 1")
     return Meaning({"min_scale": float(whole(value))})
 
 
 def _write_whole_floor(settings: Settings) -> Any:
     floor = settings.get("min_scale", OMIT)
     if floor is not OMIT and floor != int(floor):
-        raise Refusal(f"min_scale={floor!r} is no whole number")
+        raise NoCounterpartError(f"min_scale={floor!r} is no whole number")
     return floor if floor is OMIT else int(floor)
 
 
@@ -195,7 +197,7 @@ def _flag(value: Any) -> bool:
         return bool(value)
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    raise Refusal("it must be true or false")
+    raise NoCounterpartError("it must be true or false")
 
 
 REFILL_ON_FINITE = Reading(
@@ -215,7 +217,7 @@ ENABLED_IN_WRITING = Reading("false: `NoScaling()`", _read_enabled, lambda s: s[
 
 def _read_dynamic(value: Any) -> Meaning:
     if not isinstance(value, bool):
-        raise Refusal("it must be true or false")
+        raise NoCounterpartError("it must be true or false")
     return Meaning({} if value else {"kind": "fixed"})
 
 
@@ -240,7 +242,7 @@ def fixed_unless(*dynamic: Any) -> Reading:
 
 def _write_fixed(settings: Settings) -> Any:
     if settings["kind"] != "fixed":
-        raise Refusal(f"kind={settings['kind']!r} is not 'fixed'")
+        raise NoCounterpartError(f"kind={settings['kind']!r} is not 'fixed'")
     return settings["init_scale"]
 
 

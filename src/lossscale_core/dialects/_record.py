@@ -8,7 +8,7 @@ Settings: TypeAlias = dict[str, Any]
 """Fields of a policy by name, and its `"kind"`."""
 
 
-class Refusal(ValueError):
+class NoCounterpartError(ValueError):
     """The reason why a value has no counterpart; whoever catches it names the field."""
 
 
@@ -37,7 +37,7 @@ class Meaning(NamedTuple):
 class Reading:
     """How one key is translated: in words for the table, and in both directions.
 
-    `read` raises `Refusal` for a value without a counterpart, `write` for settings the key cannot say.
+    `read` raises `NoCounterpartError` for a value without a counterpart, `write` for settings the key cannot say.
     """
 
     text: str
@@ -66,6 +66,7 @@ def key(names: str, reading: Reading, default: Any = REQUIRED, *, none_is_defaul
 
 
 def _nothing(settings: Settings, _: Mapping[str, Any]) -> Meaning:
+    """Return the settings as they are."""
     return Meaning(settings)
 
 

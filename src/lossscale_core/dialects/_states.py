@@ -14,7 +14,7 @@ from lossscale_core._settings import rules_of
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import plain, translate
 from lossscale_core.dialects._readings import INIT_SCALE, UNBOUNDED
-from lossscale_core.dialects._record import REQUIRED, Counter, Peer, Refusal, Saved, Settings
+from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -60,7 +60,7 @@ def guess_peer(checkpoint: Any) -> str:
             found[peer.name] = _recognised(peer, checkpoint)
     best = [name for name, count in found.items() if count == max(found.values()) and count >= 2]
     if not best:
-        raise CheckpointError("no tool known here saves its scaler under these names; pass the scaler's own part")
+        raise CheckpointError("no tool known here saves its scaler under these names")
     if len({_read_alone(name, checkpoint) for name in best}) > 1:
         raise CheckpointError(f"{', '.join(best)} save these names and mean other counts; name the tool")
     return best[0]
@@ -106,7 +106,9 @@ def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
     within = [name for name in checkpoint if peer.within and fnmatchcase(str(name), peer.within)]
     parts = [name for name in within if isinstance(checkpoint[name], Mapping)]
     if len(parts) > 1:
-        raise CheckpointError(f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {', '.join(parts)}")
+        raise CheckpointError(
+            f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {', '.join(parts)}"
+        )
     values: dict[str, Any] = {}
     for name, value in (checkpoint[parts[0]] if parts else checkpoint).items():
         values.setdefault(_last_part(str(name)), plain(value))
@@ -152,7 +154,7 @@ def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
         if name is not None:
             try:
                 settings.update(one.reading.read(values[name]).settings)
-            except Refusal as reason:
+            except NoCounterpartError as reason:
                 raise CheckpointError(f"{name}={values[name]!r} in the checkpoint of {peer.name}: {reason}") from None
     return {name: value for name, value in settings.items() if name not in ("init_scale", "kind")}
 

@@ -6,7 +6,7 @@ from typing import Any
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, used
 from lossscale_core.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
-from lossscale_core.dialects._record import Difference, Form, Meaning, Peer, Refusal, Saved, Settings, key
+from lossscale_core.dialects._record import Difference, Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
 
 _FIXED_IS_NOT_CHECKED = Difference(
     "A fixed scale is never checked: infinite gradients are applied.",
@@ -46,9 +46,7 @@ def _loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _LOSS_SCALE_FORMS = (
     Form("`DynamicLossScale`", _DYNAMIC_LOSS_SCALE, FLOOR_OF_ONE, ignored=("optimizer",)),
-    Form(
-        "`FixedLossScale`", (key("loss_scale_value", read.FIXED),), {"kind": "fixed"}, ignored=("optimizer",)
-    ),
+    Form("`FixedLossScale`", (key("loss_scale_value", read.FIXED),), {"kind": "fixed"}, ignored=("optimizer",)),
     Form(
         "the wrapper's `loss_scale`",
         (*_DYNAMIC_LOSS_SCALE, key("loss_scale", read.fixed_unless("dynamic"), "dynamic")),
@@ -61,9 +59,9 @@ _LOSS_SCALE_FORMS = (
 def _keras_fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     if settings["kind"] == "fixed":
         if config.get("initial_scale", config.get("initial")) is None:
-            raise Refusal("dynamic=False needs initial_scale")
+            raise NoCounterpartError("dynamic=False needs initial_scale")
         if config.get("dynamic_growth_steps") is not None:
-            raise Refusal("dynamic_growth_steps goes with dynamic=True")
+            raise NoCounterpartError("dynamic_growth_steps goes with dynamic=True")
     return Meaning(settings)
 
 
@@ -153,7 +151,7 @@ TF_CONTRIB = Peer(
     name="tf-contrib",
     title="`tf.contrib.mixed_precision`",
     version="TensorFlow 1.15",
-    rule="Doubles on the N-th finite step in a row, falls to 0.8 on every second overflow down to 1, whatever is between.",
+    rule="Doubles on the N-th finite step in a row, falls by 0.8 on every second overflow, in a row or not, down to 1.",
     forms=(
         Form(
             "`ExponentialUpdateLossScaleManager`",
