@@ -174,8 +174,8 @@ PADDLE_STATIC = Peer(
         Saved(
             scale=("loss_scaling",),
             counters={
-                "growth_tracker": count("num_good_steps", equal=True),
-                "hysteresis_tracker": used("num_bad_steps"),
+                "growth_tracker": count("num_good_steps good_steps", equal=True),
+                "hysteresis_tracker": used("num_bad_steps bad_steps"),
             },
         ),
     ),

@@ -48,27 +48,26 @@ def _defaults(peer: Peer) -> str:
     grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
     cells = [
         f"`{peer.name}`",
-        scale_text(policy["init_scale"]),
+        _scale_text(policy["init_scale"]),
         grows,
         f"{policy['growth_factor']:g}",
         _falls(policy),
         f"{policy['backoff_factor']:g}",
-        scale_text(policy["min_scale"]),
-        scale_text(policy["max_scale"]),
+        _scale_text(policy["min_scale"]),
+        _scale_text(policy["max_scale"]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def _falls(policy: dict[str, Any]) -> str:
     if policy["kind"] == "tolerant" or policy["hysteresis"] == 1:
-        return "1"
-    start = (
-        "in a row" if policy["refill_on_finite"] else "since it fell" if policy["refill_on_backoff"] else "since growth"
-    )
-    return f"{policy['hysteresis']} {start}"
+        return "each"
+    start = "growth" if not policy["refill_on_backoff"] else "a change"
+    later = "" if policy["refill_on_backoff"] else ", then each"
+    return f"no. {policy['hysteresis']} since {start}{later}"
 
 
-def scale_text(value: Any) -> str:
+def _scale_text(value: Any) -> str:
     """Return a power of two as one where that is easier to read."""
     mantissa, exponent = math.frexp(value)
     return f"2**{exponent - 1}" if mantissa == 0.5 and not 0 <= exponent - 1 <= 3 else f"{value:g}"
@@ -82,7 +81,7 @@ def _form_table(form: Form) -> Iterator[str]:
         yield f"| {names} | {_default_text(one.default)} | {one.reading.text} |"
     for setting, value in form.settings.items():
         if setting != "kind":
-            text = scale_text(value) if setting in ("min_scale", "max_scale") else str(value)
+            text = _scale_text(value) if setting in ("min_scale", "max_scale") else str(value)
             yield f"| – | {text} | `{setting}` |"
 
 
@@ -90,7 +89,7 @@ def _default_text(value: Any) -> str:
     if value is REQUIRED:
         return "required"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return scale_text(value) if is_number and value >= 2**15 else str(value)
+    return _scale_text(value) if is_number and value >= 2**15 else str(value)
 
 
 def _saved_table(peer: Peer) -> Iterator[str]:

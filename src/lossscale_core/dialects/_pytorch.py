@@ -310,7 +310,7 @@ DEEPSPEED = Peer(
                 key("dynamic_loss_scale", read.DYNAMIC, False),
             ),
             {**_DEEPSPEED_RULE, "hysteresis": 1},
-            ignored=("delayed_shift", "consecutive_hysteresis"),
+            ignored=("delayed_shift", "consecutive_hysteresis", "low_precision_dtype", "clip_grad", "verbose", "mpu"),
             only_read=True,
             adjust=lambda settings, _: Meaning(
                 {"kind": "fixed", "init_scale": settings["static_loss_scale"]}
