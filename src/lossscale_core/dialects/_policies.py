@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import ScalingPolicy
@@ -52,22 +52,15 @@ def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
         raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
     try:
         config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
-    except NoCounterpartError as refusal:
-        raise PolicyError(f"{peer.name}: {refusal}") from None
-    form = form_of(peer, config)
-    said = dict(_said(peer, form, config))
-    settings: Settings = {"kind": "dynamic", **form.settings}
-    bugs = []
-    for one, value in said.items():
-        meaning = _meaning(peer, one, value)
-        settings.update(meaning.settings)
-        bugs += [f"{peer.name}: {one.name}={value!r} {meaning.bug}"] if meaning.bug else []
-    try:
+        form = form_of(peer, config)
+        said = list(_said(peer, form, config))
+        settings, bugs = _settings_of(peer, form, said)
         settings, bug = form.adjust(settings, config)
     except NoCounterpartError as refusal:
         raise PolicyError(f"{peer.name}: {refusal}") from None
-    bugs += [f"{peer.name}: {bug}"] if bug else []
-    return _policy(peer, settings, said), bugs + _kind_bugs(peer, settings["kind"])
+    bugs += [bug] if bug else []
+    bugs = [f"{peer.name}: {bug}" for bug in [*bugs, *_kind_bugs(peer, settings["kind"])]]
+    return _policy(peer, settings, said), bugs
 
 
 def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
@@ -87,42 +80,67 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         try:
             return value.item()
-        except (ValueError, RuntimeError):  # more elements than one
+        except (ValueError, TypeError, RuntimeError):  # more elements than one
             return value
     return plain(value.numpy()) if hasattr(value, "numpy") else value
 
 
 def _knows(form: Form, name: str) -> bool:
-    return any(name in one.names for one in form.keys) or any(fnmatchcase(name, pattern) for pattern in form.ignored)
+    is_ignored = any(fnmatchcase(str(name), pattern) for pattern in form.ignored)
+    return is_ignored or any(name in one.names for one in form.keys)
 
 
-def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield each key of the form with its value, or the tool's default."""
+class _Said(NamedTuple):
+    """A key of the form, the name it was given under, and its value or the tool's default."""
+
+    key: Key
+    name: str
+    value: Any
+
+
+def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
+    """Yield what the config says of each key of the form."""
     for one in form.keys:
-        values = [config[name] for name in one.names if name in config]
-        if any(value != values[0] for value in values):
-            raise PolicyError(
-                f"{peer.name}: {' and '.join(one.names)} are one setting, but differ: {values}; leave one"
-            )
-        if not values and one.default is REQUIRED:
+        names = [name for name in one.names if name in config]
+        if any(config[name] != config[names[0]] for name in names):
+            raise PolicyError(f"{peer.name}: {' and '.join(names)} are one setting, but differ; leave one out")
+        if not names and one.default is REQUIRED:
             raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")
-        is_default = not values or (values[0] is None and one.none_is_default)
-        yield one, one.default if is_default else values[0]
+        is_default = not names or (config[names[0]] is None and one.none_is_default)
+        yield _Said(one, (names or [one.name])[0], one.default if is_default else config[names[0]])
 
 
-def _meaning(peer: Peer, one: Key, value: Any) -> Meaning:
+def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, list[str]]:
+    """Return all settings together and what the original does wrong; a fixed scale needs no more than its scale."""
+    settings: Settings = {"kind": "dynamic", **form.settings}
+    bugs, errors = [], []
+    for one in said:
+        try:
+            meaning = _meaning(peer, one)
+        except PolicyError as error:
+            errors.append(error)
+            continue
+        settings.update(meaning.settings)
+        bugs += [f"{one.name}={one.value!r} {meaning.bug}"] if meaning.bug else []
+    adapts = settings["kind"] in ("dynamic", "tolerant")
+    if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
+        raise errors[0]
+    return settings, bugs if adapts else []
+
+
+def _meaning(peer: Peer, said: _Said) -> Meaning:
     """Return what one key says, each setting checked by its own rule under the name of theirs."""
     rules = {field.name: rule for kind in ("tolerant", "dynamic") for field, rule in rules_of(KINDS[kind])}
     try:
-        meaning = one.reading.read(value)
+        meaning = said.key.reading.read(said.value)
         for name in meaning.settings.keys() & rules.keys():
             rules[name].settle(name, meaning.settings[name])
     except (NoCounterpartError, PolicyError) as reason:
-        raise PolicyError(f"{peer.name}: {one.name}={value!r} has no counterpart here: {reason}") from None
+        raise PolicyError(f"{peer.name}: {said.name}={said.value!r} has no counterpart here: {reason}") from None
     return meaning
 
 
-def _policy(peer: Peer, settings: Settings, said: Mapping[Key, Any]) -> ScalingPolicy:
+def _policy(peer: Peer, settings: Settings, said: list[_Said]) -> ScalingPolicy:
     kind = settings["kind"]
     values = {field.name: settings[field.name] for field, _ in rules_of(KINDS[kind]) if field.name in settings}
     for low, high in _ORDER:
@@ -134,18 +152,18 @@ def _policy(peer: Peer, settings: Settings, said: Mapping[Key, Any]) -> ScalingP
     return policy_from_dict({"kind": kind, **values})
 
 
-def _origin(setting: str, values: Settings, said: Mapping[Key, Any]) -> str:
+def _origin(setting: str, values: Settings, said: list[_Said]) -> str:
     """Return a setting as their key that set it, and its value."""
-    for one, value in said.items():
-        if setting in one.reading.read(value).settings:
-            return f"{one.name}={value!r}"
+    for one in said:
+        if setting in one.key.reading.read(one.value).settings:
+            return f"{one.name}={one.value!r}"
     return f"its {setting} of {values[setting]:g}"
 
 
 def _kind_bugs(peer: Peer, kind: str) -> list[str]:
     if kind == "none":
-        return [f"{peer.name}: turned off, it applies infinite gradients; NoScaling skips the steps that overflow"]
-    return [f"{peer.name} {peer.fixed_bug}"] if kind == "fixed" and peer.fixed_bug else []
+        return ["turned off, it applies infinite gradients; NoScaling skips the steps that overflow"]
+    return [peer.fixed_bug] if kind == "fixed" and peer.fixed_bug else []
 
 
 def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:

@@ -116,6 +116,8 @@ ACCELERATE = dataclasses.replace(
 def _apex_start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     if config.get("opt_level") in ("O0", "O3") and config.get("loss_scale") is None:
         return Meaning({"kind": "fixed", "init_scale": 1.0})
+    if settings["kind"] != "dynamic":
+        return Meaning(settings)
     return Meaning({**settings, "init_scale": min(settings["init_scale"], settings["max_scale"])})
 
 
