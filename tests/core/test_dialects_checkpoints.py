@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, FixedScaling, state_from_dict, state_to_dict
+from lossscale_core import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicScaling,
+    FixedScaling,
+    TolerantScaling,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
@@ -138,6 +146,16 @@ def test_a_fixed_scale():
     """A static scaler has a scale and nothing to place."""
     state = state_from_peer("deepspeed", {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}, 128)
     assert state == FixedScaling(128.0).init_state()
+
+
+def test_another_kind_of_policy_goes_on_with_the_scale():
+    """Counters are placed under a policy that has them, and left alone under one that has none."""
+    saved = {"scale": 8.0, "_growth_tracker": 7}
+    assert state_from_peer("torch", saved, 8.0) == FixedScaling(8.0).init_state()
+    tolerant = state_from_peer("torch", saved, TolerantScaling())
+    assert (tolerant.loss_scale, tolerant.growth_tracker, tolerant.steps_since_change) == (8.0, 7, 0.0)
+    with pytest.raises(CheckpointError, match=r"TolerantScaling.* has no hysteresis, which places decr_count"):
+        state_from_peer("paddle", {"scale": [8.0], "incr_count": 7, "decr_count": 0}, TolerantScaling())
 
 
 def test_overflows_in_a_row_are_kept_where_they_end_a_run():

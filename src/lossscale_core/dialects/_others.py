@@ -228,12 +228,18 @@ MINDSPORE = Peer(
                 "growth_tracker": since_overflow("cur_iter", "last_overflow_iter"),
                 "overflow_streak": count("bad_step", optional=True),
             },
+            title="`vars` of the manager",
         ),
         Saved(
             scale=("scale_sense",),
             counters={"growth_tracker": since_change("current_iterator_step", "last_overflow_iterator_step")},
+            title="parameters of `DynamicLossScaleUpdateCell`",
         ),
-        Saved(scale=("scale_value",), counters={"growth_tracker": count("counter", equal=True)}),
+        Saved(
+            scale=("scale_value",),
+            counters={"growth_tracker": count("counter", equal=True)},
+            title="parameters of `amp.DynamicLossScaler`",
+        ),
     ),
     differences=(
         Difference(

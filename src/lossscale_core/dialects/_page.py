@@ -37,7 +37,7 @@ def markdown(name: str) -> str:
     peer = find_peer(name, PolicyError)
     parts = [f"{peer.title} ({peer.version}). {peer.rule}"]
     parts += ["\n".join(_form_table(form)) for form in peer.forms]
-    parts += ["\n".join(_saved_table(peer))]
+    parts += [_saved_table(saved) for saved in peer.saved]
     rows = [f"| {each.there} | {each.here} |" for each in peer.differences]
     return "\n\n".join([*parts, "\n".join(["| there | here |", "|---|---|", *rows])])
 
@@ -82,7 +82,7 @@ def _form_table(form: Form) -> Iterator[str]:
     for setting, value in form.settings.items():
         if setting != "kind":
             text = _scale_text(value) if setting in ("min_scale", "max_scale") else str(value)
-            yield f"| – | {text} | `{setting}` |"
+            yield f"| (always) | {text} | `{setting}` |"
 
 
 def _default_text(value: Any) -> str:
@@ -92,12 +92,9 @@ def _default_text(value: Any) -> str:
     return _scale_text(value) if is_number and value >= 2**15 else str(value)
 
 
-def _saved_table(peer: Peer) -> Iterator[str]:
-    yield "| checkpoint | here |"
-    yield "|---|---|"
-    for saved in peer.saved:
-        yield f"| {_names(saved.scale)} | `loss_scale` |"
-        yield from _counter_rows(saved)
+def _saved_table(saved: Saved) -> str:
+    head = [f"| {saved.title} | here |", "|---|---|", f"| {_names(saved.scale)} | `loss_scale` |"]
+    return "\n".join([*head, *_counter_rows(saved)])
 
 
 def _counter_rows(saved: Saved) -> Iterator[str]:

@@ -214,6 +214,7 @@ APEX_HYSTERESIS = Peer(
                 "growth_tracker": count("_growth_tracker", equal=True),
                 "hysteresis_tracker": count("_hysteresis_tracker", optional=True),
             },
+            title="in NeMo's state dict",
         ),
         Saved(
             scale=("current_scale",),
@@ -221,18 +222,14 @@ APEX_HYSTERESIS = Peer(
                 "growth_tracker": count("growth_tracker", equal=True),
                 "hysteresis_tracker": count("hysteresis_tracker"),
             },
+            title="among the kernel's arguments",
         ),
     ),
     differences=(_NO_FLOOR, _PAST_THE_INTERVAL, _DISABLED),
 )
 
-_DEEPSPEED_RULE = {
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "cooldown": 1,
-    "refill_on_backoff": False,
-    "max_scale": read.UNBOUNDED["max_scale"],
-}
+_DEEPSPEED_RULE = {"cooldown": 1, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
+_HALVES = {"growth_factor": 2.0, "backoff_factor": 0.5}
 _WITHOUT_ZERO = (
     "is ignored where ZeRO is off, as in this config: there every overflow lowers the scale, here the setting counts; "
     "set it to 1 for what this config did"
@@ -284,7 +281,7 @@ DEEPSPEED = Peer(
                 key("loss_scale", read.fixed_unless(0), 0),
                 key("enabled", read.ENABLED_IN_WRITING, True),
             ),
-            _DEEPSPEED_RULE,
+            {**_HALVES, **_DEEPSPEED_RULE},
             ignored=("auto_cast", "fp16_master_weights_and_grads", "zero_optimization"),
             adjust=_deepspeed_zero,
         ),
@@ -311,7 +308,7 @@ DEEPSPEED = Peer(
                 key("static_loss_scale", _STATIC_SCALE, 1.0),
                 key("dynamic_loss_scale", read.DYNAMIC, False),
             ),
-            {**_DEEPSPEED_RULE, "hysteresis": 1},
+            {**_HALVES, **_DEEPSPEED_RULE, "hysteresis": 1},
             ignored=("delayed_shift", "consecutive_hysteresis", "low_precision_dtype", "clip_grad", "verbose", "mpu"),
             only_read=True,
             adjust=lambda settings, _: Meaning(
@@ -321,7 +318,7 @@ DEEPSPEED = Peer(
             ),
         ),
     ),
-    saved=(_ITERATIONS, Saved(scale=("cur_scale",))),
+    saved=(_ITERATIONS, Saved(scale=("cur_scale",), title="in a checkpoint of a fixed scale")),
     differences=(
         _HALF_STEPS,
         Difference(

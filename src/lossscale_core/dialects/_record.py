@@ -108,6 +108,7 @@ class Saved:
 
     scale: tuple[str, ...]
     counters: Mapping[str, Counter] = dataclasses.field(default_factory=dict)
+    title: str = "in a checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

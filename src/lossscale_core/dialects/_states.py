@@ -1,6 +1,7 @@
 """States from other tools' checkpoints, every counter placed where the original's run would go on."""
 
 import contextlib
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -176,6 +177,8 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
             f"the checkpoint of {peer.name} alone does not place {' and '.join(map(str, names))}, which depends on "
             f"{counter.needs}; pass policy=from_peer({peer.name!r}, config)"
         )
+    if counter.needs and not hasattr(policy, counter.needs):
+        raise CheckpointError(f"{policy!r} has no {counter.needs}, which places {' and '.join(map(str, names))}")
     return counter.place(policy, *(_number(peer, values, (str(name),)) for name in names))
 
 
@@ -191,7 +194,7 @@ def _differences(known: Settings, policy: Any) -> list[str]:
 def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
     """Say where a count is past its limit: what compares with `==` would wait for the next overflow."""
     counter, tracker = saved.counters.get("growth_tracker"), fields.get("growth_tracker", 0)
-    if counter is None or not counter.equal or tracker < policy.growth_interval:
+    if counter is None or not counter.equal or tracker < getattr(policy, "growth_interval", math.inf):
         return []
     return [
         f"its count {tracker} is past growth_interval={policy.growth_interval}: there the scale would not grow before "
