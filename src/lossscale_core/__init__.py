@@ -5,6 +5,8 @@ grads_finite)` is the only place where a loss scale changes. The packages `losss
 `lossscale_tf` speak the same verbs on their framework's devices.
 """
 
+import typing as _typing
+
 from lossscale_core import errors, testing, tree
 from lossscale_core._arrays import all_finite, init_state, scale, select, unscale
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
@@ -14,6 +16,9 @@ from lossscale_core._report import GradientReport, StepInfo, check_overflow_stre
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, TolerantScaleState
+
+if _typing.TYPE_CHECKING:
+    from lossscale_core import dialects
 
 __version__ = "0.1.0"
 
@@ -34,6 +39,7 @@ __all__ = [
     "as_policy",
     "check_overflow_streak",
     "diagnose",
+    "dialects",
     "dump_policy",
     "errors",
     "init_state",
@@ -52,7 +58,16 @@ __all__ = [
     "unscale",
 ]
 
+
+def __getattr__(name: str) -> _typing.Any:
+    if name != "dialects":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # a table of twenty tools is not worth its import to who does not come from one
+
+    return importlib.import_module("lossscale_core.dialects")
+
+
 for _name in __all__:  # a pickle names the face, so that rooms behind it may move
-    if isinstance(globals()[_name], type):
+    if isinstance(globals().get(_name), type):
         globals()[_name].__module__ = __name__
 del _name

@@ -108,6 +108,11 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
         file.write(text)
 
 
+def policy_to_toml(policy: ScalingPolicy) -> str:
+    """Return `policy` as the text of a `.toml` file."""
+    return _write_toml(policy_to_dict(policy))
+
+
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 

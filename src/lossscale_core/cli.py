@@ -1,14 +1,16 @@
-"""The `lossscale` command: watch the demo, try a policy on a recorded run, check a policy file.
+"""The `lossscale` command: watch the demo, try a policy on a recorded run, check and convert policies and checkpoints.
 
 Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2.
 """
 
+import contextlib
 import importlib.util
 import io
 import json
 import math
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lossscale_core import testing
-from lossscale_core._config import as_policy, dump_policy, load_policy, policy_to_dict
+from lossscale_core import dialects, testing
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
+from lossscale_core._config import as_policy, dump_policy, load_policy, policy_to_dict, policy_to_toml
+from lossscale_core._foreign_files import read_checkpoint, read_config
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import diagnose
 from lossscale_core._schema import policy_schema
@@ -73,7 +77,7 @@ def _fail(message: str, status: int = 2) -> None:
 @click.version_option(package_name="lossscale")
 @click.pass_context
 def lossscale(context: click.Context) -> None:
-    """Loss scaling for float16 training: a demo, a simulator and a checker of policy files."""
+    """Loss scaling for float16 training: a demo, a simulator, and policies and checkpoints of this and other tools."""
     _help_if_alone(context)
 
 
@@ -148,7 +152,7 @@ def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtyp
 @lossscale.group(epilog=_example("lossscale policy check policy.toml"), invoke_without_command=True)
 @click.pass_context
 def policy(context: click.Context) -> None:
-    """Check and show policy files."""
+    """Check, show and convert policy files."""
     _help_if_alone(context)
 
 
@@ -183,6 +187,120 @@ def schema(file: Path | None) -> None:
     else:
         file.write_text(text + "\n", encoding="utf-8")
         click.echo(f"wrote {file}")
+
+
+@policy.command(epilog=_example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
+@click.argument("file", type=_FILE)
+@click.option("--from", "peer", required=True, metavar="TOOL", help="Whose config it is; see below.")
+@click.option("--to", "out", type=_FILE, help="A .toml or .json file for the policy; printed when left out.")
+def convert(file: Path, peer: str, out: Path | None) -> None:
+    """Turn another tool's config, in JSON or TOML, into a policy file.
+
+    TOOL is torch, torch-sharded, accelerate, apex, apex-fp16-utils, apex-hysteresis, deepspeed (the fp16 block, or the
+    JSON that holds it), megatron, megatron-v1, fairseq, colossalai, keras, keras-experimental, keras3, tf-v1,
+    tf-contrib, jmp, flax, paddle, paddle-static or mindspore. What it does otherwise is said on stderr.
+    """
+    with _warnings_as_lines():
+        scaling = dialects.from_peer(peer, read_config(file))
+    if out is None:
+        click.echo(policy_to_toml(scaling), nl=False)
+    else:
+        dump_policy(scaling, out)
+        click.echo(f"wrote {out}: a policy of kind {policy_to_dict(scaling)['kind']!r}")
+
+
+_CHECKPOINT_OPTIONS = (
+    click.argument("file", type=_FILE),
+    click.option("--from", "peer", metavar="TOOL", help="Whose checkpoint it is; guessed when left out."),
+    click.option("--policy", "policy_file", type=_FILE, help="The policy (.toml or .json) that will go on with it."),
+    click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
+)
+
+
+def _with_checkpoint_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_CHECKPOINT_OPTIONS):
+        command = option(command)
+    return command
+
+
+@lossscale.group(epilog=_example("lossscale checkpoint show scaler.pt"), invoke_without_command=True)
+@click.pass_context
+def checkpoint(context: click.Context) -> None:
+    """Show and convert saved scalers, ours and other tools'."""
+    _help_if_alone(context)
+
+
+@checkpoint.command("show", epilog=_example("lossscale checkpoint show scaler.pt"))
+@_with_checkpoint_options
+def show_checkpoint(file: Path, peer: str | None, policy_file: Path | None, key: str | None) -> None:
+    """Show the saved scaler in FILE: JSON, or what torch.save wrote (nothing in it is run)."""
+    source, state, scaling = _read_state(file, peer, policy_file, key)
+    click.echo(f"{file}: {source}")
+    table = Table("field", "value")
+    for name, value in state_to_dict(state).items():
+        table.add_row(name, _scale_text(value) if name == "loss_scale" else f"{value:g}")
+    for name, value in ({} if scaling is None else policy_to_dict(scaling)).items():
+        table.add_row(f"policy: {name}", _scale_text(value) if name.endswith("_scale") else str(value))
+    Console().print(table)
+    if scaling is not None and state.steps > 0:  # other tools do not save how many steps there were
+        Console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
+
+
+@checkpoint.command("convert", epilog=_example("lossscale checkpoint convert scaler.pt --to state.json"))
+@_with_checkpoint_options
+@click.option("--to", "out", type=_FILE, help="A new .json file for the state; printed when left out.")
+def convert_checkpoint(
+    file: Path, peer: str | None, policy_file: Path | None, key: str | None, out: Path | None
+) -> None:
+    """Turn the saved scaler in FILE into the JSON that `state_from_dict` reads in every framework.
+
+    The policy is saved beside it where --policy names it or the checkpoint holds all of it.
+    """
+    source, state, scaling = _read_state(file, peer, policy_file, key)
+    text = json.dumps(state_to_dict(state, scaling), indent=2)
+    if out is None:
+        click.echo(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+        click.echo(f"wrote {out}: {source}, {'with' if scaling is not None else 'without'} its policy")
+
+
+def _read_state(
+    file: Path, peer: str | None, policy_file: Path | None, key: str | None
+) -> tuple[str, Any, ScalingPolicy | None]:
+    """Return in words what a checkpoint file holds, its state, and the policy given with it or saved in it."""
+    with _warnings_as_lines():
+        where, saved = read_checkpoint(file, key)
+        scaling = None if policy_file is None else load_policy(policy_file)
+        place = f" at {where!r}" if where else ""
+        if peer is None and "version" in saved:
+            scaling = _saved_policy(saved) if scaling is None else scaling
+            return f"a state of this library{place}", state_from_dict(saved, scaling), scaling
+        peer = _guessed(file, saved) if peer is None else peer
+        state = dialects.state_from_peer(peer, saved, scaling)
+        scaling = dialects.policy_in(peer, saved) if scaling is None else scaling
+        return f"the scaler of {peer}{place}", state, scaling
+
+
+def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
+    return as_policy(saved["policy"]) if "policy" in saved else None
+
+
+def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
+    try:
+        return dialects.guess_peer(saved)
+    except LossScaleError as error:
+        raise click.UsageError(f"{file}: {error}; pass --from TOOL, or --key with the place of the scaler") from error
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Say each warning in a line of its own on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        click.echo(f"lossscale: warning: {warning.message}", err=True)
 
 
 def _help_if_alone(context: click.Context) -> None:
@@ -227,9 +345,9 @@ def _results_table(experiment: Any) -> Table:
 
 
 def _scale_text(scale: float) -> str:
-    """Return a large power of two as one, since nobody knows it by its digits."""
+    """Return a large or tiny power of two as one, since nobody knows it by its digits."""
     mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 17 else f"{scale:g}"
+    return f"2**{exponent - 1}" if mantissa == 0.5 and not -9 < exponent <= 17 else f"{scale:g}"
 
 
 def _stretches_table(trace: Any) -> Table:

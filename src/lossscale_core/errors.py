@@ -10,6 +10,7 @@ LossScaleError
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
+DialectWarning(UserWarning)                  another tool's config runs into something that tool does wrong
 ```
 
 A message names the value, the rule it broke and how to mend it.
@@ -50,3 +51,7 @@ class OverflowStreakError(LossScaleError, FloatingPointError):
 
 class CheckpointWarning(UserWarning):
     """A saved state was restored, but not under the policy it was saved with."""
+
+
+class DialectWarning(UserWarning):
+    """Another tool's config runs into something that the tool does wrong; the message says what is done here."""

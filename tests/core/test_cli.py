@@ -7,7 +7,8 @@ import sys
 import jsonschema
 import pytest
 
-from lossscale_core import DynamicScaling, dump_policy
+from lossscale_core import DynamicScaling, dump_policy, load_policy, state_from_dict, state_to_dict
+from lossscale_core.dialects import from_peer, peers
 
 
 def _run(*arguments, cwd=None):
@@ -132,6 +133,66 @@ def test_help_has_an_example(command):
         assert "Example:\n    lossscale" in _succeed(*command)
 
 
+def _write_json(path, content):
+    path.write_text(json.dumps(content))
+    return path.name
+
+
+DEEPSPEED = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
+APEX = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}
+
+
+def test_policy_convert_writes_a_policy_file(tmp_path):
+    """From a whole DeepSpeed JSON to a file that `policy check` takes, or to the terminal."""
+    _write_json(tmp_path / "ds_config.json", DEEPSPEED)
+    command = ("policy", "convert", "--from", "deepspeed", "ds_config.json")
+    printed = _succeed(*command, "--to", "policy.toml", cwd=tmp_path)
+    assert "wrote policy.toml: a policy of kind 'dynamic'" in printed
+    assert load_policy(tmp_path / "policy.toml") == from_peer("deepspeed", DEEPSPEED["fp16"])
+    assert _succeed(*command, cwd=tmp_path) == (tmp_path / "policy.toml").read_text()
+    assert "a valid policy" in _succeed("policy", "check", "policy.toml", cwd=tmp_path)
+
+
+def test_policy_convert_reads_toml_and_says_warnings(tmp_path):
+    """A warning is a line on stderr, and the policy is written all the same."""
+    (tmp_path / "theirs.toml").write_text("growth_interval = 0\n")
+    done = _run("policy", "convert", "--from", "torch", "theirs.toml", "--to", "policy.json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.startswith("lossscale: warning: torch: growth_interval=0 never grows")
+    assert load_policy(tmp_path / "policy.json").growth_interval == 2**31 - 1
+
+
+def test_policy_convert_lists_every_tool():
+    """The help names all that `from_peer` knows."""
+    printed = " ".join(_succeed("policy", "convert", "--help").replace("-\n  ", "-").split())
+    assert all(peer.name in printed for peer in peers())
+
+
+def test_checkpoint_convert_makes_a_state_of_ours(tmp_path):
+    """Another tool's saved scaler, guessed or named, becomes the JSON that `state_from_dict` reads."""
+    dump_policy(from_peer("apex", {"scale_window": 500}), tmp_path / "policy.toml")
+    _write_json(tmp_path / "amp.json", {"epoch": 3, "amp": APEX})
+    command = ("checkpoint", "convert", "amp.json", "--policy", "policy.toml")
+    assert "the scaler of apex at 'amp', with its policy" in _succeed(*command, "--to", "state.json", cwd=tmp_path)
+    saved = json.loads((tmp_path / "state.json").read_text())
+    assert (saved["loss_scale"], saved["growth_tracker"], saved["policy"]["growth_interval"]) == (8.0, 7, 500)
+    assert json.loads(_succeed(*command, "--key", "amp", "--from", "apex", cwd=tmp_path)) == saved
+    assert state_from_dict(saved, load_policy(tmp_path / "policy.toml")).growth_tracker == 7
+
+
+def test_checkpoint_show_tells_what_is_in_a_file(tmp_path):
+    """Ours with its policy and a diagnosis, another tool's under its name."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    _write_json(tmp_path / "ours.json", {"scaler": state_to_dict(state, DynamicScaling())})
+    printed = _succeed("checkpoint", "show", "ours.json", cwd=tmp_path)
+    for words in ("a state of this library", "32768", "policy: growth_interval", "2000", "1 of 1 steps skipped"):
+        assert words in printed.replace("\n", " ")
+    _write_json(tmp_path / "jmp.json", {"loss_scale": 8.0, "counter": 7})
+    printed = _succeed("checkpoint", "show", "jmp.json", cwd=tmp_path)
+    assert "the scaler of jmp" in printed
+    assert "healthy" not in printed
+
+
 BAD_INPUT = [
     (("demo", "--framework", "jax"), "pip install --upgrade 'lossscale[jax]'"),
     (("demo", "--framework", "tensorflow"), "pip install --upgrade 'lossscale[tensorflow]'"),
@@ -169,6 +230,24 @@ BAD_INPUT = [
     (("simulate", "dynamic", "--overflow", "deep.json"), "deep.json is not valid JSON"),
     (("simulate", "dynamic", "--gradient-max", "huge.json"), "huge.json: step 0"),
     (("simulate", "dynamic", "--overflow", "number.json"), "where a list belongs"),
+    (("policy", "convert", "--from", "deepspeed", "none.json"), "none.json: No such file"),
+    (("policy", "convert", "--from", "deepspeed", "broken.json"), "broken.json is not valid JSON"),
+    (("policy", "convert", "--from", "deepspeed", "number.json"), "where a dict of keys belongs"),
+    (("policy", "convert", "--from", "deepspeed", "object.json"), "'loss' is no key of deepspeed"),
+    (("policy", "convert", "--from", "deepsped", "object.json"), "did you mean 'deepspeed'"),
+    (("policy", "convert", "object.json"), "--from"),
+    (("checkpoint", "show", "object.json", "--from", "torhc"), "did you mean 'torch'"),
+    (("checkpoint", "show", "none.json"), "none.json: No such file"),
+    (("checkpoint", "show", "number.json"), "where a dict belongs"),
+    (("checkpoint", "show", "broken.json"), "broken.json is not valid JSON"),
+    (("checkpoint", "show", "object.json"), "pass --from TOOL"),
+    (("checkpoint", "show", "object.json", "--from", "torch"), "has no scale, _growth_tracker"),
+    (("checkpoint", "show", "object.json", "--key", "scaler"), "no key 'scaler'; it has loss"),
+    (("checkpoint", "show", "object.json", "--key", "loss"), "where a dict belongs"),
+    (("checkpoint", "show", "bad.toml"), "must be JSON (.json) or written by torch.save"),
+    (("checkpoint", "show", "several.json"), "several.json holds several scalers; pass --key with one of a, b"),
+    (("checkpoint", "convert", "contrib.json"), "depends on hysteresis"),
+    (("checkpoint", "convert", "several.json", "--key", "a", "--to", "none/s.json"), "none/s.json: No such file"),
     (("polizy",), "polizy"),
     (("--colour",), "--colour"),
 ]
@@ -192,6 +271,8 @@ def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "broken.json").write_text("[0,")
     (tmp_path / "object.json").write_text('{"loss": [1]}')
+    _write_json(tmp_path / "several.json", {"a": APEX, "b": APEX})
+    _write_json(tmp_path / "contrib.json", {"loss_scale": 8.0, "good_steps": 1, "bad_steps": 1})
     done = _run(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lossscale: ")

@@ -29,6 +29,16 @@ def test_using_the_core_on_numpy_loads_no_framework():
     assert not loaded & (FRAMEWORKS | EXTRAS)
 
 
+def test_reading_other_tools_loads_no_framework():
+    """Their configs and checkpoints are plain dicts; the table is loaded only by who asks for it."""
+    loaded = _modules_after(
+        "import lossscale_core as ls; assert 'lossscale_core.dialects' not in sys.modules; "
+        "p = ls.dialects.from_peer('torch', {}); "
+        "ls.dialects.state_from_peer('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
+    )
+    assert not loaded & (FRAMEWORKS | EXTRAS)
+
+
 def test_the_command_without_its_extra_says_what_to_install():
     """One sentence and status 2, no traceback."""
     code = (

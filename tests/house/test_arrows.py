@@ -25,10 +25,12 @@ CORE = {
     "_report": {"_policy", "_settings", "_state", "errors"},
     "_strategies": {"_config", "_policy", "_settings"},
     "testing": {"_config", "_policy", "_state", "_strategies"},
+    "dialects": {"_checkpoint", "_config", "_policy", "_settings", "errors"},
+    "_foreign_files": {"dialects", "errors"},
 }
 COMMAND = {"cli", "demo", "__main__"}
 THIRD_PARTY = {"numpy", "array_api_compat"}
-EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}}
+EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_foreign_files": {"torch"}}
 DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 ADAPTERS = {
     "lossscale_torch": {"torch"},

@@ -6,13 +6,13 @@ from types import ModuleType
 import pytest
 
 import lossscale_core
-from lossscale_core import errors, testing
+from lossscale_core import dialects, errors, testing
 
 STABLE = {
     *("NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy", "ScaleState", "StepInfo"),
     *("init_state", "scale", "all_finite", "unscale", "select"),
     *("as_policy", "policy_to_dict", "policy_from_dict", "load_policy", "dump_policy"),
-    *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "errors", "testing"),
+    *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "dialects", "errors", "testing"),
 }
 VERBS = {
     "init_state": ["policy"],
@@ -43,7 +43,7 @@ def test_the_verbs_have_one_signature():
         assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name not in expected)
 
 
-@pytest.mark.parametrize("module", [lossscale_core, testing, errors], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [lossscale_core, testing, errors, dialects], ids=lambda module: module.__name__)
 def test_every_public_object_is_documented(module):
     """A docstring on each public function, class and method of one's own."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
@@ -62,7 +62,7 @@ def test_every_public_object_is_documented(module):
 def test_the_tree_of_errors_is_drawn():
     """The module's docstring shows every error and warning with the built-in one it is."""
     own = [value for value in vars(errors).values() if inspect.isclass(value)]
-    assert len(own) == 9
+    assert len(own) == 10
     for error in own:
         builtin = "" if error is errors.LossScaleError else f"({error.__bases__[-1].__name__})"
         assert f"{error.__name__}{builtin}" in errors.__doc__

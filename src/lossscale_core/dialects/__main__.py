@@ -1,0 +1,12 @@
+"""Draws the tables of a page anew: `python -m lossscale_core.dialects docs/dialects.md`."""
+
+import sys
+from pathlib import Path
+
+from lossscale_core.dialects import tables
+
+MARK = "<!-- drawn by python -m lossscale_core.dialects docs/dialects.md -->\n"
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(page.read_text(encoding="utf-8").partition(MARK)[0] + MARK + tables(), encoding="utf-8")

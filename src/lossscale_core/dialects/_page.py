@@ -1,0 +1,108 @@
+"""Tables in Markdown, drawn from the records."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from lossscale_core._config import policy_to_dict
+from lossscale_core.dialects._peers import find_peer, peers
+from lossscale_core.dialects._policies import translate
+from lossscale_core.dialects._record import REQUIRED, Form, Peer, Saved
+from lossscale_core.errors import PolicyError
+
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "jmp": {"loss_scale": 2.0**15},
+    "tf-contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 2000},
+}
+"""What the overview shows of the tools that leave a setting without a default."""
+
+
+def tables() -> str:
+    """Return the overview and every tool's tables as one text in Markdown, each under a heading with its name."""
+    sections = [f"## {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
+    return "\n".join([f"\n## Every tool's defaults\n\n{overview()}\n", *sections])
+
+
+def overview() -> str:
+    """Return one table of every tool's rule under its own defaults, in Markdown."""
+    head = "| | first scale | grows on finite step | by | falls on overflow | by | floor | ceiling |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *(_defaults(peer) for peer in peers())])
+
+
+def markdown(name: str) -> str:
+    """Return what is known about one tool in Markdown: its keys, its checkpoints, what differs here.
+
+    Raises `PolicyError` for a name that is not known.
+    """
+    peer = find_peer(name, PolicyError)
+    parts = [f"{peer.title} ({peer.version}). {peer.rule}"]
+    parts += ["\n".join(_form_table(form)) for form in peer.forms]
+    parts += [_saved_table(saved) for saved in peer.saved]
+    rows = [f"| {each.there} | {each.here} |" for each in peer.differences]
+    return "\n\n".join([*parts, "\n".join(["| there | here |", "|---|---|", *rows])])
+
+
+def _defaults(peer: Peer) -> str:
+    policy = policy_to_dict(translate(peer, _EXAMPLES.get(peer.name, {}))[0])
+    later = policy.get("cooldown", 0)
+    grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
+    cells = [
+        f"`{peer.name}`",
+        _scale_text(policy["init_scale"]),
+        grows,
+        f"{policy['growth_factor']:g}",
+        _falls(policy),
+        f"{policy['backoff_factor']:g}",
+        _scale_text(policy["min_scale"]),
+        _scale_text(policy["max_scale"]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _falls(policy: dict[str, Any]) -> str:
+    if policy["kind"] == "tolerant" or policy["hysteresis"] == 1:
+        return "each"
+    start = "growth" if not policy["refill_on_backoff"] else "a change"
+    later = "" if policy["refill_on_backoff"] else ", then each"
+    return f"no. {policy['hysteresis']} since {start}{later}"
+
+
+def _scale_text(value: Any) -> str:
+    """Return a power of two as one where that is easier to read."""
+    mantissa, exponent = math.frexp(value)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and not 0 <= exponent - 1 <= 3 else f"{value:g}"
+
+
+def _form_table(form: Form) -> Iterator[str]:
+    yield f"| {form.title} | default | here |"
+    yield "|---|---|---|"
+    for one in form.keys:
+        names = ", ".join(f"`{name}`" for name in one.names)
+        yield f"| {names} | {_default_text(one.default)} | {one.reading.text} |"
+    for setting, value in form.settings.items():
+        if setting != "kind":
+            text = _scale_text(value) if setting in ("min_scale", "max_scale") else str(value)
+            yield f"| (always) | {text} | `{setting}` |"
+
+
+def _default_text(value: Any) -> str:
+    if value is REQUIRED:
+        return "required"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _scale_text(value) if is_number and value >= 2**15 else str(value)
+
+
+def _saved_table(saved: Saved) -> str:
+    head = [f"| {saved.title} | here |", "|---|---|", f"| {_names(saved.scale)} | `loss_scale` |"]
+    return "\n".join([*head, *_counter_rows(saved)])
+
+
+def _counter_rows(saved: Saved) -> Iterator[str]:
+    for field, counter in saved.counters.items():
+        names = ", ".join(_names(names) for names in counter.names)
+        how = "" if counter.text == "the same" else f" = {counter.text}"
+        yield f"| {names}{' (if there)' if counter.optional else ''} | `{field}`{how} |"
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return " or ".join(f"`{name}`" for name in names)

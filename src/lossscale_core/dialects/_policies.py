@@ -1,0 +1,199 @@
+"""Policies from other tools' configs, and back where the other tool can say the same."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._policy import ScalingPolicy
+from lossscale_core._settings import rules_of
+from lossscale_core.dialects._peers import find_peer, nearest
+from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
+from lossscale_core.errors import DialectWarning, PolicyError
+
+_REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
+_ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
+
+
+def from_peer(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+    """Return the policy that changes the scale and skips steps as the tool `name` does under `config`.
+
+    `config` holds the tool's own names: its constructor's keywords, or the block of its config file; those left out
+    take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
+    2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
+    of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
+    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/dialects.md`.
+    """
+    policy, bugs = translate(find_peer(name, PolicyError), config)
+    for bug in bugs:
+        warnings.warn(bug, DialectWarning, stacklevel=2)
+    return policy
+
+
+def to_peer(name: str, policy: Any) -> dict[str, Any]:
+    """Return the config under which the tool `name` does as `policy` does: a plain dict of its own names.
+
+    `policy` is anything `as_policy` takes. Raises `PolicyError` naming the field that the tool cannot express.
+    """
+    peer, policy = find_peer(name, PolicyError), as_policy(policy)
+    refusals = []
+    for form in (form for form in peer.forms if not form.only_read):
+        try:
+            return _written(peer, form, policy)
+        except NoCounterpartError as refusal:
+            refusals.append(str(refusal))
+    raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
+
+
+def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
+    """Return the policy, and a sentence for each thing the original does wrong under this config."""
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
+    try:
+        config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
+        form = form_of(peer, config)
+        said = list(_said(peer, form, config))
+        settings, bugs = _settings_of(peer, form, said)
+        settings, bug = form.adjust(settings, config)
+    except NoCounterpartError as refusal:
+        raise PolicyError(f"{peer.name}: {refusal}") from None
+    bugs += [bug] if bug else []
+    bugs = [f"{peer.name}: {bug}" for bug in [*bugs, *_kind_bugs(peer, settings["kind"])]]
+    return _policy(peer, settings, said), bugs
+
+
+def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
+    """Return the form of config that knows most of these keys; raise `PolicyError` for one that it does not know."""
+    unknown = {form: [name for name in config if not _knows(form, name)] for form in peer.forms}
+    form = min(peer.forms, key=lambda form: len(unknown[form]))
+    for name in unknown[form]:
+        names = [name for one in form.keys for name in one.names]
+        raise PolicyError(f"{name!r} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
+    return form
+
+
+def plain(value: Any) -> Any:
+    """Return a list, array or variable of one element as the number it holds, and everything else as it is."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return plain(value[0])
+    if hasattr(value, "item"):
+        try:
+            return value.item()
+        except (ValueError, TypeError, RuntimeError):  # more elements than one
+            return value
+    return plain(value.numpy()) if hasattr(value, "numpy") else value
+
+
+def _knows(form: Form, name: str) -> bool:
+    is_ignored = any(fnmatchcase(str(name), pattern) for pattern in form.ignored)
+    return is_ignored or any(name in one.names for one in form.keys)
+
+
+class _Said(NamedTuple):
+    """A key of the form, the name it was given under, and its value or the tool's default."""
+
+    key: Key
+    name: str
+    value: Any
+
+
+def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
+    """Yield what the config says of each key of the form."""
+    for one in form.keys:
+        names = [name for name in one.names if name in config]
+        if any(config[name] != config[names[0]] for name in names):
+            raise PolicyError(f"{peer.name}: {' and '.join(names)} are one setting, but differ; leave one out")
+        if not names and one.default is REQUIRED:
+            raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")
+        is_default = not names or (config[names[0]] is None and one.none_is_default)
+        yield _Said(one, (names or [one.name])[0], one.default if is_default else config[names[0]])
+
+
+def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, list[str]]:
+    """Return all settings together and what the original does wrong; a fixed scale needs no more than its scale."""
+    settings: Settings = {"kind": "dynamic", **form.settings}
+    bugs, errors = [], []
+    for one in said:
+        try:
+            meaning = _meaning(peer, one)
+        except PolicyError as error:
+            errors.append(error)
+            continue
+        settings.update(meaning.settings)
+        bugs += [f"{one.name}={one.value!r} {meaning.bug}"] if meaning.bug else []
+    adapts = settings["kind"] in ("dynamic", "tolerant")
+    if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
+        raise errors[0]
+    return settings, bugs if adapts else []
+
+
+def _meaning(peer: Peer, said: _Said) -> Meaning:
+    """Return what one key says, each setting checked by its own rule under the name of theirs."""
+    rules = {field.name: rule for kind in ("tolerant", "dynamic") for field, rule in rules_of(KINDS[kind])}
+    try:
+        meaning = said.key.reading.read(said.value)
+        for name in meaning.settings.keys() & rules.keys():
+            rules[name].settle(name, meaning.settings[name])
+    except (NoCounterpartError, PolicyError) as reason:
+        raise PolicyError(f"{peer.name}: {said.name}={said.value!r} has no counterpart here: {reason}") from None
+    return meaning
+
+
+def _policy(peer: Peer, settings: Settings, said: list[_Said]) -> ScalingPolicy:
+    kind = settings["kind"]
+    values = {field.name: settings[field.name] for field, _ in rules_of(KINDS[kind]) if field.name in settings}
+    for low, high in _ORDER:
+        if low in values and high in values and values[low] > values[high]:
+            raise PolicyError(
+                f"{peer.name}: {_origin(low, values, said)} is above {_origin(high, values, said)}; "
+                "there an overflow or growth would jump to the bound, here it never does: pass them in order"
+            )
+    return policy_from_dict({"kind": kind, **values})
+
+
+def _origin(setting: str, values: Settings, said: list[_Said]) -> str:
+    """Return a setting as their key that set it, and its value."""
+    for one in said:
+        if setting in one.key.reading.read(one.value).settings:
+            return f"{one.name}={one.value!r}"
+    return f"its {setting} of {values[setting]:g}"
+
+
+def _kind_bugs(peer: Peer, kind: str) -> list[str]:
+    if kind == "none":
+        return ["turned off, it applies infinite gradients; NoScaling skips the steps that overflow"]
+    return [peer.fixed_bug] if kind == "fixed" and peer.fixed_bug else []
+
+
+def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
+    """Return the policy in this form, having read it back; raise `NoCounterpartError` where it is not the same."""
+    wanted = _essence(policy)
+    config = {one.name: one.reading.write(policy_to_dict(policy)) for one in form.keys}
+    unsaid = [one.name for one in form.keys if one.default is REQUIRED and config[one.name] is OMIT]
+    if unsaid:
+        raise NoCounterpartError(f"kind={wanted['kind']!r} says nothing of {unsaid[0]}, which must be given there")
+    config = {name: value for name, value in config.items() if value is not OMIT}
+    try:
+        back, bugs = translate(peer, config)
+    except PolicyError as error:
+        raise NoCounterpartError(f"written for kind={wanted['kind']!r} it is refused, since {error}") from None
+    got = _essence(back)
+    for name in dict.fromkeys([*wanted, *got]):
+        if wanted.get(name) != got.get(name):
+            raise NoCounterpartError(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
+    if bugs:
+        raise NoCounterpartError(f"kind={wanted['kind']!r} differs, since {bugs[0]}")
+    return config
+
+
+def _essence(policy: ScalingPolicy) -> Settings:
+    """Return the settings that a policy acts upon: one that backs off at once has no tolerance to restore."""
+    settings = policy_to_dict(policy)
+    if settings["kind"] == "tolerant" and settings["tolerance"] == 0.0:
+        del settings["tolerance"]
+        settings.update(kind="dynamic", hysteresis=1, cooldown=0)
+    if settings.get("hysteresis") == 1:
+        settings.pop("refill_on_finite", None)
+        settings.pop("refill_on_backoff", None)
+    return settings

@@ -1,0 +1,563 @@
+"""The PyTorch world: torch, apex, DeepSpeed, Megatron-LM, fairseq, ColossalAI and Accelerate."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lossscale_core._settings import SMALLEST_SCALE
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
+from lossscale_core.dialects._readings import UNBOUNDED
+from lossscale_core.dialects._record import (
+    Difference,
+    Form,
+    Meaning,
+    NoCounterpartError,
+    Peer,
+    Reading,
+    Saved,
+    Settings,
+    key,
+)
+
+_NO_FLOOR = Difference(
+    "The scale has no floor: under persistent overflow it reaches 0, and the parameters become NaN.",
+    "It stops at 2**-126, where its reciprocal is still a normal float32 number.",
+)
+_TO_INFINITY = Difference(
+    "The scale has no ceiling: it grows to infinity and stays there.",
+    "It stops at 2**126, where its reciprocal is still a normal float32 number.",
+)
+_RAISED_TO_FLOOR = Difference(
+    "A floor acts on overflow only: a scale that starts below it is *raised* by the first overflow.",
+    "An overflow never raises a scale, so a start below the floor is refused.",
+)
+_HALF_STEPS = Difference(
+    "The scale is updated before the gradients are unscaled: on the step that makes it grow they are divided by the "
+    "new scale, and come out too small by the growth factor.",
+    "What multiplied the loss divides its gradients.",
+)
+_PAST_THE_INTERVAL = Difference(
+    "Growth is tested with `==`: an interval that is lowered below the present count, below 1 or fractional stops it.",
+    "Growth is tested with `>=`, so lowering works; an interval that never grows there is translated to one that never "
+    "grows here, with a warning.",
+)
+_DISABLED = Difference(
+    "A disabled scaler applies infinite gradients.",
+    "`NoScaling()` keeps the scale at 1 and still skips them; a warning says so.",
+)
+_ITERATIONS = Saved(
+    scale=("cur_scale",),
+    counters={
+        "growth_tracker": since_overflow("cur_iter", "last_overflow_iter"),
+        "hysteresis_tracker": left_to_one("cur_hysteresis"),
+    },
+)
+
+_TORCH_KEYS = (
+    key("init_scale scale", read.INIT_SCALE, 65536.0),
+    key("growth_factor", read.GROWTH_FACTOR, 2.0),
+    key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+    key("growth_interval", read.INTERVAL_EQUAL, 2000),
+    key("enabled", read.ENABLED, True),
+)
+_TORCH_SAVED = Saved(scale=("scale",), counters={"growth_tracker": count("_growth_tracker", equal=True)})
+
+TORCH = Peer(
+    name="torch",
+    title="`torch.amp.GradScaler`",
+    version="PyTorch 2.13",
+    rule="Doubles on the 2000th finite step in a row, halves on every overflow; no bounds.",
+    forms=(Form("constructor or state dict", _TORCH_KEYS, UNBOUNDED, ignored=("device", "_growth_tracker")),),
+    saved=(_TORCH_SAVED,),
+    differences=(_NO_FLOOR, _PAST_THE_INTERVAL, _DISABLED),
+)
+
+TORCH_SHARDED = dataclasses.replace(
+    TORCH,
+    name="torch-sharded",
+    title="`torch.distributed.fsdp.ShardedGradScaler`",
+    forms=(
+        Form(
+            "constructor or state dict",
+            _TORCH_KEYS,
+            UNBOUNDED,
+            ignored=("device", "process_group", "_growth_tracker"),
+        ),
+    ),
+    differences=(
+        _NO_FLOOR,
+        _TO_INFINITY,
+        _PAST_THE_INTERVAL,
+        _DISABLED,
+        Difference(
+            "On a CPU it multiplies in float32 where torch's own scaler rounds a float64 product.",
+            "float32; the same for powers of two, and within an ulp otherwise.",
+        ),
+    ),
+)
+
+ACCELERATE = dataclasses.replace(
+    TORCH,
+    name="accelerate",
+    title="`accelerate.GradScalerKwargs`",
+    version="Accelerate 1.15",
+    forms=(Form("`GradScalerKwargs`, or the state dict in `scaler.pt`", _TORCH_KEYS, UNBOUNDED, ("_growth_tracker",)),),
+    differences=(
+        *TORCH.differences,
+        Difference(
+            "`update()` runs once for each optimizer: with two of them the count moves by two a step.",
+            "A step is one update, however many optimizers took part.",
+        ),
+    ),
+)
+
+
+def _apex_start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    if config.get("opt_level") in ("O0", "O3") and config.get("loss_scale") is None:
+        return Meaning({"kind": "fixed", "init_scale": 1.0})
+    if settings["kind"] != "dynamic":
+        return Meaning(settings)
+    return Meaning({**settings, "init_scale": min(settings["init_scale"], settings["max_scale"])})
+
+
+APEX = Peer(
+    name="apex",
+    title="`apex.amp`",
+    version="apex 25.05, the last with `apex.amp`",
+    rule="Doubles on the 2000th finite step in a row up to 2**24, halves on every overflow.",
+    forms=(
+        Form(
+            "`amp.initialize` or `apex.amp.scaler.LossScaler`",
+            (
+                key("init_scale", read.INIT_SCALE, 65536.0),
+                key("scale_factor", read.IGNORED_FACTOR, 2.0),
+                key("scale_window", read.APEX_INTERVAL, 2000),
+                key("min_loss_scale", read.FLOOR, None),
+                key("max_loss_scale", read.MAX_SCALE, 2.0**24),
+                key("loss_scale", read.fixed_unless("dynamic", None), "dynamic"),
+                key("enabled", read.ENABLED, True),
+            ),
+            {"growth_factor": 2.0, "backoff_factor": 0.5},
+            ignored=(
+                *("opt_level", "num_losses", "verbosity", "cast_model_type", "patch_torch_functions"),
+                *("keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "loss_scaler*"),
+            ),
+            adjust=_apex_start,
+        ),
+    ),
+    saved=(Saved(scale=("loss_scale",), counters={"growth_tracker": count("unskipped", equal=True)}),),
+    differences=(
+        Difference(
+            "A fixed `loss_scale` is never checked: infinite gradients are applied.",
+            "`FixedScaling` skips them; a warning says so.",
+        ),
+        Difference(
+            "`scale_factor` is accepted and ignored.",
+            "So it is here, with a warning.",
+        ),
+        _NO_FLOOR,
+        _RAISED_TO_FLOOR,
+        Difference(
+            "Each of `num_losses` has a scaler of its own, saved as `loss_scaler0`, `loss_scaler1`, …",
+            "One state is one scaler: hand `state_from_peer` one of them where there are several.",
+        ),
+    ),
+    fixed_bug="applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow",
+    within="loss_scaler*",
+)
+
+APEX_FP16_UTILS = Peer(
+    name="apex-fp16-utils",
+    title="`apex.fp16_utils.DynamicLossScaler`",
+    version="apex 25.05",
+    rule="Doubles on the 1000th finite step in a row, halves on every overflow down to 1.",
+    forms=(
+        Form(
+            "constructor",
+            (
+                key("init_scale", read.INIT_SCALE, 2.0**32),
+                key("scale_factor", read.FACTOR, 2.0),
+                key("scale_window", read.INTERVAL_MODULO, 1000),
+            ),
+            read.FLOOR_OF_ONE,
+        ),
+    ),
+    saved=(dataclasses.replace(_ITERATIONS, counters={"growth_tracker": _ITERATIONS.counters["growth_tracker"]}),),
+    differences=(
+        _RAISED_TO_FLOOR,
+        _TO_INFINITY,
+        Difference(
+            "`FP16_Optimizer` uses the scaler of `apex.amp` instead.",
+            "Convert its `dynamic_loss_args` from `apex`.",
+        ),
+    ),
+)
+
+APEX_HYSTERESIS = Peer(
+    name="apex-hysteresis",
+    title="`amp_C.update_scale_hysteresis`",
+    version="apex 25.05; NeMo's `GradScaler` is built on it",
+    rule="torch's rule, but the scale falls only on the `hysteresis`-th overflow in a row and on each after it.",
+    forms=(
+        Form(
+            "arguments",
+            (*_TORCH_KEYS, key("hysteresis", read.HYSTERESIS_REACHED, 1)),
+            {**UNBOUNDED, "refill_on_finite": True, "refill_on_backoff": False},
+            ignored=("device", "_growth_tracker", "_hysteresis_tracker"),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("_growth_tracker", equal=True),
+                "hysteresis_tracker": count("_hysteresis_tracker", optional=True),
+            },
+            title="in NeMo's state dict",
+        ),
+        Saved(
+            scale=("current_scale",),
+            counters={
+                "growth_tracker": count("growth_tracker", equal=True),
+                "hysteresis_tracker": count("hysteresis_tracker"),
+            },
+            title="among the kernel's arguments",
+        ),
+    ),
+    differences=(_NO_FLOOR, _PAST_THE_INTERVAL, _DISABLED),
+)
+
+_DEEPSPEED_RULE = {"cooldown": 1, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
+_HALVES = {"growth_factor": 2.0, "backoff_factor": 0.5}
+_WITHOUT_ZERO = (
+    "is ignored where ZeRO is off, as in this config: there every overflow lowers the scale, here the setting counts; "
+    "set it to 1 for what this config did"
+)
+
+_WHOLE_JSON = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "optimizer")
+
+
+def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
+    if not config.keys().isdisjoint(_WHOLE_JSON) and "fp16" not in config:
+        raise NoCounterpartError(
+            "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
+        )
+    if isinstance(config.get("fp16"), Mapping):
+        config = {**config["fp16"], "zero_optimization": config.get("zero_optimization", {})}
+    elif isinstance(config.get("dynamic_loss_args"), Mapping):
+        config = {"dynamic_loss_scale": True, **config, **config["dynamic_loss_args"]}
+        del config["dynamic_loss_args"]
+    return {name: value for name, value in config.items() if value != "auto"}
+
+
+def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    zero = config.get("zero_optimization")
+    is_off = isinstance(zero, Mapping) and not zero.get("stage", 0)
+    tolerates = settings["kind"] == "dynamic" and settings["hysteresis"] > 1
+    return Meaning(settings, f"hysteresis={settings['hysteresis']} {_WITHOUT_ZERO}" if is_off and tolerates else "")
+
+
+_STATIC_SCALE = dataclasses.replace(
+    read.number("static_loss_scale"), text="the scale where `dynamic_loss_scale` is false"
+)
+
+DEEPSPEED = Peer(
+    name="deepspeed",
+    title="DeepSpeed's `fp16` block",
+    version="DeepSpeed 0.19.8, ZeRO stages 1 to 3",
+    rule="Doubles on the 1001st finite step in a row and then every 1000th, halves from the second overflow since "
+    "growth, down to 1.",
+    forms=(
+        Form(
+            "the `fp16` block of its JSON, or the whole JSON",
+            (
+                key("initial_scale_power", read.POWER_OF_TWO, 16),
+                key("loss_scale_window", read.INTERVAL_MODULO, 1000),
+                key("hysteresis", read.HYSTERESIS_EQUAL, 2),
+                key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
+                key("min_loss_scale", read.WHOLE_FLOOR, 1),
+                key("loss_scale", read.fixed_unless(0), 0),
+                key("enabled", read.ENABLED_IN_WRITING, True),
+            ),
+            {**_HALVES, **_DEEPSPEED_RULE},
+            ignored=("auto_cast", "fp16_master_weights_and_grads", "zero_optimization"),
+            adjust=_deepspeed_zero,
+        ),
+        Form(
+            "`DynamicLossScaler`",
+            (
+                key("init_scale", read.INIT_SCALE, 2.0**32),
+                key("scale_factor", read.FACTOR, 2.0),
+                key("scale_window", read.INTERVAL_MODULO, 1000),
+                key("min_scale", read.MIN_SCALE, 1.0),
+                key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
+                key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
+            ),
+            _DEEPSPEED_RULE,
+            ignored=("raise_error_at_min_scale", "dtype"),
+            only_read=True,
+        ),
+        Form(
+            "`FP16_Optimizer` without ZeRO, which ignores hysteresis",
+            (
+                key("init_scale initial_dynamic_scale", read.INIT_SCALE, 2.0**32),
+                key("scale_window", read.INTERVAL_MODULO, 1000),
+                key("min_scale", read.MIN_SCALE, 1.0),
+                key("static_loss_scale", _STATIC_SCALE, 1.0),
+                key("dynamic_loss_scale", read.DYNAMIC, False),
+            ),
+            {**_HALVES, **_DEEPSPEED_RULE, "hysteresis": 1},
+            ignored=("delayed_shift", "consecutive_hysteresis", "low_precision_dtype", "clip_grad", "verbose", "mpu"),
+            only_read=True,
+            adjust=lambda settings, _: Meaning(
+                {"kind": "fixed", "init_scale": settings["static_loss_scale"]}
+                if settings["kind"] == "fixed"
+                else settings
+            ),
+        ),
+    ),
+    saved=(_ITERATIONS, Saved(scale=("cur_scale",), title="in a checkpoint of a fixed scale")),
+    differences=(
+        _HALF_STEPS,
+        Difference(
+            "An overflow while the scale is at `min_loss_scale` ends the run with an exception (ZeRO).",
+            "The scale stays at the floor, and `diagnose` says `stuck at min_scale`.",
+        ),
+        Difference(
+            "Without ZeRO, `hysteresis` and `consecutive_hysteresis` are ignored.",
+            "They count. Given a whole JSON without ZeRO, a warning says so.",
+        ),
+        Difference(
+            "`hysteresis: 0` is accepted, and the scale never falls.",
+            "So it is here, with a warning.",
+        ),
+        _RAISED_TO_FLOOR,
+        _TO_INFINITY,
+        Difference(
+            "Before 0.17 ZeRO's scale first grew one step earlier.",
+            "The present rule, which is `cooldown=1`.",
+        ),
+        Difference(
+            "`enabled: false` trains without checking gradients.", "`NoScaling()` still skips; a warning says so."
+        ),
+    ),
+    within="loss_scaler",
+    saved_form=1,
+    unwrap=_deepspeed_block,
+)
+
+_MEGATRON_RULE = {"refill_on_finite": False, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
+
+MEGATRON = Peer(
+    name="megatron",
+    title="Megatron-LM's `DynamicGradScaler`",
+    version="Megatron-LM of August 2026, Megatron Core 0.16",
+    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth, down to 1.",
+    forms=(
+        Form(
+            "constructor, or `OptimizerConfig` and command line",
+            (
+                key("initial_scale initial_loss_scale", read.INIT_SCALE, 2.0**32),
+                key("min_scale min_loss_scale", read.MIN_SCALE, 1.0),
+                key("growth_factor", read.GROWTH_FACTOR, 2.0),
+                key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+                key("growth_interval loss_scale_window", read.INTERVAL_EQUAL, 1000),
+                key("hysteresis", read.HYSTERESIS, 2),
+                key("loss_scale", read.fixed_unless(None, 0), None),
+            ),
+            _MEGATRON_RULE,
+            ignored=("fp16", "bf16"),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("growth_tracker", equal=True),
+                "hysteresis_tracker": count("hysteresis_tracker"),
+            },
+        ),
+    ),
+    differences=(
+        Difference(
+            "Its documentation says that hysteresis counts overflows in a row. Finite steps do not restore it; only "
+            "growth does.",
+            "So it is here: `refill_on_finite=False`.",
+        ),
+        Difference(
+            "`loss_scale_window` is a float, and growth is tested with `==`: under 1000.5 the scale never grows.",
+            "So it is here, with a warning.",
+        ),
+        _TO_INFINITY,
+    ),
+    within="grad_scaler",
+)
+
+MEGATRON_V1 = Peer(
+    name="megatron-v1",
+    title="`megatron.fp16.loss_scaler.DynamicLossScaler`",
+    version="Megatron-LM 1.0",
+    rule="Doubles on the 1000th finite step in a row, halves on each overflow down to 1 but for `delayed_shift`.",
+    forms=(
+        Form(
+            "constructor",
+            (
+                key("init_scale", read.INIT_SCALE, 2.0**32),
+                key("scale_factor", read.FACTOR, 2.0),
+                key("scale_window", read.INTERVAL_MODULO, 1000),
+                key("min_scale", read.MIN_SCALE, 1.0),
+                key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
+                key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
+            ),
+            {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
+        ),
+    ),
+    saved=(_ITERATIONS,),
+    differences=(
+        Difference("`delayed_shift=0` is accepted, and the scale never falls.", "So it is here, with a warning."),
+        _RAISED_TO_FLOOR,
+        _TO_INFINITY,
+    ),
+    within="loss_scaler",
+)
+
+
+def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
+    """Stop the scale at the last value above `min_loss_scale`, where fairseq stops the run and puts it back."""
+    stop, floor = settings.pop("stop_at"), settings["init_scale"]
+    if floor <= stop:
+        raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
+    while floor / settings["growth_factor"] > max(stop, SMALLEST_SCALE):
+        floor /= settings["growth_factor"]
+    return Meaning({**settings, "min_scale": max(settings["min_scale"], floor if stop > 0 else SMALLEST_SCALE)})
+
+
+def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    """Derive the window of the command line from the size of a step, where it is left out."""
+    if config.get("fp16_scale_window") is None:
+        frequency = config.get("update_freq", 1)
+        first = frequency[0] if isinstance(frequency, list | tuple) else frequency
+        ranks = read.real(config.get("distributed_world_size", 1)) / read.real(config.get("model_parallel_size", 1))
+        settings = {**settings, "growth_interval": int(2**14 / int(ranks) / read.real(first))}
+    return _fairseq_floor(settings, config)
+
+
+_STOP_AT = Reading(
+    "the last scale above it is `min_scale`",
+    lambda value: Meaning({"stop_at": max(read.real(value), 0.0)}),
+    lambda _: 0.0,
+)
+_FAIRSEQ_RULE: Settings = {"kind": "tolerant", "max_scale": UNBOUNDED["max_scale"]}
+
+FAIRSEQ = Peer(
+    name="fairseq",
+    title="fairseq's `DynamicLossScaler`",
+    version="fairseq of September 2025, 0.12.2",
+    rule="Doubles on the 2000th finite step in a row; halves where overflows reach the share `tolerance` of the steps "
+    "since the last change.",
+    forms=(
+        Form(
+            "constructor",
+            (
+                key("init_scale", read.INIT_SCALE, 2.0**15),
+                key("scale_factor", read.FACTOR, 2.0),
+                key("scale_window", read.INTERVAL_MODULO, 2000),
+                key("tolerance", read.TOLERANCE, 0.0),
+                key("threshold", read.FLOOR, None),
+                key("min_loss_scale", _STOP_AT, 1e-4),
+            ),
+            _FAIRSEQ_RULE,
+            adjust=_fairseq_floor,
+        ),
+        Form(
+            "command line",
+            (
+                key("fp16_init_scale", read.INIT_SCALE, 2**7),
+                key("fp16_scale_window", read.INTERVAL_MODULO, 2**14, none_is_default=True),
+                key("fp16_scale_tolerance", read.TOLERANCE, 0.0),
+                key("threshold_loss_scale", read.FLOOR, None),
+                key("min_loss_scale", _STOP_AT, 1e-4),
+            ),
+            {**_FAIRSEQ_RULE, "growth_factor": 2.0, "backoff_factor": 0.5},
+            ignored=("fp16", "memory_efficient_fp16", "distributed_world_size", "model_parallel_size", "update_freq"),
+            adjust=_fairseq_window,
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("loss_scale",),
+            counters={
+                "growth_tracker": since_overflow("_iter", "_last_overflow_iter", optional=True),
+                "steps_since_change": since_change("_iter", "_last_rescale_iter", optional=True),
+                "overflows_since_backoff": count("_overflows_since_rescale", optional=True),
+            },
+        ),
+    ),
+    differences=(
+        Difference(
+            "Where the scale would fall to `min_loss_scale` the run ends with `FloatingPointError`.",
+            "The scale stays at the last value above it, and `diagnose` says `stuck at min_scale`.",
+        ),
+        Difference(
+            "A checkpoint holds the scale alone: a resumed run counts from 0.",
+            "So does the restored state; a state saved here keeps its counters.",
+        ),
+        Difference(
+            "A `threshold` above the scale raises it on overflow.", "An overflow never raises a scale: refused."
+        ),
+        Difference(
+            "`scale_window` of the command line is 2**14 / ranks / update_freq.", "The same, from the same keys."
+        ),
+        _TO_INFINITY,
+    ),
+)
+
+COLOSSALAI = Peer(
+    name="colossalai",
+    title="ColossalAI's `DynamicGradScaler`",
+    version="ColossalAI 0.5, main of April 2026",
+    rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth; no bounds.",
+    forms=(
+        Form(
+            "constructor",
+            (
+                key("initial_scale", read.INIT_SCALE, 65536.0),
+                key("growth_factor", read.GROWTH_FACTOR, 2.0),
+                key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+                key("growth_interval", read.INTERVAL_EQUAL, 1000),
+                key("min_scale", read.FLOOR, None),
+                key("max_scale", read.CEILING, None),
+                key("hysteresis", read.HYSTERESIS_REACHED, 2),
+            ),
+            {"refill_on_finite": False, "refill_on_backoff": False},
+            ignored=("verbose",),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("_growth_step", optional=True, equal=True),
+                "hysteresis_tracker": used("_hysteresis_step", optional=True),
+            },
+        ),
+    ),
+    differences=(
+        _HALF_STEPS,
+        Difference(
+            "A checkpoint lacks both counters and the interval: a resumed run counts from 0.",
+            "So does the restored state; a state saved here keeps its counters.",
+        ),
+        Difference(
+            "Its plugins pass `min_scale=1`, `max_scale=2**32`.", "Pass what they pass; the class has no bounds."
+        ),
+        _NO_FLOOR,
+    ),
+)
+
+PEERS = (
+    *(TORCH, TORCH_SHARDED, ACCELERATE, APEX, APEX_FP16_UTILS, APEX_HYSTERESIS),
+    *(DEEPSPEED, MEGATRON, MEGATRON_V1, FAIRSEQ, COLOSSALAI),
+)

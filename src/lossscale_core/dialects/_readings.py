@@ -1,0 +1,259 @@
+"""The readings that records are made of: what the values of other tools' keys mean here, and back."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
+
+NEVER = 2**31 - 1
+"""A count that no run reaches: what grows on it never grows."""
+UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
+FLOOR_OF_ONE = {"min_scale": 1.0, "max_scale": LARGEST_SCALE}
+
+
+def number(setting: str) -> Reading:
+    """Return the reading of a key that is this setting under another name."""
+    return Reading(f"`{setting}`", lambda value: Meaning({setting: value}), lambda s: s.get(setting, OMIT))
+
+
+INIT_SCALE = number("init_scale")
+GROWTH_FACTOR = number("growth_factor")
+BACKOFF_FACTOR = number("backoff_factor")
+TOLERANCE = Reading(
+    "`tolerance`; below 0 is 0",
+    lambda value: Meaning({"tolerance": max(real(value), 0.0)}),
+    lambda s: s.get("tolerance", 0.0),
+)
+
+
+def real(value: Any) -> float:
+    """Return a number, or text that is one, as a float."""
+    try:
+        if not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise NoCounterpartError("it must be a number")
+
+
+def whole(value: Any) -> int:
+    """Return a whole number, such as 1000 or 1000.0, as an int."""
+    number = real(value)
+    if not math.isfinite(number) or number != int(number):
+        raise NoCounterpartError("it must be a whole number")
+    return int(number)
+
+
+def _read_power(value: Any) -> Meaning:
+    power = whole(value)
+    if abs(power) > 126:
+        raise NoCounterpartError("2 to its power must lie between 2**-126 and 2**126")
+    return Meaning({"init_scale": 2.0**power})
+
+
+def _write_power(settings: Settings) -> Any:
+    if settings["kind"] in ("fixed", "none"):
+        return OMIT
+    mantissa, exponent = math.frexp(settings["init_scale"])
+    if mantissa != 0.5:
+        raise NoCounterpartError(f"init_scale={settings['init_scale']!r} is no power of two")
+    return exponent - 1
+
+
+POWER_OF_TWO = Reading("`init_scale` = 2**value", _read_power, _write_power)
+
+
+def _read_factor(value: Any) -> Meaning:
+    factor = real(value)
+    if factor <= 0:
+        raise NoCounterpartError("it must be above 1")
+    return Meaning({"growth_factor": factor, "backoff_factor": 1.0 / factor})
+
+
+def _write_factor(settings: Settings) -> Any:
+    if "growth_factor" not in settings:
+        return OMIT
+    if settings["backoff_factor"] != 1.0 / settings["growth_factor"]:
+        raise NoCounterpartError(f"backoff_factor={settings['backoff_factor']!r} is not 1 / growth_factor")
+    return settings["growth_factor"]
+
+
+FACTOR = Reading("`growth_factor`, and `backoff_factor` = 1 / value", _read_factor, _write_factor)
+
+
+def _read_two(value: Any) -> Meaning:
+    if real(value) != 2.0:
+        raise NoCounterpartError("the original takes only 2")
+    return Meaning({})
+
+
+ONLY_TWO = Reading("2, or refused as there", _read_two, lambda _: OMIT)
+IGNORED_FACTOR = Reading(
+    "nothing, as there: the factors stay 2 and 0.5",
+    lambda value: Meaning({}, "" if real(value) == 2.0 else "is ignored there and here: the factors are 2 and 0.5"),
+    lambda _: OMIT,
+)
+
+_NEVER_GROWS = "never grows the scale there, since the count of steps never equals it, and so it is here"
+_NEVER_BACKS_OFF = (
+    "never lowers the scale there, since the count of overflows never equals it, and so it is here; "
+    "pass 1 to lower it at once"
+)
+
+
+def _counted(value: Any, bug: str, setting: str, more: int = 0) -> Meaning:
+    """Return the meaning of a count that the original compares with `==`."""
+    count = real(value)
+    if count == math.floor(count) and count + more >= 1:
+        return Meaning({setting: int(min(count, NEVER - more)) + more})
+    return Meaning({setting: NEVER}, bug)
+
+
+def _exactly(setting: str, bug: str, text: str, more: int = 0) -> Reading:
+    def write(settings: Settings) -> Any:
+        return settings[setting] - more if setting in settings else OMIT
+
+    return Reading(text, lambda value: _counted(value, bug, setting, more), write)
+
+
+def _at_least(setting: str) -> Reading:
+    def read(value: Any) -> Meaning:
+        return Meaning({setting: int(min(max(1, math.ceil(real(value))), NEVER))})
+
+    return Reading(f"`{setting}`; below 1 is 1", read, lambda s: s.get(setting, OMIT))
+
+
+INTERVAL_EQUAL = _exactly("growth_interval", _NEVER_GROWS, "`growth_interval`; below 1 the scale never grows")
+
+
+def _read_apex_window(value: Any) -> Meaning:
+    if real(value) == 0:
+        raise NoCounterpartError(
+            "there an overflow halves the scale and doubles it again, which FixedScaling does at less expense"
+        )
+    return INTERVAL_EQUAL.read(value)
+
+
+APEX_INTERVAL = Reading(INTERVAL_EQUAL.text, _read_apex_window, INTERVAL_EQUAL.write)
+INTERVAL_ONE_LATER = _exactly(
+    "growth_interval", _NEVER_GROWS, "`growth_interval` = value + 1; below 0 the scale never grows", more=1
+)
+INTERVAL_REACHED = _at_least("growth_interval")
+HYSTERESIS_REACHED = _at_least("hysteresis")
+HYSTERESIS_EQUAL = _exactly("hysteresis", _NEVER_BACKS_OFF, "`hysteresis`; below 1 the scale never backs off")
+HYSTERESIS = number("hysteresis")
+INTERVAL_MODULO = Reading(
+    "`growth_interval`",
+    lambda value: Meaning({"growth_interval": min(whole(value), NEVER)}),
+    lambda s: s.get("growth_interval", OMIT),
+)
+
+
+def _read_floor(value: Any) -> Meaning:
+    if value == "float32 tiny":  # how flax's default reads where it is written down
+        return Meaning({"min_scale": SMALLEST_SCALE})
+    return Meaning({"min_scale": max(real(value or 0.0), SMALLEST_SCALE)})
+
+
+def _read_ceiling(value: Any) -> Meaning:
+    return Meaning({"max_scale": min(real(value or LARGEST_SCALE), LARGEST_SCALE)})
+
+
+def _unless(setting: str, bound: float) -> Callable[[Settings], Any]:
+    """Return a writer of a bound that is None where it is as far out as may be."""
+
+    def write(settings: Settings) -> Any:
+        return None if settings.get(setting) == bound else settings.get(setting, OMIT)
+
+    return write
+
+
+MIN_SCALE = number("min_scale")
+FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, _unless("min_scale", SMALLEST_SCALE))
+CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, _unless("max_scale", LARGEST_SCALE))
+MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, lambda s: s.get("max_scale", OMIT))
+
+
+def _read_whole_floor(value: Any) -> Meaning:
+    if whole(value) < 1:
+        raise NoCounterpartError("it must be at least 1")
+    return Meaning({"min_scale": float(whole(value))})
+
+
+def _write_whole_floor(settings: Settings) -> Any:
+    floor = settings.get("min_scale", OMIT)
+    if floor is not OMIT and floor != int(floor):
+        raise NoCounterpartError(f"min_scale={floor!r} is no whole number")
+    return floor if floor is OMIT else int(floor)
+
+
+WHOLE_FLOOR = Reading("`min_scale`, a whole number", _read_whole_floor, _write_whole_floor)
+
+
+def _flag(value: Any) -> bool:
+    if value in (True, False):
+        return bool(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise NoCounterpartError("it must be true or false")
+
+
+REFILL_ON_FINITE = Reading(
+    "`refill_on_finite`",
+    lambda value: Meaning({"refill_on_finite": _flag(value)}),
+    lambda s: s.get("refill_on_finite", OMIT),
+)
+
+
+def _read_enabled(value: Any) -> Meaning:
+    return Meaning({} if _flag(value) else {"kind": "none"})
+
+
+ENABLED = Reading("false: `NoScaling()`", _read_enabled, lambda _: OMIT)
+ENABLED_IN_WRITING = Reading("false: `NoScaling()`", _read_enabled, lambda s: s["kind"] != "none")
+
+
+def _read_dynamic(value: Any) -> Meaning:
+    if not isinstance(value, bool):
+        raise NoCounterpartError("it must be true or false")
+    return Meaning({} if value else {"kind": "fixed"})
+
+
+DYNAMIC = Reading("false: `FixedScaling` at the initial scale", _read_dynamic, lambda s: s["kind"] != "fixed")
+
+
+def fixed_unless(*dynamic: Any) -> Reading:
+    """Return the reading of a key that holds a fixed scale, or one of the words for dynamic."""
+
+    def read(value: Any) -> Meaning:
+        if value in dynamic and not isinstance(value, bool):
+            return Meaning({})
+        number = real(value)
+        return Meaning({} if number in dynamic else {"kind": "fixed", "init_scale": number})
+
+    def write(settings: Settings) -> Any:
+        return settings["init_scale"] if settings["kind"] == "fixed" else dynamic[0]
+
+    words = " or ".join(repr(word) for word in dynamic)
+    return Reading(f"{words}: dynamic; another number: `FixedScaling(number)`", read, write)
+
+
+def _write_fixed(settings: Settings) -> Any:
+    if settings["kind"] != "fixed":
+        raise NoCounterpartError(f"kind={settings['kind']!r} is not 'fixed'")
+    return settings["init_scale"]
+
+
+FIXED = Reading(
+    "`FixedScaling(number)`",
+    lambda value: Meaning({"kind": "fixed", "init_scale": real(value)}),
+    _write_fixed,
+)
+
+
+def left_to_the_state(name: str) -> Reading:
+    """Return the reading of a counter among the constructor's arguments."""
+    bug = f"is part of the state; pass it to state_from_peer, since a policy's run starts with {name}=0"
+    return Reading("left to `state_from_peer`", lambda value: Meaning({}, bug if value else ""), lambda _: OMIT)

@@ -1,0 +1,202 @@
+"""States from other tools' checkpoints, every counter placed where the original's run would go on."""
+
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
+from lossscale_core._config import KINDS, as_policy
+from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy
+from lossscale_core._settings import rules_of
+from lossscale_core.dialects._peers import PEERS, find_peer
+from lossscale_core.dialects._policies import plain, translate
+from lossscale_core.dialects._readings import INIT_SCALE, UNBOUNDED
+from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
+from lossscale_core.errors import CheckpointError, CheckpointWarning
+
+_TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None) -> Any:
+    """Return the state, as host scalars, with which `policy` goes on where the tool's own run stopped.
+
+    `checkpoint` is what the tool saved, or the attributes of its scaler (`vars(scaler)`), with its own names; numbers
+    may be arrays of one element, names may be paths of variables. `policy` is anything `as_policy` takes, as
+    `from_peer` returns it. It may be left out where the checkpoint alone places every counter. The steps so far are
+    not saved by any tool and start at 0. Raises `CheckpointError` for what is missing, or a value that no state can
+    hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's.
+    """
+    peer = find_peer(name, CheckpointError)
+    values = _scaler_part(peer, checkpoint)
+    saved = _layout(peer, values)
+    known = _known_settings(peer, values)
+    given = policy is not None
+    policy = as_policy(policy) if given else _stand_in(peer, known)
+    fields: dict[str, Any] = {"loss_scale": _number(peer, values, saved.scale)}
+    for field, counter in saved.counters.items():
+        if field in policy.init_state()._fields and not isinstance(policy, NoScaling | FixedScaling):
+            placed = _placed(peer, values, counter, policy, None if given else known)
+            fields.update({} if placed is None else {field: placed})
+    notes = _differences(known, policy) if given else []
+    notes += _late(saved, fields, policy) if given or "growth_interval" in known else []
+    if notes:
+        warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
+    streak = fields.get("overflow_streak", 0)
+    start = state_to_dict(policy.init_state())
+    return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, policy)
+
+
+def guess_peer(checkpoint: Any) -> str:
+    """Return the name of the tool whose saved scaler this is; of several that read it alike, the first of `peers()`.
+
+    Raises `CheckpointError` where no tool saves these names, or where several do and mean other counts.
+    """
+    found: dict[str, int] = {}
+    for peer in PEERS.values():
+        with contextlib.suppress(CheckpointError):
+            found[peer.name] = _recognised(peer, checkpoint)
+    best = [name for name, count in found.items() if count == max(found.values()) and count >= 2]
+    if not best:
+        raise CheckpointError("no tool known here saves its scaler under these names")
+    if len({_read_alone(name, checkpoint) for name in best}) > 1:
+        raise CheckpointError(f"{', '.join(best)} save these names and mean other counts; name the tool")
+    return best[0]
+
+
+def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
+    """Return the policy that a tool's checkpoint itself holds, or None where it lacks some of the settings."""
+    peer = find_peer(name, CheckpointError)
+    values = _scaler_part(peer, checkpoint)
+    config: dict[str, Any] = {}
+    for one in peer.forms[peer.saved_form].keys:
+        saved_as = _find(values, one.names)
+        if one.reading is INIT_SCALE:
+            config[one.name] = _number(peer, values, _layout(peer, values).scale)
+        elif saved_as is not None:
+            config[one.name] = values[saved_as]
+        elif one.default is REQUIRED or one.reading.read(one.default).settings:
+            return None
+    return translate(peer, config)[0]
+
+
+def _recognised(peer: Peer, checkpoint: Any) -> int:
+    """Return how many names of a checkpoint are this tool's, at least those of one of its layouts."""
+    values = _scaler_part(peer, checkpoint)
+    layout = _layout(peer, values)
+    known = {name for counter in layout.counters.values() for names in counter.names for name in names}
+    known |= {*layout.scale, *(name for one in peer.forms[peer.saved_form].keys for name in one.names)}
+    return len(known & values.keys())
+
+
+def _read_alone(name: str, checkpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return tuple(state_from_peer(name, checkpoint))
+    except CheckpointError:
+        return None
+
+
+def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
+    """Return the scaler's own dict within a checkpoint, under the last part of each name."""
+    if not isinstance(checkpoint, Mapping):
+        raise CheckpointError(f"a checkpoint of {peer.name} must be a dict, not {type(checkpoint).__name__}")
+    within = [name for name in checkpoint if peer.within and fnmatchcase(str(name), peer.within)]
+    parts = [name for name in within if isinstance(checkpoint[name], Mapping)]
+    if len(parts) > 1:
+        raise CheckpointError(
+            f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {', '.join(parts)}"
+        )
+    values: dict[str, Any] = {}
+    for name, value in (checkpoint[parts[0]] if parts else checkpoint).items():
+        values.setdefault(_last_part(str(name)), plain(value))
+    return values
+
+
+def _last_part(name: str) -> str:
+    """Return the name of a variable without its path and what a framework appends to it."""
+    return re.sub(r"(:\d+|_\d+)$", "", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
+
+
+def _layout(peer: Peer, values: Mapping[str, Any]) -> Saved:
+    """Return the first layout whose names are all there."""
+    missing = []
+    for saved in peer.saved:
+        wanted = [saved.scale, *(names for c in saved.counters.values() if not c.optional for names in c.names)]
+        missing.append([" or ".join(names) for names in wanted if _find(values, names) is None])
+        if not missing[-1]:
+            return saved
+    raise CheckpointError(
+        f"this is no checkpoint of {peer.name}'s scaler: it has no {', '.join(missing[0])}"
+        f"{'' if values else ', and is empty, as that of a scaler that was turned off'}; pass the scaler's own part"
+    )
+
+
+def _find(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in values), None)
+
+
+def _number(peer: Peer, values: Mapping[str, Any], names: tuple[str, ...]) -> float:
+    name = _find(values, names) or names[0]
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{name}={value!r} in the checkpoint of {peer.name} must be a number")
+    return value
+
+
+def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
+    """Return the settings that the checkpoint itself holds, for its tool would go on with them."""
+    settings: Settings = {}
+    for one in peer.forms[peer.saved_form].keys:
+        name = _find(values, one.names)
+        if name is not None:
+            try:
+                settings.update(one.reading.read(values[name]).settings)
+            except NoCounterpartError as reason:
+                raise CheckpointError(f"{name}={values[name]!r} in the checkpoint of {peer.name}: {reason}") from None
+    return {name: value for name, value in settings.items() if name not in ("init_scale", "kind")}
+
+
+def _stand_in(peer: Peer, known: Settings) -> Any:
+    """Return a policy that places counters where none was given: the tool's rule, without bounds."""
+    rule = {**peer.forms[peer.saved_form].settings, **known, **UNBOUNDED}
+    kind = KINDS[rule.get("kind", "dynamic")]
+    return kind(**{field.name: rule[field.name] for field, _ in rules_of(kind) if field.name in rule})
+
+
+def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
+    """Return a counter's place under `policy`, or None where the checkpoint lacks it; `known` where none was given."""
+    names = [_find(values, each) for each in counter.names]
+    if None in names:
+        return None
+    if known is not None and counter.needs and counter.needs not in known:
+        raise CheckpointError(
+            f"the checkpoint of {peer.name} alone does not place {' and '.join(map(str, names))}, which depends on "
+            f"{counter.needs}; pass policy=from_peer({peer.name!r}, config)"
+        )
+    if counter.needs and not hasattr(policy, counter.needs):
+        raise CheckpointError(f"{policy!r} has no {counter.needs}, which places {' and '.join(map(str, names))}")
+    return counter.place(policy, *(_number(peer, values, (str(name),)) for name in names))
+
+
+def _differences(known: Settings, policy: Any) -> list[str]:
+    """Say which settings of the checkpoint are others than the policy's."""
+    return [
+        f"{name} was {value!r} in the checkpoint and is {getattr(policy, name)!r} in the policy"
+        for name, value in known.items()
+        if getattr(policy, name, value) != value
+    ]
+
+
+def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
+    """Say where a count is past its limit: what compares with `==` would wait for the next overflow."""
+    counter, tracker = saved.counters.get("growth_tracker"), fields.get("growth_tracker", 0)
+    if counter is None or not counter.equal or tracker < getattr(policy, "growth_interval", math.inf):
+        return []
+    return [
+        f"its count {tracker} is past growth_interval={policy.growth_interval}: there the scale would not grow before "
+        "the next overflow, here it grows on the next finite step"
+    ]

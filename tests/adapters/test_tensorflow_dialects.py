@@ -1,0 +1,140 @@
+"""Keras 3's, tf_keras's and `tf.compat.v1`'s own loss scales against their translations."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.dialects import from_peer, state_from_peer
+from lossscale_core.errors import DialectWarning
+from lossscale_core.testing import overflow_traces
+
+SCALES = st.integers(2, 20).map(lambda power: 2.0**power)
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def _assert_alike(name, config, step, saved, grads_finite, stop):
+    """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DialectWarning)
+        policy = from_peer(name, config)
+    states = [policy.init_state()]
+    for index, finite in enumerate(grads_finite):
+        if index == stop:
+            states.append(state_from_peer(name, saved(), policy))
+        scale = float(step(finite))
+        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
+            return
+        states = [policy.update(state, finite) for state in states]
+        for state in states:
+            assert float(state.loss_scale) == pytest.approx(scale, rel=0.0 if config.get("multiplier") != 3.0 else 1e-5)
+
+
+def _gradient(finite):
+    return tf.constant(1.0 if finite else np.inf)
+
+
+@settings(max_examples=30)
+@given(
+    st.fixed_dictionaries({"dynamic_growth_steps": st.integers(0, 5)}, optional={"initial_scale": SCALES}),
+    overflow_traces(max_steps=30),
+    st.integers(0, 15),
+)
+def test_keras_3(config, grads_finite, stop):
+    """`keras.optimizers.LossScaleOptimizer.apply`, and its variables under their own paths."""
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **config)
+    optimizer.build([variable])
+
+    def step(finite):
+        optimizer.apply([_gradient(finite)])
+        return optimizer.dynamic_scale.numpy()
+
+    def saved():
+        return {each.path: each for each in (optimizer.dynamic_scale, optimizer.step_counter)}
+
+    _assert_alike("keras3", config, step, saved, grads_finite, stop)
+
+
+@settings(max_examples=20)
+@given(
+    st.fixed_dictionaries({"dynamic_growth_steps": st.integers(0, 5)}, optional={"initial_scale": SCALES | st.none()}),
+    overflow_traces(max_steps=25),
+    st.integers(0, 12),
+)
+def test_tf_keras(config, grads_finite, stop):
+    """`tf.keras.mixed_precision.LossScaleOptimizer` as of TensorFlow 2.4, kept alive by tf_keras."""
+    variable = tf.Variable(1.0)
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), **config)
+
+    def step(finite):
+        optimizer.apply_gradients([(_gradient(finite), variable)])
+        return optimizer.loss_scale
+
+    def saved():
+        return {"current_loss_scale": optimizer.loss_scale, "good_steps": optimizer.dynamic_counter}
+
+    _assert_alike("keras", config, step, saved, grads_finite, stop)
+
+
+@settings(max_examples=30)
+@given(
+    st.fixed_dictionaries(
+        {"increment_period": st.integers(-1, 5)},
+        optional={"initial_loss_scale": SCALES, "multiplier": st.sampled_from([2.0, 4.0, 3.0])},
+    ),
+    overflow_traces(max_steps=30),
+    st.integers(0, 15),
+)
+def test_compat_v1(config, grads_finite, stop):
+    """`DynamicLossScale.update`; its own `get_config` is a config, and a checkpoint's names are read."""
+    loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(**config)
+
+    def step(finite):
+        loss_scale.update([_gradient(finite)])
+        return loss_scale()
+
+    def saved():
+        return {f"opt/loss_scale/{name}": value for name, value in loss_scale._weights.items()}
+
+    _assert_alike("tf-v1", loss_scale.get_config(), step, lambda: _names(saved()), grads_finite, stop)
+    assert from_peer("keras-experimental", config) == from_peer("tf-v1", loss_scale.get_config())
+
+
+def _names(weights):
+    """Return the variables under the names that a checkpoint gives them."""
+    return {f"opt/loss_scale/{value.name}": value for value in weights.values()}
+
+
+def test_a_checkpoint_on_disk(tmp_path):
+    """What `tf.train.load_checkpoint` lists is what `state_from_peer` reads."""
+    loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8.0)
+    for finite in (True, False, True, True):
+        loss_scale.update([_gradient(finite)])
+    path = tf.train.Checkpoint(loss_scale=loss_scale).save(tmp_path / "checkpoint")
+    reader = tf.train.load_checkpoint(path)
+    state = state_from_peer("tf-v1", {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
+    assert (state.loss_scale, state.growth_tracker) == (4.0, 2)
+
+
+def test_a_fixed_scale_is_not_checked_there():
+    """TensorFlow says so itself: `update` never refuses; the translation skips, and a warning tells."""
+    fixed = tf.compat.v1.mixed_precision.FixedLossScale(8.0)
+    assert fixed.update([_gradient(False)])[1] is True
+    with pytest.warns(DialectWarning, match="applies infinite gradients under a fixed scale"):
+        policy = from_peer("tf-v1", fixed.get_config())
+    assert policy.update(policy.init_state(), False).skipped_steps == 1
+
+
+def test_a_config_as_keras_writes_it():
+    """`get_config` of Keras 3 and of tf_keras, inner optimizer and all."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic_growth_steps=7)
+    assert from_peer("keras3", optimizer.get_config()).growth_interval == 7
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initial_scale=8.0)
+    assert from_peer("keras", optimizer.get_config()).init_scale == 8.0

@@ -1,0 +1,152 @@
+"""torch's scalers against their translations, and the files that `torch.save` writes against the command."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from accelerate.utils import GradScalerKwargs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import lossscale_torch
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.dialects import from_peer, state_from_peer, to_peer
+from lossscale_core.errors import DialectWarning
+from lossscale_core.testing import overflow_traces
+
+CONFIGS = st.fixed_dictionaries(
+    {"growth_interval": st.integers(-1, 6)},
+    optional={
+        "init_scale": st.integers(-20, 40).map(lambda power: 2.0**power),
+        "growth_factor": st.sampled_from([2.0, 4.0, 1.5]),
+        "backoff_factor": st.sampled_from([0.5, 0.25, 0.8]),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    """Make a group of one rank, without which there is no sharded scaler."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def _step(scaler, finite):
+    """Take one step of torch's own scaler, with a gradient that is finite or not; return the scale after it."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    parameter.grad = torch.tensor(1.0 if finite else float("inf"))
+    scaler.scale(torch.zeros(()))
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+    scaler.update()
+    return scaler.get_scale()
+
+
+def _assert_alike(name, scaler, config, grads_finite, stop):
+    """Compare the whole run, and one resumed from the state dict after `stop` steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DialectWarning)
+        policy = from_peer(name, config)
+    states = [policy.init_state()]
+    for step, finite in enumerate(grads_finite):
+        if step == stop:
+            states.append(state_from_peer(name, scaler.state_dict(), policy))
+        scale = _step(scaler, finite)
+        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
+            return
+        states = [policy.update(state, finite) for state in states]
+        for state in states:
+            assert float(state.loss_scale) == pytest.approx(scale, rel=1e-6 * (step + 1))
+            if {"growth_factor": 1.5}.items() <= config.items() or config.get("backoff_factor") == 0.8:
+                continue
+            assert float(state.loss_scale) == scale
+
+
+@given(CONFIGS, overflow_traces(max_steps=60), st.integers(0, 30))
+def test_grad_scaler(config, grads_finite, stop):
+    """`torch.amp.GradScaler` itself, driven through its public methods."""
+    scaler = torch.amp.GradScaler("cpu", **config)
+    scaler.scale(torch.zeros(()))  # what makes its state live
+    _assert_alike("torch", scaler, config, grads_finite, stop)
+
+
+def test_sharded_grad_scaler(process_group):
+    """`ShardedGradScaler` on a group of one rank."""
+
+    @given(CONFIGS, overflow_traces(max_steps=40), st.integers(0, 20))
+    def compare(config, grads_finite, stop):
+        scaler = ShardedGradScaler("cpu", **config, process_group=process_group)
+        scaler.scale(torch.zeros(()))
+        _assert_alike("torch-sharded", scaler, config, grads_finite, stop)
+
+    compare()
+
+
+def test_grad_scaler_kwargs():
+    """Accelerate's own dataclass, with its own defaults, is the config; what is written makes one again."""
+    handler = GradScalerKwargs(growth_interval=500)
+    policy = from_peer("accelerate", dataclasses.asdict(handler))
+    assert policy == from_peer("torch", {"growth_interval": 500})
+    assert GradScalerKwargs(**to_peer("accelerate", policy)) == handler
+
+
+def test_what_is_written_makes_a_grad_scaler():
+    """`to_peer` writes keywords that torch's constructor takes."""
+    policy = from_peer("paddle", {"init_loss_scaling": 8.0, "incr_every_n_steps": 3})
+    scaler = torch.amp.GradScaler("cpu", **to_peer("torch", policy))
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 3)
+
+
+def test_tensors_in_a_checkpoint():
+    """Megatron saves its scale as a tensor of one element."""
+    saved = {"scale": torch.tensor([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
+    state = state_from_peer("megatron", saved)
+    assert (state.loss_scale, state.growth_tracker, state.hysteresis_tracker) == (8.0, 7, 1)
+
+
+def _checkpoint(*arguments, cwd):
+    command = [sys.executable, "-m", "lossscale_core", "checkpoint", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_the_command_reads_what_torch_saves(tmp_path):
+    """A scaler alone or within a checkpoint, torch's own or ours, read with `weights_only=True`."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
+    scaler.scale(torch.zeros(()))
+    for finite in (True, False, True, True):
+        _step(scaler, finite)
+    torch.save({"model": {"weight": torch.ones(3)}, "scaler": scaler.state_dict()}, tmp_path / "checkpoint.pt")
+    ours = lossscale_torch.GradScaler("cpu", growth_interval=7)
+    ours.load_state_dict(scaler.state_dict())
+    torch.save(ours.state_dict(), tmp_path / "ours.pt")
+    shown = _checkpoint("show", "checkpoint.pt", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "the scaler of torch at 'scaler'" in shown.stdout
+    theirs, mine = (
+        json.loads(_checkpoint("convert", name, cwd=tmp_path).stdout) for name in ("checkpoint.pt", "ours.pt")
+    )
+    assert (theirs["loss_scale"], theirs["growth_tracker"]) == (32768.0, 2)
+    assert theirs["policy"]["growth_interval"] == 7
+    assert {**mine["policy"], "init_scale": 32768.0} == theirs["policy"]
+    assert (mine["loss_scale"], mine["growth_tracker"]) == (32768.0, 2)
+
+
+class _Scaler:
+    """Stands for a scaler that was pickled whole, as DeepSpeed's is."""
+
+
+def test_the_command_runs_nothing_that_is_in_a_file(tmp_path):
+    """A pickled object, and a file that is no pickle, are one sentence."""
+    torch.save({"loss_scaler": _Scaler()}, tmp_path / "object.pt")
+    (tmp_path / "text.pt").write_text("no pickle")
+    for name in ("object.pt", "text.pt"):
+        done = _checkpoint("show", name, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"lossscale: {name} cannot be read without running what is in it")
+        assert done.stderr.count("\n") == 1

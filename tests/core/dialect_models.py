@@ -1,0 +1,512 @@
+"""The rules that other tools publish for their scale, each told again in plain Python: what dialects are held against.
+
+A model takes the tool's own keywords, moves by `step(overflow)`, and saves what the tool saves. `DRAWN` draws configs
+for each of them. None of them knows a policy of this library.
+"""
+
+import math
+
+from hypothesis import strategies as st
+
+
+class Counted:
+    """The scale grows where a count of finite steps in a row equals an interval, and falls on an overflow."""
+
+    def __init__(self, scale, up, down, interval, floor=0.0, ceiling=math.inf):
+        self.scale, self.up, self.down, self.interval = scale, up, down, interval
+        self.floor, self.ceiling, self.count = floor, ceiling, 0
+
+    def step(self, overflow):
+        if overflow:
+            self.count = 0
+            self.overflowed()
+        else:
+            self.count += 1
+            if self.is_due():
+                self.count = 0
+                self.scale = min(self.scale * self.up, self.ceiling)
+                self.grown()
+            self.was_finite()
+
+    def is_due(self):
+        return self.count == self.interval
+
+    def overflowed(self):
+        self.fall()
+
+    def fall(self):
+        self.scale = max(self.scale * self.down, self.floor)
+
+    def grown(self):
+        pass
+
+    def was_finite(self):
+        pass
+
+
+class Torch(Counted):
+    def __init__(self, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000):
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval)
+
+    def saved(self):
+        settings = {"growth_factor": self.up, "backoff_factor": self.down, "growth_interval": self.interval}
+        return {"scale": self.scale, **settings, "_growth_tracker": self.count}
+
+
+class Apex(Counted):
+    def __init__(
+        self, loss_scale="dynamic", init_scale=65536.0, scale_factor=2.0, scale_window=2000, min_loss_scale=None,
+        max_loss_scale=2.0**24,
+    ):  # fmt: skip
+        start = min(init_scale, max_loss_scale)
+        super().__init__(start, 2.0, 0.5, scale_window, min_loss_scale or 0.0, max_loss_scale)
+
+    def saved(self):
+        return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": self.count}}
+
+
+class ApexHysteresis(Torch):
+    """Falls once so many overflows came in a row, and then on each that follows in that row."""
+
+    def __init__(self, hysteresis=1, **others):
+        super().__init__(**others)
+        self.allowed = self.left = hysteresis
+
+    def overflowed(self):
+        self.left -= 1
+        if self.left <= 0:
+            self.fall()
+
+    def was_finite(self):
+        self.left = self.allowed
+
+    def saved(self):
+        return {**super().saved(), "_hysteresis_tracker": self.left}
+
+
+class Megatron(Counted):
+    """Falls once so many overflows came since the last growth, whatever came between."""
+
+    def __init__(
+        self, initial_scale=2.0**32, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000,
+        hysteresis=2,
+    ):  # fmt: skip
+        super().__init__(initial_scale, growth_factor, backoff_factor, growth_interval, min_scale)
+        self.allowed = self.left = hysteresis
+
+    def overflowed(self):
+        self.left -= 1
+        if self.left <= 0:
+            self.fall()
+
+    def grown(self):
+        self.left = self.allowed
+
+    def saved(self):
+        return {"scale": [self.scale], "growth_tracker": self.count, "hysteresis_tracker": self.left}
+
+
+class Colossal(Megatron):
+    def __init__(
+        self, initial_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, min_scale=None,
+        max_scale=None, hysteresis=2,
+    ):  # fmt: skip
+        super().__init__(
+            initial_scale, min_scale or 0.0, growth_factor, backoff_factor, growth_interval, max(hysteresis, 1)
+        )
+        self.ceiling = max_scale or math.inf
+
+    def saved(self):  # vars(scaler); a checkpoint holds less, and the counters start again
+        settings = {"growth_factor": self.up, "backoff_factor": self.down, "hysteresis": self.allowed}
+        return {
+            "scale": self.scale,
+            **settings,
+            "_growth_step": self.count,
+            "_hysteresis_step": self.allowed - self.left,
+        }
+
+
+class Keras3(Counted):
+    def __init__(self, initial_scale=2.0**15, dynamic_growth_steps=2000):
+        super().__init__(initial_scale, 2.0, 0.5, dynamic_growth_steps)
+
+    def saved(self):
+        return {"loss_scale_optimizer/dynamic_scale": self.scale, "loss_scale_optimizer/step_counter": self.count}
+
+
+class Jmp(Counted):
+    def __init__(self, loss_scale, period=2000, factor=2, min_loss_scale=1.0):
+        super().__init__(loss_scale, factor, 1 / factor, period, min_loss_scale)
+
+    def saved(self):
+        return {"loss_scale": self.scale, "counter": self.count}
+
+
+class Flax(Counted):
+    """Grows on the finite step that *finds* the count at the interval: one later than the interval says."""
+
+    def __init__(
+        self, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, scale=65536.0, minimum_scale=2.0**-126
+    ):
+        super().__init__(scale, growth_factor, backoff_factor, growth_interval, minimum_scale or 0.0)
+
+    def is_due(self):
+        return self.count == self.interval + 1
+
+    def saved(self):
+        return {"fin_steps": self.count, "scale": self.scale}
+
+
+class TensorFlow(Counted):
+    """Grows as soon as the count reaches the interval, or is past it."""
+
+    def __init__(self, initial_loss_scale=2.0**15, increment_period=2000, multiplier=2.0):
+        super().__init__(initial_loss_scale, multiplier, 1 / multiplier, increment_period, 1.0)
+
+    def is_due(self):
+        return self.count >= self.interval
+
+    def saved(self):
+        return {"opt/loss_scale/current_loss_scale": self.scale, "opt/loss_scale/good_steps": self.count}
+
+
+class Keras(TensorFlow):
+    def __init__(self, dynamic=True, initial_scale=None, dynamic_growth_steps=None):
+        super().__init__(initial_scale or 2.0**15, 2000 if dynamic_growth_steps is None else dynamic_growth_steps)
+
+
+class Contrib(TensorFlow):
+    """Falls on every so-many-th overflow since the scale last changed, whatever came between."""
+
+    def __init__(self, init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8):
+        super().__init__(init_loss_scale, incr_every_n_steps, incr_ratio)
+        self.down, self.allowed, self.bad = decr_ratio, decr_every_n_nan_or_inf, 0
+
+    def overflowed(self):
+        self.bad += 1
+        if self.bad >= self.allowed:
+            self.bad = 0
+            self.fall()
+
+    def grown(self):
+        self.bad = 0
+
+    def saved(self):
+        return {"loss_scale": self.scale, "good_steps": self.count, "bad_steps": self.bad}
+
+
+class Paddle(Counted):
+    """Falls on every so-many-th overflow of a row."""
+
+    def __init__(
+        self, init_loss_scaling=65536.0, incr_ratio=2.0, decr_ratio=0.5, incr_every_n_steps=2000,
+        decr_every_n_nan_or_inf=1, floor=0.0,
+    ):  # fmt: skip
+        super().__init__(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, floor)
+        self.allowed, self.bad = decr_every_n_nan_or_inf, 0
+
+    def overflowed(self):
+        self.bad += 1
+        if self.bad == self.allowed:
+            self.bad = 0
+            self.fall()
+
+    def was_finite(self):
+        self.bad = 0
+
+    def saved(self):
+        settings = {"incr_every_n_steps": self.interval, "decr_every_n_nan_or_inf": self.allowed}
+        return {"scale": [self.scale], **settings, "incr_count": self.count, "decr_count": self.bad}
+
+
+class PaddleStatic(Paddle):
+    def __init__(self, **config):
+        super().__init__(**config, floor=1.0)
+
+    def saved(self):
+        return {"loss_scaling_0": [self.scale], "num_good_steps_0": [self.count], "num_bad_steps_0": [self.bad]}
+
+
+class Iterations:
+    """The scale grows on every window-th iteration after the last overflow; iterations are numbered, not counted."""
+
+    late = 0
+
+    def __init__(self, scale, factor, window, floor, first=0):
+        self.scale, self.factor, self.window, self.floor = scale, factor, window, floor
+        self.now, self.last = first, first - 1
+
+    def step(self, overflow):
+        since = self.now - self.last - self.late
+        if overflow:
+            self.overflowed()
+            self.last = self.now
+        else:
+            self.was_finite()
+            if since > 0 and since % self.window == 0:
+                self.scale *= self.factor
+                self.grown()
+        self.now += 1
+
+    def overflowed(self):
+        self.fall()
+
+    def fall(self):
+        self.scale = max(self.scale / self.factor, self.floor)
+
+    def was_finite(self):
+        pass
+
+    def grown(self):
+        pass
+
+    def saved(self):
+        settings = {"scale_factor": self.factor, "scale_window": self.window}
+        return {"cur_scale": self.scale, "cur_iter": self.now, "last_overflow_iter": self.last, **settings}
+
+
+class ApexFp16Utils(Iterations):
+    def __init__(self, init_scale=2.0**32, scale_factor=2.0, scale_window=1000):
+        super().__init__(init_scale, scale_factor, scale_window, 1.0)
+
+
+class MegatronV1(Iterations):
+    """Falls where one tolerated overflow is left; it stays left until growth, or a finite step, restores them."""
+
+    def __init__(
+        self, init_scale=2.0**32, scale_factor=2.0, scale_window=1000, min_scale=1, delayed_shift=1,
+        consecutive_hysteresis=False,
+    ):  # fmt: skip
+        super().__init__(init_scale, scale_factor, scale_window, min_scale)
+        self.allowed = self.left = delayed_shift
+        self.restores_at_once = consecutive_hysteresis
+
+    def overflowed(self):
+        if self.left == 1:
+            self.fall()
+        else:
+            self.left -= 1
+
+    def was_finite(self):
+        if self.restores_at_once:
+            self.left = self.allowed
+
+    def grown(self):
+        self.left = self.allowed
+
+    def saved(self):
+        shifts = {"delayed_shift": self.allowed, "consecutive_hysteresis": self.restores_at_once}
+        return {**super().saved(), **shifts, "cur_hysteresis": self.left}
+
+
+class DeepSpeedBlock(MegatronV1):
+    """Counts one finite step fewer."""
+
+    late = 1
+
+    def __init__(
+        self, initial_scale_power=16, loss_scale_window=1000, hysteresis=2, consecutive_hysteresis=False,
+        min_loss_scale=1, loss_scale=0, enabled=True,
+    ):  # fmt: skip
+        super().__init__(
+            2.0**initial_scale_power, 2.0, loss_scale_window, min_loss_scale, hysteresis, consecutive_hysteresis
+        )
+
+
+class MindSpore(Iterations):
+    def __init__(self, init_loss_scale=2.0**24, scale_factor=2, scale_window=2000):
+        super().__init__(init_loss_scale, scale_factor, scale_window, 1.0, first=1)
+
+    def saved(self):
+        saved = super().saved()
+        return {**saved, "loss_scale": saved.pop("cur_scale"), "bad_step": 0}
+
+
+class Fairseq(Iterations):
+    """Falls where overflows since it last fell are a large enough share of the steps since it last changed."""
+
+    def __init__(
+        self, init_scale=2.0**15, scale_factor=2.0, scale_window=2000, tolerance=0.0, threshold=None,
+        min_loss_scale=1e-4,
+    ):  # fmt: skip
+        super().__init__(init_scale, scale_factor, scale_window, threshold or 0.0)
+        self.tolerance, self.stop, self.changed, self.overflows = tolerance, min_loss_scale, -1, 0
+
+    def overflowed(self):
+        self.overflows += 1
+        if self.overflows / (self.now - self.changed) >= self.tolerance:
+            before = self.scale
+            self.fall()
+            self.changed, self.overflows = self.now, 0
+            if self.scale <= self.stop:
+                self.scale = before  # here the run ends; its scale is put back first
+
+    def grown(self):
+        self.changed = self.now
+
+    def saved(self):  # vars(scaler); a checkpoint holds the scale alone
+        counters = {"_last_rescale_iter": self.changed, "_overflows_since_rescale": self.overflows}
+        return {
+            "loss_scale": self.scale, "_iter": self.now, "_last_overflow_iter": self.last, **counters,
+            "scale_window": self.window,
+        }  # fmt: skip
+
+
+def _configs(required=(), **strategies):
+    """Return a strategy for configs with the required keys and some of the others."""
+    optional = {name: one for name, one in strategies.items() if name not in required}
+    return st.fixed_dictionaries({name: strategies[name] for name in required}, optional=optional)
+
+
+_SCALE = st.integers(3, 24).map(lambda power: 2.0**power)
+_UP, _DOWN = st.sampled_from([2.0, 2.0, 4.0, 1.5]), st.sampled_from([0.5, 0.5, 0.25, 0.8])
+_FACTOR, _WINDOW = st.sampled_from([2.0, 2, 4.0, 3.0]), st.integers(1, 9)
+_NEVER_TOO = st.integers(-1, 9)
+_FLOOR = st.sampled_from([None, 0, 1.0, 0.25, 4.0])
+_TORCH = {"init_scale": _SCALE, "growth_factor": _UP, "backoff_factor": _DOWN}
+_SHIFTS = {"min_scale": st.sampled_from([1, 0.25, 4.0]), "consecutive_hysteresis": st.booleans()}
+_PADDLE = {
+    "init_loss_scaling": _SCALE,
+    "incr_ratio": _UP,
+    "decr_ratio": _DOWN,
+    "incr_every_n_steps": _NEVER_TOO,
+    "decr_every_n_nan_or_inf": st.integers(0, 4),
+}
+_TENSORFLOW = _configs(["increment_period"], initial_loss_scale=_SCALE, increment_period=_NEVER_TOO, multiplier=_FACTOR)
+
+DRAWN = {
+    "torch": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
+    "torch-sharded": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
+    "accelerate": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
+    "apex": (
+        Apex,
+        _configs(
+            ["scale_window"],
+            loss_scale=st.just("dynamic"),
+            init_scale=_SCALE,
+            scale_factor=st.sampled_from([2.0, 4.0]),
+            scale_window=_WINDOW,
+            min_loss_scale=_FLOOR,
+            max_loss_scale=st.sampled_from([2.0**6, 2.0**20]),
+        ),
+    ),
+    "apex-fp16-utils": (
+        ApexFp16Utils,
+        _configs(["scale_window"], init_scale=_SCALE, scale_factor=_FACTOR, scale_window=_WINDOW),
+    ),
+    "apex-hysteresis": (
+        ApexHysteresis,
+        _configs(["growth_interval"], **_TORCH, growth_interval=_WINDOW, hysteresis=st.integers(0, 4)),
+    ),
+    "deepspeed": (
+        DeepSpeedBlock,
+        _configs(
+            ["loss_scale_window"],
+            initial_scale_power=st.integers(0, 20),
+            loss_scale_window=_WINDOW | _WINDOW.map(float),
+            hysteresis=st.integers(0, 4),
+            consecutive_hysteresis=st.booleans(),
+            min_loss_scale=st.sampled_from([1, 1.0]),
+            loss_scale=st.just(0),
+            enabled=st.just(True),
+        ),
+    ),
+    "megatron": (
+        Megatron,
+        _configs(
+            ["growth_interval"],
+            initial_scale=_SCALE,
+            min_scale=st.sampled_from([1.0, 0.5, 4.0]),
+            growth_factor=_UP,
+            backoff_factor=_DOWN,
+            growth_interval=_WINDOW | st.just(2.5),
+            hysteresis=st.integers(1, 4),
+        ),
+    ),
+    "megatron-v1": (
+        MegatronV1,
+        _configs(
+            ["scale_window"],
+            init_scale=_SCALE,
+            scale_factor=_FACTOR,
+            scale_window=_WINDOW,
+            delayed_shift=st.integers(0, 4),
+            **_SHIFTS,
+        ),
+    ),
+    "fairseq": (
+        Fairseq,
+        _configs(
+            ["scale_window"],
+            init_scale=_SCALE,
+            scale_factor=_FACTOR,
+            scale_window=_WINDOW,
+            tolerance=st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 1.0]),
+            threshold=st.sampled_from([None, 0.25, 1e-3]),
+            min_loss_scale=st.sampled_from([1e-4, 1e-2]),
+        ),
+    ),
+    "colossalai": (
+        Colossal,
+        _configs(
+            ["growth_interval"],
+            initial_scale=_SCALE,
+            growth_factor=_UP,
+            backoff_factor=_DOWN,
+            growth_interval=_NEVER_TOO,
+            min_scale=_FLOOR,
+            max_scale=st.sampled_from([None, 0, 2.0**24, 2**30]),
+            hysteresis=st.integers(0, 4),
+        ),
+    ),
+    "keras": (
+        Keras,
+        _configs(
+            ["dynamic_growth_steps"],
+            dynamic=st.just(True),
+            initial_scale=st.none() | _SCALE,
+            dynamic_growth_steps=_NEVER_TOO,
+        ),
+    ),
+    "keras-experimental": (TensorFlow, _TENSORFLOW),
+    "keras3": (Keras3, _configs(["dynamic_growth_steps"], initial_scale=_SCALE, dynamic_growth_steps=_NEVER_TOO)),
+    "tf-v1": (TensorFlow, _TENSORFLOW),
+    "tf-contrib": (
+        Contrib,
+        _configs(
+            ["init_loss_scale", "incr_every_n_steps"],
+            init_loss_scale=_SCALE,
+            incr_every_n_steps=_NEVER_TOO,
+            decr_every_n_nan_or_inf=st.integers(0, 4),
+            incr_ratio=_UP,
+            decr_ratio=_DOWN,
+        ),
+    ),
+    "jmp": (
+        Jmp,
+        _configs(
+            ["loss_scale", "period"],
+            loss_scale=_SCALE,
+            period=_WINDOW,
+            factor=_FACTOR,
+            min_loss_scale=st.sampled_from([1.0, 0.25, 4.0]),
+        ),
+    ),
+    "flax": (
+        Flax,
+        _configs(
+            ["growth_interval"],
+            scale=_SCALE,
+            growth_factor=_UP,
+            backoff_factor=_DOWN,
+            growth_interval=_NEVER_TOO,
+            minimum_scale=st.sampled_from([None, 2.0**-126, 1.0]),
+        ),
+    ),
+    "paddle": (Paddle, _configs(["incr_every_n_steps"], **_PADDLE)),
+    "paddle-static": (PaddleStatic, _configs(["incr_every_n_steps"], **_PADDLE)),
+    "mindspore": (
+        MindSpore,
+        _configs(["scale_window"], init_loss_scale=_SCALE, scale_factor=_FACTOR, scale_window=_WINDOW),
+    ),
+}

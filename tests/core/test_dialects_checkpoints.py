@@ -1,0 +1,268 @@
+"""Other tools' checkpoints: the restored state goes on exactly where the tool's own run would have."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicScaling,
+    FixedScaling,
+    TolerantScaling,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, state_from_peer
+from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
+from lossscale_core.testing import overflow_traces
+from tests.core.dialect_models import DRAWN
+
+
+def _quietly(function, *arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DialectWarning)
+        return function(*arguments)
+
+
+def _go_on(policy, state, tool, grads_finite):
+    """Return pairs of our scale and the tool's after each further step, while the tool's stays in range."""
+    pairs = []
+    for finite in grads_finite:
+        tool.step(not finite)
+        state = policy.update(state, finite)
+        if not SMALLEST_SCALE < tool.scale < LARGEST_SCALE:
+            break
+        pairs.append((float(state.loss_scale), float(np.float32(tool.scale))))
+    return np.array(pairs).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@given(data=st.data())
+def test_a_run_goes_on(name, data):
+    """Stopped anywhere, saved as the tool saves, also through JSON, and gone on with under the policy."""
+    model, configs = DRAWN[name]
+    config, tool = data.draw(configs), None
+    tool = model(**config)
+    for finite in data.draw(overflow_traces(max_steps=60)):
+        tool.step(not finite)
+        if not 2.0**-60 < tool.scale < 2.0**60:
+            return
+    policy = _quietly(from_peer, name, config)
+    saved = json.loads(json.dumps(tool.saved()))
+    state = state_from_peer(name, saved, policy)
+    pairs = _go_on(policy, state, tool, data.draw(overflow_traces(max_steps=60)))
+    np.testing.assert_allclose(pairs[:, 0], pairs[:, 1], rtol=1e-6 * (len(pairs) + 1))
+
+
+def test_without_a_policy_where_the_checkpoint_places_every_counter():
+    """The same state as with the policy; where a counter hangs on a setting, the error asks for the policy."""
+    for name, (model, _) in DRAWN.items():
+        required = {"jmp": {"loss_scale": 64.0}, "tf-contrib": {"init_loss_scale": 64.0, "incr_every_n_steps": 5}}
+        config = required.get(name, {})
+        tool = model(**config)
+        for overflow in (False, True, False, False):
+            tool.step(overflow)
+        policy = from_peer(name, config)
+        saved = tool.saved()
+        if name == "deepspeed":
+            saved.pop("scale_window")
+        needed = {"tf-contrib": "hysteresis", "paddle-static": "hysteresis", "deepspeed": "growth_interval"}.get(name)
+        if needed is None:
+            assert state_from_peer(name, saved) == state_from_peer(name, saved, policy), name
+        else:
+            with pytest.raises(
+                CheckpointError, match=rf"depends on {needed}; pass policy=from_peer\('{name}', config\)"
+            ):
+                state_from_peer(name, saved)
+
+
+PLACED = [
+    (
+        "torch",
+        {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7},
+    ),
+    ("accelerate", {"scale": 8.0, "_growth_tracker": 7}),
+    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
+    ("apex", {"loss_scale": 8.0, "unskipped": 7}),
+    ("apex-hysteresis", {"current_scale": np.array([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}),
+    (
+        "deepspeed",
+        {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "cur_hysteresis": 1, "scale_window": 1000},
+    ),
+    (
+        "deepspeed",
+        {"loss_scaler": {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}},
+    ),
+    ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
+    ("megatron-v1", {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 12, "scale_window": 1000}),
+    ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
+    ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
+    ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
+    ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
+    ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
+    ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
+    ("mindspore", {"loss_scale": 8, "cur_iter": 20, "last_overflow_iter": 12, "bad_step": 0, "scale_window": 2000}),
+    ("mindspore", {"scale_sense": 8.0, "current_iterator_step": 20, "last_overflow_iterator_step": 12}),
+    ("mindspore", {"scale_value": 8.0, "counter": 7}),
+]
+
+
+@pytest.mark.parametrize(("name", "saved"), PLACED, ids=lambda value: value if type(value) is str else "")
+def test_counters_are_placed(name, saved):
+    """Each layout that a tool saves: this scale, and seven finite steps toward growth."""
+    state = state_from_peer(name, saved)
+    assert (state.loss_scale, state.growth_tracker) == (8.0, 7)
+    assert state_from_dict(json.loads(json.dumps(state_to_dict(state)))) == state
+
+
+def test_iterations_since_a_change():
+    """MindSpore's cell renumbers on growth, DeepSpeed counts one step fewer: before the first growth, and after."""
+    policy = from_peer("deepspeed", {"loss_scale_window": 4})
+    trackers = [
+        state_from_peer(
+            "deepspeed", {"cur_scale": 8.0, "cur_iter": now, "last_overflow_iter": 9}, policy
+        ).growth_tracker
+        for now in range(10, 20)
+    ]
+    assert trackers == [-1, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_what_a_checkpoint_lacks_starts_fresh():
+    """fairseq and ColossalAI save no counters: their own resumed runs count from 0."""
+    tolerant = from_peer("fairseq", {"tolerance": 0.25})
+    assert state_from_peer("fairseq", {"loss_scale": 8.0}, tolerant) == tolerant.init_state()._replace(
+        loss_scale=np.float32(8.0)
+    )
+    state = state_from_peer("colossalai", {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 3})
+    assert (state.growth_tracker, state.hysteresis_tracker) == (0, 3)
+
+
+def test_a_fixed_scale():
+    """A static scaler has a scale and nothing to place."""
+    state = state_from_peer("deepspeed", {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}, 128)
+    assert state == FixedScaling(128.0).init_state()
+
+
+def test_another_kind_of_policy_goes_on_with_the_scale():
+    """Counters are placed under a policy that has them, and left alone under one that has none."""
+    saved = {"scale": 8.0, "_growth_tracker": 7}
+    assert state_from_peer("torch", saved, 8.0) == FixedScaling(8.0).init_state()
+    tolerant = state_from_peer("torch", saved, TolerantScaling())
+    assert (tolerant.loss_scale, tolerant.growth_tracker, tolerant.steps_since_change) == (8.0, 7, 0.0)
+    with pytest.raises(CheckpointError, match=r"TolerantScaling.* has no hysteresis, which places decr_count"):
+        state_from_peer("paddle", {"scale": [8.0], "incr_count": 7, "decr_count": 0}, TolerantScaling())
+
+
+def test_overflows_in_a_row_are_kept_where_they_end_a_run():
+    """MindSpore's manager gives up on the 1001st."""
+    saved = {"loss_scale": 1.0, "cur_iter": 501, "last_overflow_iter": 500, "bad_step": 500, "scale_window": 2000}
+    state = state_from_peer("mindspore", saved)
+    assert (state.overflow_streak, state.skipped_steps, state.steps) == (500, 500, 500)
+
+
+def test_settings_of_the_checkpoint_that_differ_are_told():
+    """The tool would go on with those it saved."""
+    saved = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 3}
+    with pytest.warns(CheckpointWarning, match=r"growth_factor was 4.0 .* is 2.0 .*; growth_interval was 10"):
+        state = state_from_peer("torch", saved, from_peer("torch", {}))
+    assert state.growth_tracker == 3
+
+
+def test_a_count_past_the_interval_is_told():
+    """torch would wait for the next overflow; here the scale grows on the next finite step."""
+    policy = from_peer("torch", {"growth_interval": 5})
+    with pytest.warns(CheckpointWarning, match="count 9 is past growth_interval=5"):
+        state = state_from_peer("torch", {"scale": 8.0, "_growth_tracker": 9}, policy)
+    assert policy.update(state, True).loss_scale == 16.0
+    assert state_from_peer("tf-v1", {"loss_scale": 8.0, "good_steps": 9}, policy).growth_tracker == 9  # `>=` there too
+
+
+def test_a_scale_outside_the_policys_bounds_is_brought_within():
+    """As in every restored state, with a warning."""
+    policy = DynamicScaling(init_scale=2.0, max_scale=4.0)
+    with pytest.warns(CheckpointWarning, match="loss_scale was 8 and becomes 4"):
+        assert state_from_peer("torch", {"scale": 8.0, "_growth_tracker": 0}, policy).loss_scale == 4.0
+
+
+REFUSED = [
+    ("torch", {}, "has no scale, _growth_tracker, and is empty"),
+    ("torch", {"scale": 8.0}, "has no _growth_tracker"),
+    ("torch", [8.0], "must be a dict, not list"),
+    ("torch", {"scale": 0.0, "_growth_tracker": 1}, "loss_scale=0.0"),
+    ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
+    ("torch", {"scale": "8", "_growth_tracker": 1}, "scale='8'"),
+    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
+    ("megatron", {"grad_scaler": {}}, "has no scale"),
+    ("torhc", {"scale": 8.0}, "did you mean 'torch'"),
+    ("apex-fp16-utils", {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}, "depends on growth_interval"),
+    (
+        "apex-fp16-utils",
+        {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": "two"},
+        "scale_factor='two'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "words"), REFUSED, ids=lambda value: value if type(value) is str else "")
+def test_what_no_state_can_hold_is_refused(name, saved, words):
+    """The error names the key, the value and what to do."""
+    with pytest.raises(CheckpointError, match=words):
+        state_from_peer(name, saved)
+
+
+GUESSED = {
+    "torch": {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7},
+    "apex": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}},
+    "apex-hysteresis": {"scale": 8.0, "_growth_tracker": 7, "_hysteresis_tracker": 1},
+    "megatron": {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1},
+    "colossalai": {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 2},
+    "keras": {"current_loss_scale": 8.0, "good_steps": 7},
+    "keras3": {"dynamic_scale": 8.0, "step_counter": 7},
+    "tf-contrib": {"loss_scale": 8.0, "good_steps": 7, "bad_steps": 1},
+    "jmp": {"loss_scale": 8.0, "counter": 7},
+    "flax": {"scale": 8.0, "fin_steps": 7},
+    "paddle": {"scale": [8.0], "incr_count": 7, "decr_count": 0},
+    "mindspore": {"loss_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "bad_step": 0},
+}
+
+
+@pytest.mark.parametrize("name", GUESSED)
+def test_a_saved_scaler_is_recognised(name):
+    """By the names it saves; of tools that save the same and mean the same, the first."""
+    assert guess_peer(GUESSED[name]) == name
+
+
+def test_what_is_not_unmistakable_is_not_guessed():
+    """One name is too few, and some tools save the same names and mean other counts."""
+    for saved in ({}, {"scale": 8.0}, {"epoch": 3}, [1]):
+        with pytest.raises(CheckpointError, match="no tool known here"):
+            guess_peer(saved)
+    saved = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
+    with pytest.raises(CheckpointError, match="apex-fp16-utils, deepspeed, megatron-v1 save these names"):
+        guess_peer(saved)
+
+
+def test_the_policy_within_a_checkpoint():
+    """Where it holds every setting; else None."""
+    assert policy_in("torch", GUESSED["torch"]) == from_peer("torch", {"init_scale": 8.0, "growth_interval": 9})
+    assert policy_in("apex", GUESSED["apex"]) is None
+    assert policy_in("jmp", {**GUESSED["jmp"], "period": 5, "factor": 2, "min_loss_scale": 1.0}) == from_peer(
+        "jmp", {"loss_scale": 8.0, "period": 5}
+    )
+    with pytest.raises(PolicyError, match=r"growth_factor=1\.0"):
+        policy_in("torch", {**GUESSED["torch"], "growth_factor": 1.0})
+
+
+def test_every_tool_has_a_layout_that_is_told_apart():
+    """Each record reads what its model saves."""
+    for peer in peers():
+        model = DRAWN[peer.name][0]
+        required = {"jmp": {"loss_scale": 64.0}, "tf-contrib": {"init_loss_scale": 64.0, "incr_every_n_steps": 5}}
+        tool, policy = model(**required.get(peer.name, {})), from_peer(peer.name, required.get(peer.name, {}))
+        state = state_from_peer(peer.name, tool.saved(), policy)
+        assert state == policy.init_state()
