@@ -2,9 +2,9 @@
 
 import posixpath
 import re
-import xml.etree.ElementTree as etree
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element
 
 from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor
@@ -29,8 +29,8 @@ class Powers(Extension):
 
 
 class _Power(InlineProcessor):
-    def handleMatch(self, m: Any, data: str) -> Any:  # type: ignore[override]  # noqa: N802, ARG002
-        element = etree.Element("sup")
+    def handleMatch(self, m: Any, data: str) -> Any:  # noqa: N802
+        element = Element("sup")
         element.text = m[1].replace("-", "−")
         return element, m.start(0), m.end(0)
 
