@@ -1,5 +1,6 @@
 """What the site's build adds to the Markdown files, which read well in the repository without it."""
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -64,8 +65,10 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 def _as_page(source: str, text: str) -> str:
     if not source.endswith(".py"):
         return text
-    title = text.removeprefix('"""').partition(":")[0]
-    return f"# {title}\n\n`{source}` in the repository:\n\n````python\n{text}````\n"
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    title, _, story = docstring.partition(": ")
+    code = text.split('"""', 2)[2].lstrip()
+    return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
 
 
 def _target(link: str, src_uri: str) -> str:
