@@ -12,6 +12,8 @@ from markdown.inlinepatterns import InlineProcessor
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
+from lossscale_core import dialects
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
 PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
@@ -50,7 +52,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links out of docs/ to their pages; mark up examples for what they are, Python at its prompt."""
+    """Fill in the tables, lead links out of docs/ to their pages, and mark up examples as Python at its prompt."""
+    for marker, tables in TABLES.items():
+        markdown = markdown.replace(marker, tables() if marker in markdown else "")
     markdown = re.sub(r"\]\(((?:\.\./)+[^)#\s]+)", lambda match: f"]({_target(match[1], page.file.src_uri)}", markdown)
     markdown = re.sub(r"^( *)```python\n(?=\1>>>)", r"\1```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r" *# doctest: .*$", "", markdown, flags=re.MULTILINE)
@@ -60,6 +64,18 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
     """Refuse a page that would fetch something from another host."""
     if found := _LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}...; keep it in docs/")
+
+
+def _overview() -> str:
+    return re.sub(r"^\| `([\w-]+)`", r"| [`\1`](#\1)", dialects.overview(), flags=re.MULTILINE)
+
+
+def _every_tool() -> str:
+    return "\n\n".join(f"### {peer.name}\n\n{dialects.markdown(peer.name)}" for peer in dialects.peers())
+
+
+TABLES = {"<!-- dialects: overview -->": _overview, "<!-- dialects: every tool -->": _every_tool}
+"""What stands in a page's place for tables that are drawn from the data of `lossscale_core.dialects`."""
 
 
 def _as_page(source: str, text: str) -> str:
