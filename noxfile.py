@@ -3,8 +3,8 @@
 nox                                  all of them, as CI does
 nox -s tests                         the core's tests, without any framework
 nox -s "tests(framework='numpy')"    one framework's tests
-nox -s docs -- serve                 the documentation, while you write it
 nox -s bench -- --output-folder docs/benchmarks
+nox -s docs -- serve                 the documentation, while you write it
 """
 
 import shutil
