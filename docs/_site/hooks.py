@@ -20,7 +20,8 @@ PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sort
 PAGES = DOCUMENTS | PROGRAMS
 """Files outside docs/ that are pages of the site, too: links to them lead to those pages."""
 
-_LOADED = re.compile(r"""<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
+_ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
+_LOADED = re.compile(rf"""<(?:script|img|iframe|source|link\b(?![^>]*rel="(?:canonical|prev|next)"))\b{_ELSEWHERE}""")
 
 
 class Powers(Extension):
