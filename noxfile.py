@@ -4,6 +4,7 @@ nox                                  all of them, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s bench -- --output-folder docs/benchmarks
+nox -s docs -- serve                 the documentation, while you write it
 """
 
 import shutil
@@ -68,7 +69,13 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run every example of the README and the docs: `nox -s docs`."""
+    """Run every example of the README and the docs, and build the site: `nox -s docs`; or see it: `-- serve`."""
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.install("-e", ".", *_group("docs"))
+    if session.posargs:
+        session.run("mkdocs", *session.posargs, env=quiet)
+        return
+    session.run("mkdocs", "build", "--strict", env=quiet)
     session.install("-e", ".[demo]", TORCH, JAX, TENSORFLOW, "optax==0.2.8", *_group("test"))
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 

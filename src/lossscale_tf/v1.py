@@ -222,6 +222,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
 
 
 MixedPrecisionLossScaleOptimizer = LossScaleOptimizer
+"""The name that `tf.compat.v1.mixed_precision` has for it."""
 
 
 def _variable(name: str, value: Any) -> Any:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from lossscale_core.dialects import tables
 
-PAGE = Path(__file__).parents[2] / "docs/dialects.md"
+PAGE = Path(__file__).parents[2] / "docs/migrating.md"
 
 
 def test_the_tables_are_those_of_the_records():
-    """Else draw them anew: `python -m lossscale_core.dialects docs/dialects.md`."""
+    """Else draw them anew: `python -m lossscale_core.dialects docs/migrating.md`."""
     assert PAGE.read_text(encoding="utf-8").endswith(tables())

@@ -8,7 +8,7 @@ to_peer("torch", policy)  # raises PolicyError: torch has no hysteresis
 
 Plain dicts in and out; no framework is imported. A record (`peers()`) says of each tool which of its keys is which of
 our settings, where its checkpoint keeps which counter, and what is done otherwise here, on purpose: mostly the tool's
-bugs. `markdown(name)` and `overview()` draw the tables of `docs/dialects.md` from it.
+bugs. `markdown(name)` and `overview()` draw the tables of `docs/migrating.md` from it.
 """
 
 from lossscale_core.dialects._page import markdown, overview, tables

@@ -1,11 +1,11 @@
-"""Draws the tables of a page anew: `python -m lossscale_core.dialects docs/dialects.md`."""
+"""Draws the tables of a page anew: `python -m lossscale_core.dialects docs/migrating.md`."""
 
 import sys
 from pathlib import Path
 
 from lossscale_core.dialects import tables
 
-MARK = "<!-- drawn by python -m lossscale_core.dialects docs/dialects.md -->\n"
+MARK = "<!-- drawn by python -m lossscale_core.dialects docs/migrating.md -->\n"
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])

@@ -17,10 +17,16 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 """What the overview shows of the tools that leave a setting without a default."""
 
 
+_KEY_BY_KEY = (
+    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, its checkpoints, and what "
+    "is done otherwise here on purpose, mostly its bugs."
+)
+
+
 def tables() -> str:
-    """Return the overview and every tool's tables as one text in Markdown, each under a heading with its name."""
-    sections = [f"## {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
-    return "\n".join([f"\n## Every tool's defaults\n\n{overview()}\n", *sections])
+    """Return the overview and every tool's tables as one text in Markdown, each tool under a heading with its name."""
+    sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
+    return "\n".join([f"\n## Every tool at a glance\n\n{overview()}\n\n## Key by key\n\n{_KEY_BY_KEY}\n", *sections])
 
 
 def overview() -> str:
@@ -47,7 +53,7 @@ def _defaults(peer: Peer) -> str:
     later = policy.get("cooldown", 0)
     grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
     cells = [
-        f"`{peer.name}`",
+        f"[`{peer.name}`](#{peer.name})",
         _scale_text(policy["init_scale"]),
         grows,
         f"{policy['growth_factor']:g}",

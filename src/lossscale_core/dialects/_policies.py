@@ -23,7 +23,7 @@ def from_peer(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
     take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
     2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
     of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
-    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/dialects.md`.
+    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/migrating.md`.
     """
     policy, bugs = translate(find_peer(name, PolicyError), config)
     for bug in bugs:

@@ -1,0 +1,79 @@
+"""What the site's build adds to the Markdown files, which read well in the repository without it."""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from markdown.extensions import Extension
+from markdown.inlinepatterns import InlineProcessor
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
+PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
+PAGES = DOCUMENTS | PROGRAMS
+"""Files outside docs/ that are pages of the site, too: links to them lead to those pages."""
+
+_ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
+_LOADED = re.compile(rf"""<(?:script|img|iframe|source|link\b(?![^>]*rel="(?:canonical|prev|next)"))\b{_ELSEWHERE}""")
+
+
+class Powers(Extension):
+    """Markdown in which 2**-126 is a power, and not the beginning of bold text."""
+
+    def extendMarkdown(self, md: Any) -> None:  # noqa: N802, Markdown's own name
+        """Go before emphasis and after code."""
+        md.inlinePatterns.register(_Power(r"(?<=\d)\*\*(-?\d+)", md), "power", 175)
+
+
+class _Power(InlineProcessor):
+    def handleMatch(self, m: Any, data: str) -> Any:  # noqa: N802
+        element = Element("sup")
+        element.text = m[1].replace("-", "−")
+        return element, m.start(0), m.end(0)
+
+
+def on_config(config: Any) -> Any:
+    """Let pages and docstrings have powers."""
+    config.markdown_extensions.append(Powers())
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made of files outside docs/."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=_as_page(source, (ROOT / source).read_text())))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links out of docs/ to their pages, and mark up examples as Python at its prompt."""
+    markdown = re.sub(r"\]\(((?:\.\./)+[^)#\s]+)", lambda match: f"]({_target(match[1], page.file.src_uri)}", markdown)
+    markdown = re.sub(r"^( *)```python\n(?=\1>>>)", r"\1```pycon\n", markdown, flags=re.MULTILINE)
+    return re.sub(r" *# doctest: .*$", "", markdown, flags=re.MULTILINE)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """Refuse a page that would fetch something from another host."""
+    if found := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}...; keep it in docs/")
+
+
+def _as_page(source: str, text: str) -> str:
+    if not source.endswith(".py"):
+        return text
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    title, _, story = docstring.partition(": ")
+    code = text.split('"""', 2)[2].lstrip()
+    return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
+
+
+def _target(link: str, src_uri: str) -> str:
+    """Return a relative link, made to lead to the page of a file outside docs/ where it has one."""
+    folder = posixpath.dirname(src_uri)
+    outside = posixpath.normpath(posixpath.join("docs", folder, link))
+    return posixpath.relpath(PAGES[outside], folder or ".") if outside in PAGES else link

@@ -1,0 +1,62 @@
+"""The reference shows every public name. That what it shows exists is for the build of the site to prove."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+COMMAND = {"lossscale_core.cli", "lossscale_core.demo"}  # run, not imported: the command's own page tells of them
+
+
+def _public_modules() -> dict[str, Path]:
+    """Return every module that a user may import, by its dotted name."""
+    modules = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        if not any(part.startswith("_") for part in name.split(".")) and name not in COMMAND:
+            modules[name] = path
+    return modules
+
+
+def _public_names(path: Path) -> list[str]:
+    """Return a module's `__all__`, or where it has none the functions and classes without an underscore."""
+    body = ast.parse(path.read_text()).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return [
+        node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def _homes(path: Path) -> dict[str, str]:
+    """Return the full names of what a module imports from another package's face."""
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in imports
+        for alias in node.names
+        if node.module in MODULES
+    }
+
+
+MODULES = _public_modules()
+SHOWN = {
+    name
+    for page in (ROOT / "docs/reference").glob("*.md")
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference(module):
+    """What a module offers is shown there, or where it is at home; a module, by what it offers itself."""
+    homes = _homes(MODULES[module])
+    names = {homes.get(name, f"{module}.{name}") for name in _public_names(MODULES[module])}
+    assert names, f"{module} offers nothing"
+    assert names - SHOWN - MODULES.keys() == set()
