@@ -18,8 +18,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 _KEY_BY_KEY = (
-    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, its checkpoints, and what "
-    "is done otherwise here on purpose, mostly its bugs."
+    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, its checkpoints, and "
+    "what is done otherwise here on purpose, mostly its bugs."
 )
 
 
