@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._arrays import all_finite, init_state, scale, unscale
+from lossscale_core._arrays import all_finite, scale, unscale
+from lossscale_core._placement import init_state
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import check_overflow_streak
 from lossscale_core.demo import _network
