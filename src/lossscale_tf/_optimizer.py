@@ -257,6 +257,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         self.built = True
 
+    def _look_back(self) -> None:
+        with tf.init_scope():  # from within a trace, to where variables have values
+            if tf.executing_eagerly():
+                self._warn_of_lost_state(self.iterations)
+
     def _captured_scale(self, pending: Any) -> Any:
         """Return a state with the scale of this step: whatever multiplies its loss divides its gradients, too."""
         if pending.used_state is None:
@@ -270,6 +275,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
         if not self.built:
             _outside_of_replicas(lambda: self._build(variables))
+        _outside_of_replicas(self._look_back)
         pending = self._traces.current(variables)
         pending.applied |= set(map(id, variables))
         self._warn_of_missing_calls(pending)

@@ -1,5 +1,6 @@
 """What a scaler saves and restores, and how the ranks of a job compare it."""
 
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import SyncError
+from lossscale_core.errors import CheckpointWarning, SyncError
 from lossscale_torch._compat import TorchSurface, within_bounds
 from lossscale_torch._state import ScalerState
 
@@ -23,6 +24,7 @@ class CheckpointedScaler(TorchSurface):
     """torch's checkpoints and pickles, with the core's state beside torch's five keys."""
 
     _follows_checkpoint: bool
+    _has_begun = False
     _process_group: Any
 
     def check_sync(self) -> None:
@@ -82,8 +84,21 @@ class CheckpointedScaler(TorchSurface):
             fields = {"loss_scale": scale, "growth_tracker": state_dict["_growth_tracker"]}
             state = state_from_dict({**state_to_dict(state), **fields}, policy)
         self._state = ScalerState(policy, state)
+        self._has_begun = True
         self._place_scale()
         self._is_captured = False
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn where an optimizer goes on and its scaler does not; called before the first step of a fresh scaler."""
+        self._has_begun = True
+        if self._state.is_on_host and self._state.current.steps == 0 and _has_stepped(optimizer):
+            warnings.warn(
+                "the optimizer has taken steps before, but its scaler begins anew with a loss scale of "
+                f"{self._state.current.loss_scale:g}; to go on from a checkpoint, save scaler.state_dict() in it and "
+                "pass it to scaler.load_state_dict()",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
@@ -102,6 +117,16 @@ class CheckpointedScaler(TorchSurface):
         copy._per_optimizer_states = defaultdict(copy._per_optimizer_states.default_factory)
         copy._process_group = self._process_group  # a group is shared, not copied
         return copy
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer remembers a step; a count that lives on a device is not waited for."""
+    for memory in optimizer.state.values():
+        count = memory.get("step")
+        is_on_host = not isinstance(count, torch.Tensor) or count.is_cpu
+        if count is None or not is_on_host or count > 0:
+            return True
+    return False
 
 
 def torch_policy(

@@ -180,6 +180,8 @@ class GradScaler(CheckpointedScaler):
         record = self._record_of(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if not self._has_begun:
+            self._begin(optimizer)
         if _is_fused(optimizer):
             result = self._step_fused(optimizer, record, *args, **kwargs)
         else:
