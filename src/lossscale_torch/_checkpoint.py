@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import CheckpointWarning, SyncError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._compat import TorchSurface, within_bounds
 from lossscale_torch._state import ScalerState
 
@@ -67,10 +68,12 @@ class CheckpointedScaler(TorchSurface):
 
         A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
         policy keeps it, and a `CheckpointWarning` names each difference. Raises torch's `RuntimeError` for an empty
-        dict, `KeyError` for a missing key and `CheckpointError` for a value no state can hold.
+        dict, `KeyError` for a missing key and `CheckpointError` for a newer version or a value no state can hold.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"{state_dict!r} is no saved state; pass a dict that state_dict() made")
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
