@@ -74,8 +74,8 @@ class Training:
     def checkpoint(self) -> Checkpoint:
         """Return everything needed to go on."""
         masters, count, mean, square = self.learnt
-        plain = ([*map(np.array, jax.tree.leaves(tree))] for tree in (masters, mean, square))
-        return Checkpoint(self.steps, *plain, int(count), self.scale_state())
+        weights, mean, square = ([*map(np.array, jax.tree.leaves(tree))] for tree in (masters, mean, square))
+        return Checkpoint(self.steps, weights, mean, square, int(count), self.scale_state())
 
     def accuracy(self, digits: Digits) -> float:
         """Return the share of test images recognised."""
@@ -84,8 +84,8 @@ class Training:
 
 
 def _layers(arrays: list[Any]) -> list[_network.Layer]:
-    pairs = zip(arrays[::2], arrays[1::2], strict=True)
-    return [_network.Layer(jnp.asarray(weight), jnp.asarray(bias)) for weight, bias in pairs]
+    on_device: list[Any] = [*map(jnp.asarray, arrays)]
+    return [_network.Layer(*pair) for pair in zip(on_device[::2], on_device[1::2], strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=_ROUND_AS_WRITTEN)

@@ -65,9 +65,8 @@ class Training:
 
     def checkpoint(self) -> Checkpoint:
         """Return everything needed to go on."""
-        variables = (self.masters, self._slots("momentum"), self._slots("velocity"))
-        plain = ([np.array(tf.convert_to_tensor(variable)) for variable in each] for each in variables)
-        return Checkpoint(self.steps, *plain, int(self.optimizer.iterations), self.scale_state())
+        weights, mean, square = map(_plain, (self.masters, self._slots("momentum"), self._slots("velocity")))
+        return Checkpoint(self.steps, weights, mean, square, int(self.optimizer.iterations), self.scale_state())
 
     def _slots(self, name: str) -> list[Any]:
         return [self.optimizer.get_slot(variable, name) for variable in self.masters]
@@ -95,6 +94,10 @@ class Training:
         """Return the share of test images recognised."""
         logits = _forward(self.masters, self.dtype, tf.constant(digits.test_images))[-1].numpy()
         return float((logits.argmax(axis=1) == digits.test_labels).mean())
+
+
+def _plain(variables: list[Any]) -> list[Any]:
+    return [np.array(tf.convert_to_tensor(variable)) for variable in variables]
 
 
 def _forward(masters: Any, dtype: str, images: Any) -> list[Any]:

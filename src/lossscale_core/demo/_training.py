@@ -47,7 +47,8 @@ class Checkpoint(NamedTuple):
         with np.load(path) as archive:
             count = 2 * (len(_network.WIDTHS) - 1)
             arrays = {name: [archive[f"{name}_{i}"] for i in range(count)] for name in _ARRAYS}
-            return cls(**arrays, **json.loads(str(archive["numbers"])))
+            numbers = json.loads(str(archive["numbers"]))
+        return cls(**{**arrays, **numbers})
 
     @classmethod
     def first(cls, seed: int, policy: ScalingPolicy) -> "Checkpoint":

@@ -24,10 +24,12 @@ def dtype_name(array: Any) -> str:
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function."""
     return function
 
 
 def _step_by_step(step: Callable[..., Any], state: Any, flags: Sequence[Any]) -> Iterator[Any]:
+    """Yield the states of one step after another."""
     for flag in flags:
         state = step(state, flag)
         yield state

@@ -1,6 +1,7 @@
 """The checks: each rule, with each way of running and, where it may matter, each dtype or scenario."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -73,36 +74,37 @@ def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -
 def _checks_of_the_face(adapter: Adapter) -> Iterator[Check]:
     for verb, parameters in VERBS.items():
         yield Check(
-            "the_verbs_have_one_signature", verb, adapter, lambda v=verb, p=parameters: _signature(adapter.verbs, v, p)
+            "the_verbs_have_one_signature",
+            verb,
+            adapter,
+            functools.partial(_signature, adapter.verbs, verb, parameters),
         )
     eager = Trial(adapter, Way("eager"))
     for rule in (_steps.states_are_placed, _steps.a_saved_state_goes_on, _steps.a_host_flag_picks_a_side):
-        yield Check(rule.__name__, "", adapter, lambda rule=rule: rule(eager))
+        yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
 
 
 def _checks_of(adapter: Adapter, way: Way, scenarios: Mapping[str, Scenario]) -> Iterator[Check]:
     trial = Trial(adapter, way)
-    plain = (
-        _finiteness.nothing_is_finite,
-        _scaling.losses_keep_their_structure,
-        _scaling.gradients_keep_their_structure,
-    )
-    for rule in plain:
-        yield Check(rule.__name__, way.name, adapter, lambda rule=rule: rule(trial))
-    for rule in _RULES_BY_DTYPE:
+    for rule in _RULES:
+        yield Check(rule.__name__, way.name, adapter, functools.partial(rule, trial))
+    for rule_of_dtype in (*_RULES_OF_NUMBERS, *_RULES_OF_REAL_NUMBERS):
         for dtype in adapter.dtypes:
-            if "complex" not in dtype or rule in _COMPLEX_TOO:
-                yield Check(rule.__name__, f"{way.name}, {dtype}", adapter, lambda r=rule, d=dtype: r(trial, d))
+            if "complex" not in dtype or rule_of_dtype in _RULES_OF_NUMBERS:
+                case = f"{way.name}, {dtype}"
+                yield Check(rule_of_dtype.__name__, case, adapter, functools.partial(rule_of_dtype, trial, dtype))
     for name, scenario in scenarios.items():
-        rule = _steps.states_are_the_hosts
-        yield Check(
-            rule.__name__, f"{way.name}, {name}", adapter, lambda s=scenario: _steps.states_are_the_hosts(trial, s)
-        )
+        run = functools.partial(_steps.states_are_the_hosts, trial, scenario)
+        yield Check("states_are_the_hosts", f"{way.name}, {name}", adapter, run)
 
 
-_COMPLEX_TOO = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
-_RULES_BY_DTYPE = (
-    *_COMPLEX_TOO,
+_RULES = (
+    _finiteness.nothing_is_finite,
+    _scaling.losses_keep_their_structure,
+    _scaling.gradients_keep_their_structure,
+)
+_RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
+_RULES_OF_REAL_NUMBERS = (
     _finiteness.nothing_hides_an_overflow,
     _scaling.a_loss_is_lifted,
     _scaling.any_scale_unscales,
@@ -112,7 +114,7 @@ _RULES_BY_DTYPE = (
 
 
 def _signature(verbs: Any, verb: str, expected: list[str]) -> None:
-    function = getattr(verbs, verb, None)
+    function: Any = getattr(verbs, verb, None)
     require(callable(function), f"there is no {verb}; the five verbs are {', '.join(VERBS)}")
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

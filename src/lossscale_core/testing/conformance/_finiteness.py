@@ -29,7 +29,7 @@ def every_position_is_seen(trial: Trial, dtype: str) -> None:
 def nothing_is_finite(trial: Trial) -> None:
     """all_finite of nothing, None, empty and integer leaves is True: a bool of shape ()."""
     dtype = trial.adapter.dtypes[0]
-    nothing = {
+    nothing: dict[str, Any] = {
         "no leaves": [],
         "an empty dict": {},
         "None": None,
