@@ -62,9 +62,9 @@ def tests(session: nox.Session, framework: str) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Run the update on every framework, side by side: `nox -s conformance`."""
-    session.install("-e", ".", *_group("test"), TORCH, JAX, TENSORFLOW)
-    session.run("pytest", "tests/conformance", *session.posargs)
+    """Run one suite on every framework, and carry checkpoints between them: `nox -s conformance`."""
+    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, TENSORFLOW)
+    session.run("pytest", "tests/conformance", "-n", "auto", *session.posargs)
 
 
 @nox.session

@@ -8,9 +8,10 @@ grads_finite)` is the only place where a loss scale changes. The packages `losss
 import typing as _typing
 
 from lossscale_core import errors, testing, tree
-from lossscale_core._arrays import all_finite, init_state, scale, select, unscale
+from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._report import GradientReport, StepInfo, check_overflow_streak, diagnose, metrics, step_info
 from lossscale_core._schema import policy_schema

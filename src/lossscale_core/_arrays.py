@@ -1,4 +1,4 @@
-"""The thin array layer: which namespace an array belongs to, and the five verbs on NumPy and any array-API namespace.
+"""The thin array layer: which namespace an array belongs to, and the verbs on NumPy and any array-API namespace.
 
 NumPy is the reference: what these functions do on it, every adapter does on its own framework.
 """
@@ -55,17 +55,6 @@ def host_flag(grads_finite: Any) -> bool:
     if getattr(grads_finite, "shape", None) != ():
         raise TypeError(f"grads_finite={grads_finite!r} must be a bool of shape (); pass what all_finite returned")
     return bool(grads_finite)
-
-
-def init_state(policy: Any, *, xp: Namespace | None = None, device: Any = None) -> Any:
-    """Return the state before the first step under `policy`.
-
-    Host scalars by default; with `xp`, arrays of shape `()` in that namespace, on `device`. Does not synchronise.
-    """
-    state = policy.init_state()
-    if xp is None:
-        return state
-    return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)
 
 
 @np.errstate(all="ignore")

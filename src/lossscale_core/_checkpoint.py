@@ -13,6 +13,7 @@ from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
+_MEND = "pass a dict that state_to_dict made, or begin the loss scale anew with init_state"
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
@@ -42,9 +43,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
     start = _start_for(saved, policy)
     missing = [name for name in ScaleState._fields if name not in saved]
     if missing:
-        raise CheckpointError(
-            f"the saved state has no {', '.join(missing)}; pass a dict that state_to_dict made, or use init_state"
-        )
+        raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_MEND}")
     fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
     _require_consistent(fields)
     notes = []
@@ -96,10 +95,10 @@ def _plain_number(value: Any) -> int | float:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{saved!r} is no saved state; pass a dict that state_to_dict made")
+        raise CheckpointError(f"{saved!r} is no saved state; {_MEND}")
     version = saved.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"version={version!r} is not that of a saved state; pass a dict that state_to_dict made")
+        raise CheckpointError(f"version={version!r} is not that of a saved state; {_MEND}")
     if version > VERSION:
         raise CheckpointError(
             f"version={version} of the saved state is newer than {VERSION}, the newest this release reads; "

@@ -9,7 +9,7 @@ LossScaleError
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
-CheckpointWarning(UserWarning)               a saved state was restored, but not under the policy it was saved with
+CheckpointWarning(UserWarning)               a run goes on without its saved state, or under another policy
 DialectWarning(UserWarning)                  another tool's config runs into something that tool does wrong
 ```
 
@@ -50,7 +50,7 @@ class OverflowStreakError(LossScaleError, FloatingPointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A saved state was restored, but not under the policy it was saved with."""
+    """A run goes on without its saved state, or under another policy than the saved one."""
 
 
 class DialectWarning(UserWarning):

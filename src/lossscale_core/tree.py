@@ -4,13 +4,15 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_CONTAINERS = (dict, list, tuple)  # a tuple, since torch.compile traces no `dict | list | tuple`
+
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of `tree` in order; `None` is a leaf."""
     if isinstance(tree, dict):
         for value in tree.values():
             yield from leaves(value)
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from leaves(value)
     else:
@@ -26,7 +28,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
-    if not isinstance(tree, dict | list | tuple):
+    if not isinstance(tree, _CONTAINERS):
         for other in others:
             _require_leaf(path, tree, other)
         return function(tree, *others)
@@ -39,7 +41,7 @@ def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> An
 
 def _require_leaf(path: str, leaf: Any, other: Any) -> None:
     """Require a leaf where the first tree has one, and an array of the same shape where it has an array."""
-    is_container = isinstance(other, dict | list | tuple)
+    is_container = isinstance(other, _CONTAINERS)
     if is_container or (leaf is None) != (other is None) or getattr(leaf, "shape", ()) != getattr(other, "shape", ()):
         raise _difference(path, leaf, other)
 
@@ -62,12 +64,14 @@ def _difference(path: str, tree: Any, other: Any) -> ValueError:
 def _describe(tree: Any) -> str:
     if isinstance(tree, dict):
         return f"{type(tree).__name__} with keys {list(tree)}"
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return f"{type(tree).__name__} of {len(tree)}"
     return f"{type(tree).__name__} of shape {tree.shape}" if hasattr(tree, "shape") else type(tree).__name__
 
 
 def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:
+    if type(tree) is dict:
+        return dict(zip(keys, values, strict=True))
     if isinstance(tree, dict):
         rebuilt = copy.copy(tree)  # keeps an OrderedDict ordered and a defaultdict's factory
         rebuilt.update(zip(keys, values, strict=True))

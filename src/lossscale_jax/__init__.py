@@ -6,7 +6,7 @@ Everything is pure and works eagerly and under every transform; the state is a p
 from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._grads import all_finite, scale, select, unscale
-from lossscale_jax._optimizer import LossScaledState, get_scale_state, loss_scaled
+from lossscale_jax._optimizer import LossScaledState, get_scale_state, load_scale_state, loss_scaled
 from lossscale_jax._report import overflow_report
 from lossscale_jax._state import init_state
 
@@ -17,6 +17,7 @@ __all__ = [
     "all_finite",
     "get_scale_state",
     "init_state",
+    "load_scale_state",
     "loss_scaled",
     "overflow_report",
     "scale",

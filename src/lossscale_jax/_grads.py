@@ -85,6 +85,11 @@ def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
     leaves = gradient_leaves(grads)
+    is_traced = any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
+    return _all_finite(leaves, loss_scale) if is_traced else _all_finite_at_once(leaves, loss_scale)
+
+
+def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
     summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
     proven = each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     if summed:
@@ -96,6 +101,9 @@ def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     known = _axes.varying_as(jnp.asarray(True), (leaves, loss_scale))
     exact = functools.partial(each_element_finite, loss_scale=loss_scale)
     return lax.cond(proven, lambda _: known, exact, leaves)
+
+
+_all_finite_at_once = jax.jit(_all_finite)  # eagerly, `cond` would be compiled anew at every call
 
 
 def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_core import as_policy
+from lossscale_core import as_policy, state_from_dict
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Window, empty_window, extended, mean
@@ -107,6 +107,35 @@ def get_scale_state(opt_state: Any) -> Any:
     )
 
 
+def load_scale_state(opt_state: Any, saved: Any, policy: Any) -> Any:
+    """Return an optimizer state with its scale state restored from `saved`, however deep `loss_scaled` is nested in it.
+
+    `saved` is what `lossscale_core.state_to_dict` made in this framework or another, and `policy` that of
+    `loss_scaled`; the arrays go where those in `opt_state` are. As `lossscale_core.state_from_dict`, warns
+    (`CheckpointWarning`) of each difference to the policy it was saved with, and raises `CheckpointError` for a newer
+    version or what is no saved state. Raises `ScaleStateError` where `opt_state` holds no scale state, several, or one
+    of another kind of policy.
+    """
+    get_scale_state(opt_state)
+    state = state_from_dict(saved, policy)
+
+    def restored(node: Any) -> Any:
+        if not isinstance(node, LossScaledState):
+            return node
+        leaves, structure = jax.tree.flatten(node.scale_state)
+        if len(leaves) != len(state):
+            raise ScaleStateError(
+                f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
+                "pass the policy that loss_scaled was given"
+            )
+        placed = [
+            jnp.asarray(value, device=getattr(old, "sharding", None)) for value, old in zip(state, leaves, strict=True)
+        ]
+        return node._replace(scale_state=jax.tree.unflatten(structure, placed))
+
+    return jax.tree.map(restored, opt_state, is_leaf=lambda node: isinstance(node, LossScaledState))
+
+
 _REDUCE = "reduce them first, as with jax.lax.pmean"
 _ADVICE = (
     f"{_REDUCE}; or, where the wrapped optimizer reduces them or each device owns a part of the parameters, pass "
@@ -169,7 +198,10 @@ class _LossScaled(NamedTuple):
 
     def _take(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         if not isinstance(state, LossScaledState):
-            raise ScaleStateError(f"{type(state).__name__} is no state of loss_scaled; pass what its init returned")
+            raise ScaleStateError(
+                f"{type(state).__name__} is no state of loss_scaled; pass what its init returned. To go on from a "
+                "checkpoint of the wrapped optimizer alone, pass optimizer.init(params)._replace(inner_state=...)"
+            )
         if (state.window is None) != (self.accumulation_steps == 1):
             raise PolicyError(
                 f"accumulation_steps={self.accumulation_steps} does not fit a state made "

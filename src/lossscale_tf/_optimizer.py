@@ -327,6 +327,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         self.built = True
 
+    def _look_back(self) -> None:
+        with tf.init_scope():  # from within a trace, to where variables have values
+            if tf.executing_eagerly():
+                self._warn_of_lost_state(self.iterations)
+
     def _scaled(self, loss: Any, pending: Any) -> Any:
         """Return the loss scaled; whatever multiplies it divides its gradients, too, wherever that is."""
         if pending.returned("get_scaled_loss", _leaves(loss)):
@@ -347,6 +352,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             _outside_of_replicas(lambda: self._build(variables))
         if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
             warnings.warn(f"no gradient exists for {', '.join(missing)}; they keep their values", stacklevel=4)
+        if not self._has_begun:
+            _outside_of_replicas(self._look_back)
         pending = self._traces.apply(variables)
         self._warn_of_missing_calls(pending)
         gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]

@@ -1,12 +1,21 @@
 """What both wrappers are: an optimizer with a policy, a state, and a step that is applied or skipped as a whole."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import StepInfo, check_overflow_streak, diagnose, metrics, step_info
-from lossscale_core.errors import PolicyError
+from lossscale_core import (
+    StepInfo,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    state_from_dict,
+    state_to_dict,
+    step_info,
+)
+from lossscale_core.errors import CheckpointWarning, PolicyError
 from lossscale_tf._grads import all_replicas, finite_when_unscaled
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
@@ -19,6 +28,7 @@ class Wrapper:
     _max_norm: float | None
     _scale_state: StateVariables
     _last_step: StepInfo | None = None
+    _has_begun = False
 
     @property
     def policy(self) -> Any:
@@ -49,6 +59,39 @@ class Wrapper:
         Synchronises with the host where there is such a limit.
         """
         check_overflow_streak(self._policy, self.scale_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale state and its policy as plain numbers, as `lossscale_core.state_to_dict` does.
+
+        For checkpoints that travel to another framework; `tf.train.Checkpoint` and Keras keep the state by themselves.
+        Eagerly only: in a graph, run `scale_state` in a session and give it to `state_to_dict`. Synchronises.
+        """
+        return state_to_dict(self._scale_state.read_on_host(), self._policy)
+
+    def load_state_dict(self, saved: Any) -> Any:
+        """Go on from what `state_dict`, or `lossscale_core.state_to_dict` in any framework, returned.
+
+        The policy stays this optimizer's; a `CheckpointWarning` names each difference to the saved one. Raises
+        `CheckpointError` for a newer version or what is no saved state. Returns the operation to run in a graph's
+        session; eagerly the state is set when this returns.
+        """
+        assigned = self._scale_state.assign(state_from_dict(saved, self._policy))
+        return None if tf.executing_eagerly() else tf.group(*assigned)
+
+    def _warn_of_lost_state(self, iterations: Any) -> None:
+        """Warn, once, where the wrapped optimizer goes on and the scale begins anew; `iterations` are its steps."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        steps_before, state = int(tf.convert_to_tensor(iterations)), self._scale_state.read()
+        if steps_before > 0 and int(state.steps) == 0:
+            warnings.warn(
+                f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale begins anew at "
+                f"{float(state.loss_scale):g}; to go on from a checkpoint, keep this optimizer in it, or its "
+                "state_dict() for load_state_dict()",
+                CheckpointWarning,
+                stacklevel=5,
+            )
 
     def _check(self, grads: list[Any], loss_scale: Any = None) -> tuple[tf.Tensor, Any]:
         """Return whether all gradients are finite, unscaled; and what unscales and clips them, if anything does."""

@@ -126,6 +126,8 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         """
         if tf.distribute.in_cross_replica_context():
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
+        if global_step is not None and tf.executing_eagerly():
+            self._warn_of_lost_state(global_step)
         pairs = _pairs(grads_and_vars)
         present = [(grad, variable) for grad, variable in pairs if grad is not None]
         if not present:

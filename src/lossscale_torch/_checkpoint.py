@@ -1,6 +1,8 @@
 """What a scaler saves and restores, and how the ranks of a job compare it."""
 
+import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import SyncError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._compat import TorchSurface, within_bounds
 from lossscale_torch._state import ScalerState
 
@@ -23,6 +25,7 @@ class CheckpointedScaler(TorchSurface):
     """torch's checkpoints and pickles, with the core's state beside torch's five keys."""
 
     _follows_checkpoint: bool
+    _has_begun = False
     _process_group: Any
 
     def check_sync(self) -> None:
@@ -65,10 +68,12 @@ class CheckpointedScaler(TorchSurface):
 
         A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
         policy keeps it, and a `CheckpointWarning` names each difference. Raises torch's `RuntimeError` for an empty
-        dict, `KeyError` for a missing key and `CheckpointError` for a value no state can hold.
+        dict, `KeyError` for a missing key and `CheckpointError` for a newer version or a value no state can hold.
         """
         if not self._enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(f"{state_dict!r} is no saved state; pass a dict that state_dict() made")
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
@@ -82,8 +87,21 @@ class CheckpointedScaler(TorchSurface):
             fields = {"loss_scale": scale, "growth_tracker": state_dict["_growth_tracker"]}
             state = state_from_dict({**state_to_dict(state), **fields}, policy)
         self._state = ScalerState(policy, state)
+        self._has_begun = True
         self._place_scale()
         self._is_captured = False
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn where an optimizer goes on and its scaler does not; called before the first step of a fresh scaler."""
+        self._has_begun = True
+        if self._state.is_on_host and self._state.current.steps == 0 and _has_stepped(optimizer):
+            warnings.warn(
+                "the optimizer has taken steps before, but its scaler begins anew with a loss scale of "
+                f"{self._state.current.loss_scale:g}; to go on from a checkpoint, save scaler.state_dict() in it and "
+                "pass it to scaler.load_state_dict()",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
@@ -102,6 +120,16 @@ class CheckpointedScaler(TorchSurface):
         copy._per_optimizer_states = defaultdict(copy._per_optimizer_states.default_factory)
         copy._process_group = self._process_group  # a group is shared, not copied
         return copy
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer remembers a step; a count that lives on a device is not waited for."""
+    for memory in optimizer.state.values():
+        count = memory.get("step")
+        is_on_host = not isinstance(count, torch.Tensor) or count.is_cpu
+        if count is None or not is_on_host or count > 0:
+            return True
+    return False
 
 
 def torch_policy(

@@ -32,7 +32,7 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     """
     local = [values for leaf in tree.leaves(grads) if is_gradient(leaf) for values in [values_of(leaf)]]
     device = local[0].device if local else None
-    found = torch.zeros((), device=device)
+    found = torch.zeros((), dtype=torch.float32, device=device)
     for bucket in buckets(local):
         found = torch.maximum(found, found_inf_in(bucket).to(found.device))
     if process_group is not None:
@@ -82,7 +82,7 @@ def is_gradient(leaf: Any) -> bool:
     """Return whether `leaf` is a tensor of floats; raise `TypeError` for what is neither tensor nor number nor None."""
     if isinstance(leaf, Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
-    if leaf is None or isinstance(leaf, bool | int):
+    if leaf is None or isinstance(leaf, (bool, int)):
         return False
     raise TypeError(f"{leaf!r} is no tensor; pass tensors, integers or None, in dicts, lists and tuples")
 
@@ -171,10 +171,10 @@ def found_inf_in(bucket: list[Tensor], factor: Tensor | None = None) -> Tensor:
     if factor is not None:
         bucket = [each for each in bucket if each.numel()]
         if not bucket:
-            return torch.zeros((), device=factor.device)
+            return torch.zeros((), dtype=torch.float32, device=factor.device)
         return _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax() * factor)
-    found = torch.zeros((), device=bucket[0].device)
-    check_and_multiply_(bucket, found, torch.ones((), device=found.device))
+    found = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
+    check_and_multiply_(bucket, found, torch.ones_like(found))
     return found
 
 

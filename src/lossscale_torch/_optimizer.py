@@ -180,6 +180,8 @@ class GradScaler(CheckpointedScaler):
         record = self._record_of(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if not self._has_begun:
+            self._begin(optimizer)
         if _is_fused(optimizer):
             result = self._step_fused(optimizer, record, *args, **kwargs)
         else:
@@ -340,7 +342,7 @@ class GradScaler(CheckpointedScaler):
         inverse = self._inverse_scale()
         found, self._clean_flag = self._clean_flag, None
         if found is None or found.get_device() != inverse.get_device():
-            found = torch.zeros((), device=inverse.device)
+            found = torch.zeros((), dtype=torch.float32, device=inverse.device)
         per_device = self._unscale_grads_(optimizer, inverse, found, self._half_gradients)
         self._note_found(optimizer, record, per_device)
 
@@ -357,7 +359,7 @@ class GradScaler(CheckpointedScaler):
             factor = inv_scale if flag is found_inf else _grads.moved(inv_scale, device)
             _grads.check_and_multiply_(bucket, flag, factor)
             if check_again:  # below a scale of 1 a finite gradient may overflow by being unscaled
-                _grads.check_and_multiply_(bucket, flag, torch.ones((), device=device))
+                _grads.check_and_multiply_(bucket, flag, torch.ones_like(flag))
         return found
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -393,7 +395,9 @@ class GradScaler(CheckpointedScaler):
             record.finite = None if groups else not known
         if groups:
             device = self._device_of_scale
-            flags = [_grads.moved(flag, device) for flag in found.values()] or [torch.zeros((), device=device)]
+            flags = [_grads.moved(flag, device) for flag in found.values()] or [
+                torch.zeros((), dtype=torch.float32, device=device)
+            ]
             combined = torch.stack(flags).amax()
             _grads.reduce_max(combined, groups)
             found = {device: combined}
@@ -423,7 +427,7 @@ class GradScaler(CheckpointedScaler):
             record.grad_scale = self._used_scale
         device = self._device_of_scale
         flags = [flag for each in self._deciding(record) for flag in each["found_inf_per_device"].values()]
-        flags = [_grads.moved(flag, device) for flag in flags] or [torch.zeros((), device=device)]
+        flags = [_grads.moved(flag, device) for flag in flags] or [torch.zeros((), dtype=torch.float32, device=device)]
         preset = getattr(optimizer, "grad_scale", None)
         factors = [factor for factor in (record.grad_scale, preset) if factor is not None]
         optimizer.grad_scale = math.prod(factors[1:], start=factors[0]) if factors else None

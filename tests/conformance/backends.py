@@ -1,90 +1,151 @@
-"""Every way to run `policy.update`, as data: how to place a state, how to make a flag, how to take a step."""
+"""Every backend and every way it runs, described for the conformance suite as a stranger would describe theirs."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import contextlib
 
-import array_api_strict
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tensorflow as tf
 import torch
 
-
-class Backend(NamedTuple):
-    """One way to run a policy over a trace of flags, and how to read its states back."""
-
-    name: str
-    run: Callable[[Any, list[bool]], Iterator[Any]]
-
-
-def _stepwise(name: str, place: Callable, flag: Callable, wrap: Callable = lambda update: update) -> Backend:
-    """Return a backend that takes one step a call; `wrap` may trace or compile the step."""
-
-    def run(policy: Any, grads_finite: list[bool]) -> Iterator[Any]:
-        start = policy.init_state()
-        step = wrap(policy.update)
-        state = start._make(place(value) for value in start)
-        for finite in grads_finite:
-            state = step(state, flag(finite))
-            yield state
-
-    return Backend(name, run)
+import lossscale_core
+import lossscale_jax
+import lossscale_tf
+import lossscale_torch
+from lossscale_core.testing.conformance import Adapter, Way
+from tests.conformance.core_backends import ALL_DTYPES, CORE, on_numpy
 
 
-def _torch_update(update: Callable) -> Callable:
-    return lambda state, finite: update(state, finite, xp=torch)
+def _tensor(values, dtype):
+    return torch.tensor(values).to(getattr(torch, dtype))
 
 
-def _torch_compiled(update: Callable) -> Callable:
+def _from_torch(tensor):
+    return tensor.double().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def _compiled(function):
     torch._dynamo.reset()
-    return torch.compile(_torch_update(update), backend="eager", fullgraph=True)
+    return torch.compile(function, backend="eager", fullgraph=True)
 
 
-def _jax_update(update: Callable) -> Callable:
-    return lambda state, finite: update(state, finite, xp=jnp)
+def _on_meta(function):
+    """Run with shapes and no values: an operation that needs one raises."""
+    return lambda *trees: function(*torch.utils._pytree.tree_map_only(torch.Tensor, _without_values, trees))
 
 
-def _tf_update(update: Callable) -> Callable:
-    return lambda state, finite: update(state, finite, xp=tf)
+def _without_values(tensor):
+    return tensor.to("meta")
 
 
-def _tf_graph(**options: Any) -> Callable:
-    return lambda update: tf.function(_tf_update(update), autograph=False, **options)
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _scan(policy: Any, grads_finite: list[bool]) -> Iterator[Any]:
-    def step(state: Any, finite: Any) -> Any:
-        new = policy.update(state, finite, xp=jnp)
-        return new, new
-
-    start = policy.init_state()
-    _, states = jax.lax.scan(step, start._make(map(jnp.asarray, start)), np.asarray(grads_finite))
-    for row in zip(*states, strict=True):
-        yield start._make(row)
+def torch_adapter(name="torch", **settings):
+    """Return torch's adapter with eager, compiled and meta tensors."""
+    ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_meta, has_values=False))
+    described = {"verbs": lossscale_torch, "dtypes": ALL_DTYPES, "xp": torch, "ways": ways, **settings}
+    return Adapter(name=name, asarray=_tensor, to_numpy=_from_torch, **described)
 
 
-def _vmap(policy: Any, grads_finite: list[bool]) -> Iterator[Any]:
-    """Yield the states of the middle one of three scalers stepped at once; its neighbours overflow at every step."""
-    start = policy.init_state()
-    state = start._make(jnp.stack([value] * 3) for value in start)
-    step = jax.jit(jax.vmap(_jax_update(policy.update)))
-    for finite in grads_finite:
-        state = step(state, jnp.asarray([False, finite, False]))
-        yield start._make(column[1] for column in state)
+def _in_scan(function):
+    """Run in the body of a scan of one step."""
+    return lambda *trees: jax.lax.scan(lambda carry, _: (carry, function(*trees)), 0, None, length=1)[1]
 
 
+def _first(tree):
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _scan(step, state, flags):
+    _, states = jax.lax.scan(lambda state, flag: (step(state, flag),) * 2, state, jnp.stack(flags))
+    yield from (state._make(row) for row in zip(*states, strict=True))
+
+
+def _among_three(function):
+    """Run the middle one of three at once; its neighbours' arrays are zeros, and their flags False."""
+    batched = jax.jit(jax.vmap(function))
+
+    def run(*trees):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf, jnp.zeros_like(leaf)]), trees)
+        if not jax.tree.leaves(stacked):  # vmap has nothing to go by
+            return function(*trees)
+        return jax.tree.map(lambda leaf: leaf[1], batched(*stacked))
+
+    return run
+
+
+JAX_WAYS = (
+    Way("eager"),
+    Way("jit", jax.jit),
+    Way("scan", lambda function: jax.jit(lambda *trees: _first(_in_scan(function)(*trees))), iterate=_scan),
+    Way("vmap", _among_three),
+    Way("eval_shape", lambda function: lambda *trees: jax.eval_shape(function, *trees), has_values=False),
+)
+
+
+def _jax_array(values, dtype):
+    return jnp.asarray(on_numpy(values, dtype))
+
+
+def jax_adapter(name="jax", **settings):
+    """Return JAX's adapter under every transform."""
+    described = {"verbs": lossscale_jax, "dtypes": ("float16", "bfloat16", "float32", "complex64"), "xp": jnp}
+    return Adapter(name=name, asarray=_jax_array, **{**described, "ways": JAX_WAYS, **settings})
+
+
+def _graph(**options):
+    return lambda function: tf.function(function, autograph=False, **options)
+
+
+def _traced(function):
+    """Trace a graph and never run it: there autograph=False raises where Python asks for a value."""
+    graph = tf.function(function, autograph=False)
+    return lambda *trees: graph.get_concrete_function(*trees).structured_outputs
+
+
+def _from_tensorflow(tensor):
+    return (tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor).numpy()
+
+
+def tf_adapter(name="tensorflow", **settings):
+    """Return TensorFlow's adapter, eagerly, in a graph and under XLA."""
+    ways = (
+        Way("eager"),
+        Way("graph", _graph()),
+        Way("xla", _graph(jit_compile=True)),
+        Way("trace", _traced, has_values=False),
+    )
+    described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways, **settings}
+    return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **described)
+
+
+EAGERLY = (Way("eager"),)
 BACKENDS = [
-    _stepwise("host", lambda value: value, bool),
-    _stepwise("numpy", np.asarray, np.asarray),
-    _stepwise("array-api-strict", array_api_strict.asarray, array_api_strict.asarray),
-    _stepwise("torch-eager", torch.tensor, torch.tensor, _torch_update),
-    _stepwise("torch-compile", torch.tensor, torch.tensor, _torch_compiled),
-    _stepwise("jax-eager", jnp.asarray, jnp.asarray, _jax_update),
-    _stepwise("jax-jit", jnp.asarray, jnp.asarray, lambda update: jax.jit(_jax_update(update))),
-    Backend("jax-scan", _scan),
-    Backend("jax-vmap", _vmap),
-    _stepwise("tf-eager", tf.constant, tf.constant, _tf_update),
-    _stepwise("tf-graph", tf.constant, tf.constant, _tf_graph()),
-    _stepwise("tf-xla", tf.constant, tf.constant, _tf_graph(jit_compile=True)),
+    *CORE,
+    Adapter(
+        name="core on torch",
+        verbs=lossscale_core,
+        asarray=_tensor,
+        to_numpy=lambda array: _from_torch(torch.as_tensor(array)),  # of nothing, the flag is NumPy's
+        placement={"xp": torch},
+    ),
+    jax_adapter("core on jax", verbs=lossscale_core, xp=None, placement={"xp": jnp}, ways=EAGERLY),
+    torch_adapter(),
+    torch_adapter("torch, default float16", ways=EAGERLY, context=lambda: _default_dtype(torch.float16)),
+    torch_adapter("torch, default float64", ways=EAGERLY, context=lambda: _default_dtype(torch.float64)),
+    jax_adapter(),
+    jax_adapter(
+        "jax with x64",
+        dtypes=("float64", "complex128"),
+        ways=(Way("eager"), Way("jit", jax.jit)),
+        context=lambda: jax.enable_x64(True),
+    ),
+    tf_adapter(),
 ]

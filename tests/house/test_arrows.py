@@ -24,9 +24,10 @@ CORE = {
     "_checkpoint": {"_config", "_policy", "_settings", "_state", "errors"},
     "_report": {"_policy", "_settings", "_state", "errors"},
     "_strategies": {"_config", "_policy", "_settings"},
-    "testing": {"_config", "_policy", "_state", "_strategies"},
     "dialects": {"_checkpoint", "_config", "_policy", "_settings", "errors"},
     "_foreign_files": {"dialects", "errors"},
+    "_placement": {"_config"},
+    "testing": {"_checkpoint", "_config", "_policy", "_settings", "_state", "_strategies", "tree"},
 }
 COMMAND = {"cli", "demo", "__main__"}
 THIRD_PARTY = {"numpy", "array_api_compat"}

@@ -7,19 +7,13 @@ import pytest
 
 import lossscale_core
 from lossscale_core import dialects, errors, testing
+from lossscale_core.testing import conformance
 
 STABLE = {
     *("NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy", "ScaleState", "StepInfo"),
     *("init_state", "scale", "all_finite", "unscale", "select"),
     *("as_policy", "policy_to_dict", "policy_from_dict", "load_policy", "dump_policy"),
     *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "dialects", "errors", "testing"),
-}
-VERBS = {
-    "init_state": ["policy"],
-    "scale": ["loss", "state"],
-    "all_finite": ["grads"],
-    "unscale": ["grads", "state"],
-    "select": ["grads_finite", "new", "old"],
 }
 
 
@@ -35,15 +29,9 @@ def test_the_face_is_what_all_says():
     assert set(lossscale_core.__all__) >= STABLE
 
 
-def test_the_verbs_have_one_signature():
-    """Positional parameters by these names, and whatever else only by keyword."""
-    for name, expected in VERBS.items():
-        parameters = inspect.signature(getattr(lossscale_core, name)).parameters.values()
-        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected
-        assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name not in expected)
-
-
-@pytest.mark.parametrize("module", [lossscale_core, testing, errors, dialects], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [lossscale_core, testing, conformance, errors, dialects], ids=lambda module: module.__name__
+)
 def test_every_public_object_is_documented(module):
     """A docstring on each public function, class and method of one's own."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])

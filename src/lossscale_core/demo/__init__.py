@@ -5,17 +5,21 @@ distillation and reinforcement learning really occur: with a small weight on the
 own size, so float32 does not mind; float16 without scaling does.
 """
 
-from lossscale_core.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, run_experiment
+from lossscale_core.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, begin, run_experiment
 from lossscale_core.demo._picture import draw, draw_scale
 from lossscale_core.demo._records import Experiment, Run, Settings, as_json
+from lossscale_core.demo._training import Checkpoint, Training
 
 __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_WEIGHT",
+    "Checkpoint",
     "Experiment",
     "Run",
     "Settings",
+    "Training",
     "as_json",
+    "begin",
     "draw",
     "draw_scale",
     "run_experiment",

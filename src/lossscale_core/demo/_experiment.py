@@ -9,6 +9,7 @@ from threadpoolctl import threadpool_limits
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core.demo import _data
 from lossscale_core.demo._records import Experiment, Run, Settings
+from lossscale_core.demo._training import Checkpoint, Training
 
 DEFAULT_WEIGHT = 1e-5
 DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
@@ -35,6 +36,17 @@ def regimes(policy: ScalingPolicy) -> list[Regime]:
         Regime(f"float16, fixed {FIXED_SCALE:g}", "float16", FixedScaling(FIXED_SCALE)),
         Regime("float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic", "float16", policy),
     ]
+
+
+def begin(settings: Settings, start: Checkpoint | None = None) -> Training:
+    """Return the network in training in float16 under the settings' policy, from the beginning or from a checkpoint.
+
+    The checkpoint may come from any framework.
+    """
+    start = Checkpoint.first(settings.seed, settings.policy) if start is None else start
+    module = importlib.import_module(TRAINERS[settings.framework])
+    training: Training = module.Training(settings.policy, "float16", settings.weight, start)
+    return training
 
 
 def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[], Any]]) -> Experiment:

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import check_overflow_streak
-from lossscale_core.demo import _network
+from lossscale_core.demo import _network, _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import BATCH_SIZE, LEARNING_RATE, MEASURE_EVERY, Run, Step
-from lossscale_jax import init_state, select, value_and_grad
+from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._training import Checkpoint
+from lossscale_jax import select, value_and_grad
 
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}  # lest a GPU leave out a float16 between two float32
 
 
-class _Training(NamedTuple):
+class _Learnt(NamedTuple):
     """What a step changes, or leaves as it is where it is skipped: float32 weights, and Adam's memory."""
 
     masters: list[_network.Layer]
@@ -39,27 +41,55 @@ def train(
     on_step: Callable[[], Any],
 ) -> Run:
     """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    masters = jax.tree.map(jnp.asarray, _network.init_layers(seed))
-    zeros = jax.tree.map(jnp.zeros_like, masters)
-    training, state = _Training(masters, jnp.float32(0.0), zeros, zeros), init_state(policy)
-    steps_done, flushed = [], []
-    for step, batch in enumerate(digits.batches(steps, BATCH_SIZE, seed)):
-        before, scale = training.masters, float(state.loss_scale)
-        training, state, loss, stored, largest, is_applied = _step(policy, dtype, training, state, batch, weight)
-        if step % MEASURE_EVERY == 0:
-            flushed.append(_flushed_share(stored, _exact_gradients(before, batch, weight)))
+    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
+    return _training.run(training, digits, seed, steps, on_step)
+
+
+class Training:
+    """Pytrees of weights and memory, and a scale state beside them."""
+
+    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, start: Checkpoint) -> None:
+        self.policy, self.dtype, self.weight, self.steps = policy, dtype, weight, start.steps
+        masters, mean, square = (_layers(arrays) for arrays in (start.weights, start.mean, start.square))
+        self.learnt = _Learnt(masters, jnp.float32(start.adam_steps), mean, square)
+        self.state = jax.tree.map(jnp.asarray, state_from_dict(start.scale_state, policy))
+
+    def step(self, images: Any, labels: Any, is_measured: bool) -> tuple[Step, float | None]:
+        """Take a step; see `_training.Training`."""
+        batch, before, scale = (images, labels), self.learnt.masters, float(self.state.loss_scale)
+        self.learnt, self.state, loss, stored, largest, is_applied = _step(
+            self.policy, self.dtype, self.learnt, self.state, batch, self.weight
+        )
+        flushed = _flushed_share(stored, _exact_gradients(before, batch, self.weight)) if is_measured else None
         if not is_applied:
-            largest = _largest(_exact_gradients(before, batch, weight))
-        steps_done.append(Step(float(loss), scale, not is_applied, float(largest)))
-        check_overflow_streak(policy, state)
-        on_step()
-    logits = np.asarray(_forward(training.masters, dtype, digits.test_images))
-    accuracy = float((logits.argmax(axis=1) == digits.test_labels).mean())
-    return Run(steps_done, float(np.mean(flushed)), accuracy, float(state.loss_scale))
+            largest = _largest(_exact_gradients(before, batch, self.weight))
+        self.steps += 1
+        check_overflow_streak(self.policy, self.state)
+        return Step(float(loss), scale, not is_applied, float(largest)), flushed
+
+    def scale_state(self) -> dict[str, Any]:
+        """Return the scale state as `state_to_dict` does."""
+        return state_to_dict(self.state, self.policy)
+
+    def checkpoint(self) -> Checkpoint:
+        """Return everything needed to go on."""
+        masters, count, mean, square = self.learnt
+        weights, mean, square = ([*map(np.array, jax.tree.leaves(tree))] for tree in (masters, mean, square))
+        return Checkpoint(self.steps, weights, mean, square, int(count), self.scale_state())
+
+    def accuracy(self, digits: Digits) -> float:
+        """Return the share of test images recognised."""
+        logits = np.asarray(_forward(self.learnt.masters, self.dtype, digits.test_images))
+        return float((logits.argmax(axis=1) == digits.test_labels).mean())
+
+
+def _layers(arrays: list[Any]) -> list[_network.Layer]:
+    on_device: list[Any] = [*map(jnp.asarray, arrays)]
+    return [_network.Layer(*pair) for pair in zip(on_device[::2], on_device[1::2], strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=_ROUND_AS_WRITTEN)
-def _step(policy: Any, dtype: str, training: _Training, state: Any, batch: Any, weight: Any) -> tuple[Any, ...]:
+def _step(policy: Any, dtype: str, training: _Learnt, state: Any, batch: Any, weight: Any) -> tuple[Any, ...]:
     """Return what a step changes, the scale state, the loss, the gradients, the largest one and their flag.
 
     Compiled once for each policy and dtype. The layers' outputs get a gradient too: that of zeros added to them.
@@ -71,7 +101,7 @@ def _step(policy: Any, dtype: str, training: _Training, state: Any, batch: Any, 
     return after, policy.update(state, is_finite), loss, grads[0], _largest(grads), is_finite
 
 
-def _adam_step(training: _Training, grads: Any) -> _Training:
+def _adam_step(training: _Learnt, grads: Any) -> _Learnt:
     """Return weights and memory after a step of Adam; its epsilon is too small to notice the weight of the loss."""
     masters, steps = training.masters, training.steps + 1
     mean = jax.tree.map(lambda m, g: m + 0.1 * (g - m), training.mean, grads)
@@ -81,7 +111,7 @@ def _adam_step(training: _Training, grads: Any) -> _Training:
     def moved(array: Array, m: Array, s: Array) -> Array:
         return array - LEARNING_RATE * (m / seen) / (jnp.sqrt(s / seen_square) + 1e-16)
 
-    return _Training(jax.tree.map(moved, masters, mean, square), steps, mean, square)
+    return _Learnt(jax.tree.map(moved, masters, mean, square), steps, mean, square)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

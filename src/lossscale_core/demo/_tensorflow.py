@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import check_overflow_streak
-from lossscale_core.demo import _network
+from lossscale_core.demo import _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import BATCH_SIZE, LEARNING_RATE, MEASURE_EVERY, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._training import Checkpoint
 from lossscale_tf import LossScaleOptimizer
 
 
@@ -25,36 +26,50 @@ def train(
     on_step: Callable[[], Any],
 ) -> Run:
     """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    training = _Training(policy, dtype, tf.constant(weight), seed)
-    before = training.optimizer.scale_state
-    steps_done, flushed = [], []
-    for step, (images, labels) in enumerate(digits.batches(steps, BATCH_SIZE, seed)):
-        batch = tf.constant(images), tf.constant(labels)
-        is_measured = step % MEASURE_EVERY == 0
-        exact = training.exact_gradients(*batch) if is_measured else []
-        loss, stored, largest = training.step(*batch)
-        if is_measured:
-            flushed.append(_flushed_share(stored, exact))
-        after = training.optimizer.scale_state
-        is_skipped = bool(after.skipped_steps > before.skipped_steps)
-        if is_skipped:  # which left the weights as they were
-            largest = _largest(training.exact_gradients(*batch))
-        steps_done.append(Step(float(loss), float(before.loss_scale), is_skipped, float(largest)))
-        check_overflow_streak(policy, after)
-        on_step()
-        before = after
-    return Run(steps_done, float(np.mean(flushed)), training.accuracy(digits), float(before.loss_scale))
+    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
+    return _training.run(training, digits, seed, steps, on_step)
 
 
-class _Training:
+class Training:
     """Float32 weights, the optimizer around them, and a step that is traced once."""
 
-    def __init__(self, policy: ScalingPolicy, dtype: str, weight: Any, seed: int) -> None:
-        self.dtype, self.weight = dtype, weight
-        self.masters = [tf.Variable(array) for layer in _network.init_layers(seed) for array in layer]
+    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, start: Checkpoint) -> None:
+        self.dtype, self.weight, self.steps = dtype, tf.constant(weight), start.steps
+        self.masters = [tf.Variable(array, name=f"master_{i}") for i, array in enumerate(start.weights)]
         self.optimizer = LossScaleOptimizer(keras.optimizers.Adam(LEARNING_RATE, epsilon=1e-16), policy=policy)
         self.optimizer.build(self.masters)  # lest the step make variables, and be traced once more without
-        self.step = tf.function(self._step, autograph=False)
+        for slot, arrays in (("momentum", start.mean), ("velocity", start.square)):
+            for variable, array in zip(self._slots(slot), arrays, strict=True):
+                variable.assign(array)
+        self.optimizer.iterations.assign(start.adam_steps)
+        self.optimizer.load_state_dict(start.scale_state)
+        self._traced_step = tf.function(self._step, autograph=False)
+
+    def step(self, images: Any, labels: Any, is_measured: bool) -> tuple[Step, float | None]:
+        """Take a step; see `_training.Training`."""
+        batch, before = (tf.constant(images), tf.constant(labels)), self.optimizer.scale_state
+        exact = self.exact_gradients(*batch) if is_measured else []
+        loss, stored, largest = self._traced_step(*batch)
+        flushed = _flushed_share(stored, exact) if is_measured else None
+        after = self.optimizer.scale_state
+        is_skipped = bool(after.skipped_steps > before.skipped_steps)
+        if is_skipped:  # which left the weights as they were
+            largest = _largest(self.exact_gradients(*batch))
+        self.steps += 1
+        check_overflow_streak(self.optimizer.policy, after)
+        return Step(float(loss), float(before.loss_scale), is_skipped, float(largest)), flushed
+
+    def scale_state(self) -> dict[str, Any]:
+        """Return the optimizer's scale state."""
+        return self.optimizer.state_dict()
+
+    def checkpoint(self) -> Checkpoint:
+        """Return everything needed to go on."""
+        weights, mean, square = map(_plain, (self.masters, self._slots("momentum"), self._slots("velocity")))
+        return Checkpoint(self.steps, weights, mean, square, int(self.optimizer.iterations), self.scale_state())
+
+    def _slots(self, name: str) -> list[Any]:
+        return [self.optimizer.get_slot(variable, name) for variable in self.masters]
 
     def _step(self, images: Any, labels: Any) -> tuple[Any, ...]:
         """Apply or skip a step; return the loss, the parameters' gradients and the largest one, the outputs' included.
@@ -79,6 +94,10 @@ class _Training:
         """Return the share of test images recognised."""
         logits = _forward(self.masters, self.dtype, tf.constant(digits.test_images))[-1].numpy()
         return float((logits.argmax(axis=1) == digits.test_labels).mean())
+
+
+def _plain(variables: list[Any]) -> list[Any]:
+    return [np.array(tf.convert_to_tensor(variable)) for variable in variables]
 
 
 def _forward(masters: Any, dtype: str, images: Any) -> list[Any]:

@@ -1,16 +1,18 @@
 """Training on PyTorch: the same network, data and optimizer under `torch.autocast`, with our `GradScaler`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lossscale_core._policy import ScalingPolicy
-from lossscale_core.demo import _network
+from lossscale_core.demo import _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import BATCH_SIZE, LEARNING_RATE, MEASURE_EVERY, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._training import Checkpoint
 from lossscale_torch import GradScaler
 
 
@@ -24,39 +26,65 @@ def train(
     on_step: Callable[[], Any],
 ) -> Run:
     """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    model = _Perceptron(seed, dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, eps=1e-16)
-    scaler = GradScaler("cpu", policy=policy)
-    steps_done, flushed = [], []
-    for step, (images, labels) in enumerate(digits.batches(steps, BATCH_SIZE, seed)):
+    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
+    return _training.run(training, digits, seed, steps, on_step)
+
+
+class Training:
+    """A model, torch's Adam, and our `GradScaler`."""
+
+    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, start: Checkpoint) -> None:
+        self.weight, self.steps = weight, start.steps
+        self.model = _Perceptron(start.weights, dtype)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE, eps=1e-16)
+        self.optimizer.load_state_dict(
+            {**self.optimizer.state_dict(), "state": dict(enumerate(_memory(start)))}  # of each parameter
+        )
+        self.scaler = GradScaler("cpu", policy=policy)
+        self.scaler.load_state_dict(start.scale_state)
+
+    def step(self, images: Any, labels: Any, is_measured: bool) -> tuple[Step, float | None]:
+        """Take a step; see `_training.Training`."""
         batch = torch.from_numpy(images), torch.from_numpy(labels)
-        is_measured = step % MEASURE_EVERY == 0
-        exact = model.exact_gradients(*batch, weight) if is_measured else []
-        optimizer.zero_grad()
-        loss = model.loss(*batch)
-        scaler.scale(loss * weight).backward()
-        gradients = model.gradients()
-        if is_measured:
-            flushed.append(_flushed_share(gradients[: len(exact)], exact))
-        scale = scaler.get_scale()
+        exact = self.model.exact_gradients(*batch, self.weight) if is_measured else []
+        self.optimizer.zero_grad()
+        loss = self.model.loss(*batch)
+        self.scaler.scale(loss * self.weight).backward()
+        gradients = self.model.gradients()
+        flushed = _flushed_share(gradients[: len(exact)], exact) if is_measured else None
+        scale = self.scaler.get_scale()
         gradient_max = max(float(gradient.abs().max()) for gradient in gradients) / scale
-        scaler.step(optimizer)
-        info = scaler.update()
+        self.scaler.step(self.optimizer)
+        info = self.scaler.update()
         if not info.applied:
-            gradient_max = max(float(g.abs().max()) for g in model.exact_gradients(*batch, weight))
-        steps_done.append(Step(loss.item(), scale, not info.applied, gradient_max))
-        on_step()
-    return Run(steps_done, float(np.mean(flushed)), model.accuracy(digits), scaler.get_scale())
+            gradient_max = max(float(g.abs().max()) for g in self.model.exact_gradients(*batch, self.weight))
+        self.steps += 1
+        return Step(loss.item(), scale, not info.applied, gradient_max), flushed
+
+    def scale_state(self) -> dict[str, Any]:
+        """Return the scaler's state."""
+        return self.scaler.state_dict()
+
+    def checkpoint(self) -> Checkpoint:
+        """Return everything needed to go on."""
+        memory = list(self.optimizer.state_dict()["state"].values())
+        weights = [_plain(parameter) for parameter in self.model.parameters()]
+        mean, square = ([_plain(each[name]) for each in memory] for name in ("exp_avg", "exp_avg_sq"))
+        return Checkpoint(self.steps, weights, mean, square, int(memory[0]["step"]), self.scale_state())
+
+    def accuracy(self, digits: Digits) -> float:
+        """Return the share of test images recognised."""
+        return self.model.accuracy(digits)
 
 
 class _Perceptron(nn.Module):
     """The demo's network, with float32 weights and, in float16, products under autocast."""
 
-    def __init__(self, seed: int, dtype: str) -> None:
+    def __init__(self, weights: list[NDArray[np.float32]], dtype: str) -> None:
         super().__init__()
         self.dtype = getattr(torch, dtype)
         self.layers = nn.ModuleList()
-        for weight, bias in _network.init_layers(seed):
+        for weight, bias in zip(weights[::2], weights[1::2], strict=True):
             layer = nn.Linear(*weight.shape)
             with torch.no_grad():
                 layer.weight.copy_(torch.from_numpy(weight.T))
@@ -97,6 +125,18 @@ class _Perceptron(nn.Module):
         with torch.no_grad():
             logits = self(torch.from_numpy(digits.test_images))
         return float((logits.argmax(dim=1).numpy() == digits.test_labels).mean())
+
+
+def _memory(start: Checkpoint) -> Iterator[dict[str, Tensor]]:
+    """Yield what Adam remembers of each parameter."""
+    for mean, square in zip(start.mean, start.square, strict=True):
+        count = torch.tensor(float(start.adam_steps))
+        yield {"step": count, "exp_avg": torch.tensor(mean.T), "exp_avg_sq": torch.tensor(square.T)}
+
+
+def _plain(tensor: Tensor) -> NDArray[np.float32]:
+    """Return a parameter, or what Adam remembers of it, with inputs before outputs."""
+    return np.array(tensor.detach().numpy().T)
 
 
 def _flushed_share(stored: list[Tensor], exact: list[Tensor]) -> float:

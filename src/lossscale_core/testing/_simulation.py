@@ -1,10 +1,4 @@
-"""Unit-test a scaling policy on a CPU, with no framework and no training.
-
-```python
-trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
-trace.loss_scale_after  # 65536, 65536, 131072, 65536
-```
-"""
+"""What a policy does over a run of flags or of gradient magnitudes, and where two runs differ."""
 
 import functools
 from collections import namedtuple
@@ -20,16 +14,6 @@ from lossscale_core._state import ScaleState
 if TYPE_CHECKING:  # what only a reader of types needs is not worth its import
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import ArrayLike, NDArray
-
-__all__ = [
-    "LARGEST_NUMBER",
-    "Trace",
-    "assert_traces_equal",
-    "overflow_traces",
-    "policies",
-    "simulate",
-    "simulate_gradients",
-]
 
 LARGEST_NUMBER = {
     "float16": 65504.0,

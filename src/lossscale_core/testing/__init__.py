@@ -1,0 +1,31 @@
+"""Unit-test a scaling policy on a CPU, with no framework and no training.
+
+```python
+trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
+trace.loss_scale_after  # 65536, 65536, 131072, 65536
+```
+
+`lossscale_core.testing.conformance` checks an adapter of one's own; it is imported only where it is asked for.
+"""
+
+from lossscale_core.testing._simulation import (
+    LARGEST_NUMBER,
+    Trace,
+    assert_traces_equal,
+    overflow_traces,
+    policies,
+    simulate,
+    simulate_gradients,
+)
+
+__all__ = [
+    "LARGEST_NUMBER",
+    "Trace",
+    "assert_traces_equal",
+    "overflow_traces",
+    "policies",
+    "simulate",
+    "simulate_gradients",
+]
+
+Trace.__module__ = __name__  # a pickle names the face, so that rooms behind it may move

@@ -1,0 +1,124 @@
+"""The checks: each rule, with each way of running and, where it may matter, each dtype or scenario."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lossscale_core.testing.conformance import _finiteness, _scaling, _steps
+from lossscale_core.testing.conformance._adapter import Adapter, Way
+from lossscale_core.testing.conformance._scenarios import SCENARIOS, Scenario
+from lossscale_core.testing.conformance._trial import Trial, require
+
+VERBS = {
+    "init_state": ["policy"],
+    "scale": ["loss", "state"],
+    "all_finite": ["grads"],
+    "unscale": ["grads", "state"],
+    "select": ["grads_finite", "new", "old"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One rule for one adapter; call it to check.
+
+    Raises `AssertionError` with the rule and the value that breaks it.
+    """
+
+    rule: str
+    """The rule's name, such as "every_position_is_seen"."""
+    case: str
+    """The way of running, and the dtype or scenario, such as "jit, float16"."""
+    adapter: Adapter
+    run: Callable[[], None] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.adapter}: {self.rule}" + (f" ({self.case})" if self.case else "")
+
+    def __call__(self) -> None:
+        try:
+            with self.adapter.context():
+                self.run()
+        except AssertionError as error:
+            raise AssertionError(f"{self}: {error}") from None
+        except Exception as error:
+            raise AssertionError(f"{self}: raised {type(error).__name__}: {error}") from error
+
+
+def check(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -> None:
+    """Make every check of `checks`; raise one `AssertionError` that lists each that fails."""
+    failures, count = [], 0
+    for each in checks(adapter, scenarios=scenarios):
+        count += 1
+        try:
+            each()
+        except AssertionError as error:
+            failures.append(str(error))
+    if failures:
+        raise AssertionError(f"{len(failures)} of {count} checks failed:\n" + "\n".join(failures))
+
+
+def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -> list[Check]:
+    """Return all checks of an adapter, to be called one by one; `str` of each is its name.
+
+    `scenarios` are the runs over which states are compared with the host's; add policies or recorded runs of your own.
+    """
+    return [
+        *_checks_of_the_face(adapter),
+        *(each for way in adapter.ways for each in _checks_of(adapter, way, scenarios)),
+    ]
+
+
+def _checks_of_the_face(adapter: Adapter) -> Iterator[Check]:
+    for verb, parameters in VERBS.items():
+        yield Check(
+            "the_verbs_have_one_signature",
+            verb,
+            adapter,
+            functools.partial(_signature, adapter.verbs, verb, parameters),
+        )
+    eager = Trial(adapter, Way("eager"))
+    for rule in (_steps.states_are_placed, _steps.a_saved_state_goes_on, _steps.a_host_flag_picks_a_side):
+        yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
+
+
+def _checks_of(adapter: Adapter, way: Way, scenarios: Mapping[str, Scenario]) -> Iterator[Check]:
+    trial = Trial(adapter, way)
+    for rule in _RULES:
+        yield Check(rule.__name__, way.name, adapter, functools.partial(rule, trial))
+    for rule_of_dtype in (*_RULES_OF_NUMBERS, *_RULES_OF_REAL_NUMBERS):
+        for dtype in adapter.dtypes:
+            if "complex" not in dtype or rule_of_dtype in _RULES_OF_NUMBERS:
+                case = f"{way.name}, {dtype}"
+                yield Check(rule_of_dtype.__name__, case, adapter, functools.partial(rule_of_dtype, trial, dtype))
+    for name, scenario in scenarios.items():
+        run = functools.partial(_steps.states_are_the_hosts, trial, scenario)
+        yield Check("states_are_the_hosts", f"{way.name}, {name}", adapter, run)
+
+
+_RULES = (
+    _finiteness.nothing_is_finite,
+    _scaling.losses_keep_their_structure,
+    _scaling.gradients_keep_their_structure,
+)
+_RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
+_RULES_OF_REAL_NUMBERS = (
+    _finiteness.nothing_hides_an_overflow,
+    _scaling.a_loss_is_lifted,
+    _scaling.any_scale_unscales,
+    _steps.selection_is_atomic,
+    _steps.a_step_is_applied_or_skipped,
+)
+
+
+def _signature(verbs: Any, verb: str, expected: list[str]) -> None:
+    function: Any = getattr(verbs, verb, None)
+    require(callable(function), f"there is no {verb}; the five verbs are {', '.join(VERBS)}")
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    require(positional == expected, f"{verb} takes ({', '.join(positional)}), but must take ({', '.join(expected)})")
+    others = [p for p in parameters if p.name not in expected]
+    good = all(p.kind is p.VAR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.default is not p.empty) for p in others)
+    require(good, f"{verb} takes {', '.join(p.name for p in others)} besides; make them keyword-only, with defaults")

@@ -1,0 +1,81 @@
+"""What `all_finite` must see, and what it must not be misled by."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lossscale_core.testing._simulation import LARGEST_NUMBER
+from lossscale_core.testing.conformance._trial import Trial
+
+_SHAPES = ((), (1,), (67,), (3, 5))
+_BAD = (np.nan, np.inf, -np.inf)
+
+
+def every_position_is_seen(trial: Trial, dtype: str) -> None:
+    """all_finite sees NaN and both infinities at every position of a leaf, and flags no finite value however large."""
+    check = trial.run(trial.adapter.verbs.all_finite)
+    beside = trial.array(np.ones(3), dtype)
+    for clean in _clean_leaves(dtype):
+        said = f"the flag of a {dtype} leaf of shape {clean.shape} and magnitude {np.abs(clean).max():g}"
+        trial.expect_flag(f"{said}, all finite,", check([beside, trial.array(clean, dtype), beside]), True)
+        for position, bad, spoilt in _spoilt(clean):
+            leaves = [beside, trial.array(spoilt, dtype), beside]
+            trial.expect_flag(f"{said} with {bad} at position {position}", check(leaves), False)
+            if not trial.way.has_values:
+                break
+
+
+def nothing_is_finite(trial: Trial) -> None:
+    """all_finite of nothing, None, empty and integer leaves is True: a bool of shape ()."""
+    dtype = trial.adapter.dtypes[0]
+    nothing: dict[str, Any] = {
+        "no leaves": [],
+        "an empty dict": {},
+        "None": None,
+        "a None leaf": [None, {"w": None}],
+        "an empty leaf": [trial.array(np.zeros(0), dtype)],
+        "integer leaves": [trial.array([3, -7], "int32"), trial.array(np.int32(2**31 - 1), "int32")],
+    }
+    for said, grads in nothing.items():
+        trial.expect_flag(f"the flag of {said}", trial.run(trial.adapter.verbs.all_finite)(grads), True)
+
+
+def nothing_hides_an_overflow(trial: Trial, dtype: str) -> None:
+    """all_finite sees an overflow wherever it is nested, and beside None, empty and integer leaves."""
+    bad = trial.array([1.0, -np.inf], dtype)
+    number, empty = trial.array([1, 2], "int32"), trial.array(np.zeros(0), dtype)
+    for grads in (
+        bad,
+        {"a": {"b": [bad]}},
+        (None, bad, None),
+        [number, bad, empty],
+        {"z": empty, "y": bad, "x": number},
+        [trial.array([1.0], other) for other in trial.adapter.dtypes] + [bad],
+    ):
+        finite = trial.run(trial.adapter.verbs.all_finite)(grads)
+        trial.expect_flag(f"the flag of a {dtype} leaf with -inf in {_shown(grads)}", finite, False)
+
+
+def _shown(grads: Any) -> str:
+    return type(grads).__name__ if isinstance(grads, dict | list | tuple) else "no container"
+
+
+def _clean_leaves(dtype: str) -> Iterator[Any]:
+    """Yield finite arrays: small ones, and the largest numbers of a dtype, whose squares and sums overflow."""
+    part = {"complex64": "float32", "complex128": "float64"}.get(dtype)
+    largest = LARGEST_NUMBER[part or dtype]
+    for shape in _SHAPES:
+        for size in (1.0, largest):
+            yield np.asarray(np.resize([size, size, -size], shape) * (1.0 + 0.0j if part else 1.0))
+
+
+def _spoilt(clean: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Yield `clean` spoilt at every position: by every bad value where it is small, by one in turn where it is not."""
+    bad = (*_BAD, *(complex(1.0, part) for part in _BAD)) if clean.dtype.kind == "c" else _BAD
+    for position in range(clean.size):
+        is_telling = clean.size < 16 or position == clean.size - 1
+        for value in bad if is_telling else [bad[position % len(bad)]]:
+            spoilt = clean.copy()
+            spoilt.reshape(-1)[position] = value
+            yield position, value, spoilt

@@ -1,0 +1,48 @@
+"""Policies, and the flags that each is run over."""
+
+import random
+from typing import NamedTuple
+
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+
+
+class Scenario(NamedTuple):
+    """A policy, and whether the gradients are finite at each step of a run."""
+
+    policy: ScalingPolicy
+    grads_finite: list[bool]
+
+
+def _flags(seed: int, share_finite: float, steps: int = 120) -> list[bool]:
+    rng = random.Random(seed)
+    return [rng.random() < share_finite for _ in range(steps)]
+
+
+_DOWN_AND_UP = [False] * 145 + [True] * 255
+"""Down to the smallest scale that a policy may have, and up to the largest."""
+
+SCENARIOS = {
+    "none": Scenario(NoScaling(), _flags(0, 0.7)),
+    "fixed": Scenario(FixedScaling(1024.0), _flags(1, 0.7)),
+    "dynamic": Scenario(DynamicScaling(growth_interval=3), _flags(2, 0.7)),
+    "rare overflows": Scenario(DynamicScaling(growth_interval=3), _flags(3, 0.95)),
+    "unbounded": Scenario(
+        DynamicScaling(growth_interval=1, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE), _DOWN_AND_UP
+    ),
+    "bounded": Scenario(DynamicScaling(growth_interval=1, min_scale=2.0**10, max_scale=2.0**18), _flags(4, 0.6)),
+    "steep": Scenario(
+        DynamicScaling(init_scale=2.0**120, growth_interval=1, growth_factor=16.0, max_scale=LARGEST_SCALE),
+        _flags(5, 0.9),
+    ),
+    "hysteresis": Scenario(DynamicScaling(growth_interval=4, hysteresis=2), _flags(6, 0.7)),
+    "hysteresis refilled by growth": Scenario(
+        DynamicScaling(growth_interval=4, hysteresis=2, refill_on_finite=False), _flags(7, 0.7)
+    ),
+    "hysteresis refilled by backoff": Scenario(
+        DynamicScaling(growth_interval=3, hysteresis=3, refill_on_finite=False, refill_on_backoff=True), _flags(8, 0.7)
+    ),
+    "cooldown": Scenario(DynamicScaling(growth_interval=3, cooldown=2, min_scale=2.0**10), _flags(9, 0.8)),
+    "tolerant": Scenario(TolerantScaling(growth_interval=3, tolerance=0.25), _flags(10, 0.7)),
+}
+"""Runs that together take every branch of every policy, all in powers of two."""

@@ -1,0 +1,112 @@
+"""That a step is applied or skipped as a whole, and that states are the host's."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
+from lossscale_core._policy import DynamicScaling, FixedScaling, TolerantScaling
+from lossscale_core.testing.conformance._scenarios import Scenario
+from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_structure
+
+_OLD = [1.5, -0.0, 0.375, 2.0**-20]
+_NEW = [np.nan, np.inf, -np.inf, 7.0]
+
+
+def selection_is_atomic(trial: Trial, dtype: str) -> None:
+    """Select returns every leaf of one side bit for bit: what was not chosen leaves no trace, not even its NaN."""
+    new, old = _model(trial, dtype, _NEW, 8), _model(trial, dtype, _OLD, 7)
+    select = trial.run(trial.adapter.verbs.select)
+    for is_new in (True, False):
+        _expect_model(trial, select(trial.flag(is_new), new, old), *((_NEW, 8) if is_new else (_OLD, 7)), dtype)
+
+
+def a_host_flag_picks_a_side(trial: Trial) -> None:
+    """Select takes a Python bool, too."""
+    dtype = trial.adapter.dtypes[0]
+    new, old = _model(trial, dtype, _NEW, 8), _model(trial, dtype, _OLD, 7)
+    for is_new in (True, False):
+        chosen = trial.adapter.verbs.select(is_new, new, old)
+        _expect_model(trial, chosen, *((_NEW, 8) if is_new else (_OLD, 7)), dtype)
+
+
+def a_step_is_applied_or_skipped(trial: Trial, dtype: str) -> None:
+    """Check, unscale, select and update in one function: an overflow in one leaf leaves all as it was, and counts."""
+    verbs, policy, wide = trial.adapter.verbs, DynamicScaling(init_scale=4.0), LIFTED.get(dtype, dtype)
+
+    def step(state: Any, params: Any, grads: Any) -> Any:
+        finite = verbs.all_finite(grads)
+        moved = verbs.select(finite, verbs.unscale(grads, state), params)
+        return moved, policy.update(state, finite, xp=trial.adapter.xp)
+
+    step, before = trial.run(step), trial.state(policy)
+    params = {"a": trial.array([1.0, 2.0], wide), "b": trial.array([3.0], wide)}
+    for last in (8.0, np.nan, np.inf, -np.inf):
+        applied = bool(np.isfinite(last))
+        grads = {"a": trial.array([-4.0, 4.0], dtype), "b": trial.array([last], dtype)}
+        after, state = step(before, params, grads)
+        said = f"after a step with {last} in the last gradient"
+        trial.expect(f"parameter a {said}", after["a"], np.array([-1.0, 1.0] if applied else [1.0, 2.0]), wide)
+        trial.expect(f"parameter b {said}", after["b"], np.array([2.0] if applied else [3.0]), wide)
+        trial.expect_state(said, state, policy.update(policy.init_state(), applied))
+
+
+def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
+    """Every state is bit for bit that of host scalars, and no field changes its dtype or shape."""
+    policy, flags = scenario.policy, scenario.grads_finite
+    step, expected = trial.run(trial.update(policy)), policy.init_state()
+    if not trial.way.has_values:
+        flags = flags[:1]
+    states = trial.way.iterate(step, trial.state(policy), [trial.flag(flag) for flag in flags])
+    for n, (state, flag) in enumerate(zip(states, flags, strict=True)):
+        expected = policy.update(expected, flag)
+        trial.expect_state(f"after step {n} ({policy!r})", state, expected)
+
+
+def states_are_placed(trial: Trial) -> None:
+    """init_state takes whatever as_policy takes, and starts where the policy does, each field of shape ()."""
+    for policy, host in (
+        ("dynamic", DynamicScaling()),
+        (1024.0, FixedScaling(1024.0)),
+        (TolerantScaling(), TolerantScaling()),
+        (DynamicScaling(cooldown=3, hysteresis=2), DynamicScaling(cooldown=3, hysteresis=2)),
+    ):
+        trial.expect_state(f"of init_state({policy!r})", trial.state(policy), host.init_state())
+
+
+def a_saved_state_goes_on(trial: Trial) -> None:
+    """Go on from a state that was saved and placed again exactly as the uninterrupted run goes on."""
+    for policy in (DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1), TolerantScaling(growth_interval=3)):
+        step, state, expected = trial.update(policy), trial.state(policy), policy.init_state()
+        for n in range(40):
+            if n == 20:
+                text = json.dumps(state_to_dict(state._make(map(_number, map(trial.adapter.to_numpy, state))), policy))
+                restored = state_from_dict(json.loads(text), policy)
+                state = restored._make(trial.array(value, value.dtype.name) for value in restored)
+            state, expected = step(state, trial.flag(n % 4 != 1)), policy.update(expected, n % 4 != 1)
+            trial.expect_state(f"after step {n}, saved at step 20 ({policy!r})", state, expected)
+
+
+def _number(array: Any) -> Any:
+    return np.asarray(array)[()]
+
+
+def _model(trial: Trial, dtype: str, values: list[float], count: int) -> Any:
+    """Return parameters, an optimizer's memory and a counter, nested."""
+    return {
+        "params": [trial.array(values, dtype), trial.array(values[-1], dtype)],
+        "memory": (trial.array(values[::-1], dtype), None, trial.array(np.zeros(0), dtype)),
+        "count": trial.array(np.int32(count), "int32"),
+        "is_odd": trial.array(count % 2 == 1, "bool"),
+    }
+
+
+def _expect_model(trial: Trial, model: Any, values: list[float], count: int, dtype: str) -> None:
+    require_structure("select", model, _model(trial, dtype, values, count))
+    trial.expect("the first parameter selected", model["params"][0], np.array(values), dtype)
+    trial.expect("the second parameter selected", model["params"][1], values[-1], dtype)
+    trial.expect("the memory selected", model["memory"][0], np.array(values[::-1]), dtype)
+    trial.expect("the empty leaf selected", model["memory"][2], np.zeros(0), dtype)
+    trial.expect("the counter selected", model["count"], np.int32(count), "int32")
+    trial.expect("the bool selected", model["is_odd"], np.bool_(count % 2 == 1), "bool")

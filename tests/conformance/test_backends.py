@@ -1,0 +1,28 @@
+"""One suite for every backend: the public one, over its own runs and over recorded ones of other tools."""
+
+import pytest
+
+from lossscale_core.testing import conformance
+from tests.conformance.backends import BACKENDS
+from tests.core.test_peer_runs import POLICIES, RUNS
+
+
+def _recorded():
+    """Return each recorded run once, with the policy that stands for the tool it was recorded with."""
+    found = {}
+    for peer, policy in POLICIES.items():
+        scenario = conformance.Scenario(policy, [flag == "0" for flag in RUNS[peer]["overflow"]])
+        if scenario not in found.values():
+            found[f"as {peer}"] = scenario
+    return found
+
+
+SCENARIOS = {**conformance.SCENARIOS, **_recorded()}
+
+
+@pytest.mark.parametrize(
+    "check", [each for backend in BACKENDS for each in conformance.checks(backend, scenarios=SCENARIOS)], ids=str
+)
+def test_every_backend_conforms(check):
+    """The same states, flags, values and dtypes everywhere, and nothing that waits for a value."""
+    check()

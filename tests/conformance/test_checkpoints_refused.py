@@ -1,0 +1,175 @@
+"""What is wrong with a checkpoint is said alike in every framework."""
+
+import dataclasses
+import json
+import warnings
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+
+import lossscale_core
+import lossscale_jax
+import lossscale_tf
+import lossscale_torch
+from lossscale_core import DynamicScaling, TolerantScaling, state_to_dict
+from lossscale_core.errors import CheckpointError, CheckpointWarning, ScaleStateError
+from tests.conformance.travelling import WRAPPERS, Sgd
+
+POLICY = DynamicScaling(growth_interval=100, hysteresis=2, max_overflow_streak=50)
+SAVED = json.loads(json.dumps(state_to_dict(POLICY.update(POLICY.init_state(), False), POLICY)))
+EVERYWHERE = pytest.mark.parametrize("take_over", WRAPPERS.values(), ids=WRAPPERS)
+
+
+@EVERYWHERE
+def test_a_saved_state_is_taken_over_silently(take_over):
+    """Under the policy it was saved with there is nothing to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = take_over(SAVED, POLICY)(False)
+    assert (after["loss_scale"], after["steps"], after["skipped_steps"]) == (2.0**15, 2, 2)
+
+
+@EVERYWHERE
+def test_a_newer_version_is_refused_with_the_mend(take_over):
+    """Nobody guesses what a later release meant."""
+    with pytest.raises(CheckpointError, match=r"version=2 .* is newer than 1.*pip install --upgrade lossscale"):
+        take_over({**SAVED, "version": 2}, POLICY)
+
+
+@EVERYWHERE
+def test_another_policy_is_reported_field_by_field(take_over):
+    """Each setting that differs, with both values, and none that does not."""
+    policy = dataclasses.replace(POLICY, growth_interval=500, max_overflow_streak=None)
+    with pytest.warns(CheckpointWarning) as caught:
+        after = take_over(SAVED, policy)(True)
+    (message,) = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    assert "growth_interval was 100 and is 500" in message
+    assert "max_overflow_streak was 50 and is None" in message
+    assert "hysteresis" not in message
+    assert after["steps"] == 2
+
+
+@EVERYWHERE
+def test_another_kind_of_policy_is_reported(take_over):
+    """The scale goes on, and the trackers that were not saved begin."""
+    with pytest.warns(CheckpointWarning, match=r"kind was 'dynamic' and is 'tolerant'.*steps_since_change starts at"):
+        after = take_over(SAVED, TolerantScaling())(True)
+    assert after["steps_since_change"] == 1.0
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("lost", [None, {"loss_scale": 1024.0}], ids=["nothing", "a scale alone"])
+def test_what_is_no_saved_state_is_refused(take_over, lost):
+    """A checkpoint without scaler state, looked up with `get`, or a scale alone."""
+    with pytest.raises((CheckpointError, KeyError), match=r"no saved state|not that of a saved state|'scale'"):
+        take_over(lost, POLICY)
+
+
+@EVERYWHERE
+def test_a_value_that_no_state_can_hold_is_refused(take_over):
+    """A damaged file is named by its field."""
+    with pytest.raises(CheckpointError, match="loss_scale=nan"):
+        take_over({**SAVED, "loss_scale": float("nan")}, POLICY)
+
+
+def test_torch_warns_of_an_optimizer_that_goes_on_alone():
+    """The checkpoint had the optimizer's state and not the scaler's: said at the first step, once."""
+    param = torch.nn.Parameter(torch.ones(2))
+
+    def steps(optimizer, scaler, count):
+        for _ in range(count):
+            scaler.scale(param.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    first, scaler = torch.optim.Adam([param]), lossscale_torch.GradScaler("cpu")
+    steps(first, scaler, 3)
+    resumed = torch.optim.Adam([param])
+    resumed.load_state_dict(first.state_dict())
+    with pytest.warns(CheckpointWarning, match=r"begins anew with a loss scale of 65536.*load_state_dict") as caught:
+        steps(resumed, lossscale_torch.GradScaler("cpu"), 3)
+    assert len(caught) == 1
+    restored = lossscale_torch.GradScaler("cpu")
+    restored.load_state_dict(scaler.state_dict())
+    steps(resumed, restored, 1)  # warnings are errors here
+
+
+def _minimize(optimizer, variable):
+    optimizer.minimize(lambda: tf.reduce_sum(variable * variable), [variable])
+
+
+@pytest.mark.parametrize("mode", [lambda step: step, tf.function(autograph=False)], ids=["eager", "graph"])
+def test_keras_warns_of_an_optimizer_that_goes_on_alone(tmp_path, mode):
+    """A `tf.train.Checkpoint` of the bare optimizer, restored into a wrapped one; one of the wrapper is silent."""
+    variable, bare = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()
+    for _ in range(3):
+        bare.apply_gradients([(tf.ones(2), variable)])
+    path = tf.train.Checkpoint(variable=variable, optimizer=bare).save(str(tmp_path / "bare"))
+    optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build([variable])
+    checkpoint = tf.train.Checkpoint(variable=variable, optimizer=optimizer.inner_optimizer)
+    checkpoint.restore(path).assert_existing_objects_matched()
+    step = mode(lambda: _minimize(optimizer, variable))
+    with pytest.warns(CheckpointWarning, match=r"has taken 3 steps before.*begins anew at 32768"):
+        step()
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "wrapped"))
+    again = lossscale_tf.LossScaleOptimizer(keras.optimizers.Adam())
+    again.build([variable])
+    tf.train.Checkpoint(optimizer=again).restore(path).assert_existing_objects_matched()
+    mode(lambda: _minimize(again, variable))()
+    assert int(again.scale_state.steps) == 2
+
+
+def test_v1_warns_of_an_optimizer_that_goes_on_alone():
+    """Eagerly, `global_step` tells; a graph's `Saver` refuses a checkpoint without the state's variables."""
+    variable, global_step = tf.Variable(1.0), tf.Variable(7, dtype=tf.int64)
+    optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
+    with pytest.warns(CheckpointWarning, match="has taken 7 steps before"):
+        optimizer.minimize(lambda: variable**2, global_step, [variable])
+
+
+def test_v1_loads_in_a_graph():
+    """In a session the loading is an operation, and the state is read by running it."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), POLICY)
+        load = optimizer.load_state_dict(SAVED)
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(load)
+        assert state_to_dict(session.run(optimizer.scale_state), POLICY) == SAVED
+
+
+def test_jax_refuses_an_optimizer_state_without_scale_state():
+    """A checkpoint of the wrapped optimizer alone: the error says how to go on from it."""
+    optimizer, params = lossscale_jax.loss_scaled(Sgd(), POLICY), jnp.ones(2)
+    inner_only = Sgd().init(params)
+    for go_on in (optimizer.update, optimizer.apply_gradients):
+        with pytest.raises(ScaleStateError, match=r"optimizer.init\(params\)._replace\(inner_state=...\)"):
+            go_on(params, inner_only, params)
+    with pytest.raises(ScaleStateError, match="holds no scale state"):
+        lossscale_jax.load_scale_state(inner_only, SAVED, POLICY)
+    opt_state = optimizer.init(params)._replace(inner_state=inner_only)
+    assert optimizer.update(params, opt_state, params)[1].inner_state == inner_only
+
+
+def test_jax_loads_a_state_however_deep():
+    """Nested in an optimizer state, where its arrays are; another kind of policy is refused."""
+    optimizer, params = lossscale_jax.loss_scaled(Sgd(), POLICY), jnp.ones(2)
+    nested = {"ema": (params, [optimizer.init(params)])}
+    loaded = lossscale_jax.load_scale_state(nested, SAVED, POLICY)
+    assert state_to_dict(lossscale_jax.get_scale_state(loaded), POLICY) == SAVED
+    assert [value.dtype for value in lossscale_jax.get_scale_state(loaded)] == [np.float32] + [np.int32] * 5
+    with (
+        pytest.raises(ScaleStateError, match=r"holds 6 numbers of a scale state, and TolerantScaling.* keeps 8"),
+        pytest.warns(CheckpointWarning),
+    ):
+        lossscale_jax.load_scale_state(nested, SAVED, TolerantScaling())
+
+
+def test_numpy_refuses_a_checkpoint_without_scale_state():
+    """The core's verbs have no wrapper that could notice: an empty dict is refused, with the mend."""
+    with pytest.raises(CheckpointError, match="pass a dict that state_to_dict made, or begin the loss scale anew"):
+        lossscale_core.state_from_dict({}, POLICY)

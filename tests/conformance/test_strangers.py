@@ -1,0 +1,115 @@
+"""The suite judges adapters that the package knows nothing of, and finds what waits for a device."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+import tensorflow as tf
+import torch
+
+import lossscale_jax
+import lossscale_tf
+import lossscale_torch
+from lossscale_core import DynamicScaling
+from lossscale_core.testing import conformance
+from tests.conformance.backends import jax_adapter, tf_adapter, torch_adapter
+
+
+def test_an_adapter_of_mlx_conforms():
+    """Forty lines for another array library pass every check, float16 to float64, traced without values, too."""
+    from tests.conformance.mlx_adapter import MLX  # here, so that only this test needs MLX
+
+    conformance.check(MLX)
+
+
+def _verbs(package, **wrong):
+    verbs = {name: getattr(package, name) for name in ("init_state", "scale", "all_finite", "unscale", "select")}
+    return types.SimpleNamespace(**{**verbs, **wrong})
+
+
+def _failures(adapter, rules, scenarios=conformance.SCENARIOS):
+    """Return which of these rules `adapter` breaks, by the way of running."""
+    broken = {}
+    for check in conformance.checks(adapter, scenarios=scenarios):
+        if check.rule in rules:
+            try:
+                check()
+            except AssertionError:
+                broken.setdefault(check.case.partition(",")[0], set()).add(check.rule)
+    return broken
+
+
+def _waiting_select(package):
+    def select(grads_finite, new, old):
+        return package.select(bool(grads_finite), new, old)
+
+    return select
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "blind"),
+    [
+        (lossscale_torch, torch_adapter, {"compile", "meta"}),
+        (lossscale_jax, jax_adapter, {"jit", "scan", "vmap", "eval_shape"}),
+        (lossscale_tf, tf_adapter, {"graph", "xla", "trace"}),
+    ],
+    ids=["torch", "jax", "tensorflow"],
+)
+def test_a_select_that_waits_for_the_flag_is_found(package, make, blind):
+    """Eagerly it answers well; wherever there is no value to wait for it breaks both rules that need it."""
+    rules = {"selection_is_atomic", "a_step_is_applied_or_skipped"}
+    adapter = make(verbs=_verbs(package, select=_waiting_select(package)), dtypes=("float32",))
+    assert _failures(adapter, rules) == dict.fromkeys(blind, rules)
+
+
+class _WaitingPolicy:
+    """A policy that asks, on the host, whether the gradients were finite."""
+
+    def init_state(self):
+        return DynamicScaling().init_state()
+
+    def update(self, state, grads_finite, *, xp=None):
+        return state._replace(steps=state.steps + 1) if grads_finite else state
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [(torch_adapter, "meta"), (jax_adapter, "eval_shape"), (tf_adapter, "trace")],
+    ids=["torch", "jax", "tensorflow"],
+)
+def test_an_update_that_waits_for_the_flag_is_found(make, way):
+    """A policy of one's own is judged as a scenario: what reads a value raises where there is none."""
+    scenarios = {"mine": conformance.Scenario(_WaitingPolicy(), [True, False])}
+    broken = _failures(make(), {"states_are_the_hosts"}, scenarios)
+    assert way in broken
+    assert "eager" not in broken
+
+
+def test_an_unscale_that_waits_for_the_scale_is_found():
+    """Reading the scale to multiply by a Python number is found on torch's meta device."""
+
+    def unscale(grads, state):
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda grad: grad / state.loss_scale.item(), grads)
+
+    adapter = torch_adapter(verbs=_verbs(lossscale_torch, unscale=unscale), dtypes=("float32",))
+    broken = _failures(adapter, {"gradients_survive"})
+    assert "meta" in broken
+    assert "eager" not in broken
+
+
+FINITE_BY_SUM = {
+    "torch": (torch_adapter, lambda grads: torch.isfinite(sum(leaf.sum() for leaf in grads))),
+    "jax": (jax_adapter, lambda grads: jnp.isfinite(sum(map(jnp.sum, grads)))),
+    "tensorflow": (tf_adapter, lambda grads: tf.math.is_finite(tf.add_n([tf.reduce_sum(leaf) for leaf in grads]))),
+}
+
+
+@pytest.mark.parametrize(("make", "all_finite"), FINITE_BY_SUM.values(), ids=FINITE_BY_SUM)
+def test_a_finite_check_by_sums_is_found(make, all_finite):
+    """Finite numbers may have an infinite sum."""
+    adapter = make(verbs=types.SimpleNamespace(all_finite=lambda grads: all_finite(grads[1:2])), dtypes=("float32",))
+    (check,) = (
+        c for c in conformance.checks(adapter) if (c.rule, c.case) == ("every_position_is_seen", "eager, float32")
+    )
+    with pytest.raises(AssertionError, match=r"all finite, is False"):
+        check()

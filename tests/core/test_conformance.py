@@ -1,0 +1,265 @@
+"""The public conformance suite, without any framework: what it lets pass, and what it catches."""
+
+import subprocess
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lossscale_core
+from lossscale_core import DynamicScaling, tree
+from lossscale_core.testing import conformance
+from lossscale_core.testing.conformance import Adapter, Scenario
+from tests.conformance.core_backends import CORE, HOST, NUMPY
+
+VERBS = ("init_state", "scale", "all_finite", "unscale", "select")
+
+
+def _with(**wrong):
+    """Return NumPy's adapter with some verbs replaced by wrong ones."""
+    verbs = {name: getattr(lossscale_core, name) for name in VERBS}
+    return Adapter(
+        name="mine",
+        verbs=types.SimpleNamespace(**{**verbs, **wrong}),
+        asarray=NUMPY.asarray,
+        dtypes=HOST.dtypes,
+        placement={} if "init_state" in wrong else {"xp": np},
+    )
+
+
+def _each(function):
+    def verb(grads, state):
+        return tree.map_leaves(lambda leaf: None if leaf is None else function(leaf, state), grads)
+
+    return verb
+
+
+def _loss(verb):
+    return lambda loss, state: verb(loss, state)
+
+
+@pytest.mark.parametrize("adapter", CORE, ids=str)
+def test_the_cores_own_verbs_conform(adapter):
+    """On host scalars, NumPy and a strict namespace."""
+    conformance.check(adapter)
+
+
+def _overlooks_the_last(grads):
+    """Look at all but negative infinities in the last position."""
+    for leaf in tree.leaves(grads):
+        if leaf is not None and leaf.size > 1 and leaf.flat[-1] == -np.inf:
+            grads = [leaf.reshape(-1)[:-1]]
+    return lossscale_core.all_finite(grads)
+
+
+def _finite_by_sum(grads):
+    with np.errstate(all="ignore"):
+        sums = [np.sum(leaf) for leaf in tree.leaves(grads) if leaf is not None]
+        return np.bool_(np.isfinite(np.float64(sum(map(abs, sums)))))
+
+
+def _finite_by_maximum(grads):
+    leaves = [leaf for leaf in tree.leaves(grads) if leaf is not None and leaf.size]
+    return np.bool_(all(np.nanmax(np.abs(leaf.astype(np.complex128))) != np.inf for leaf in leaves))
+
+
+def _first_leaf_only(grads):
+    return lossscale_core.all_finite(next(tree.leaves(grads), None))
+
+
+def _nothing_is_an_overflow(grads):
+    return lossscale_core.all_finite(grads) & np.bool_(any(True for _ in tree.leaves(grads)))
+
+
+def _counts_integers(grads):
+    leaves = [leaf for leaf in tree.leaves(grads) if leaf is not None]
+    return lossscale_core.all_finite(grads) & np.bool_(
+        all(np.all(abs(leaf) < 2**30) for leaf in leaves if leaf.dtype == np.int32)
+    )
+
+
+def _shaped(grads):
+    return np.reshape(lossscale_core.all_finite(grads), (1,))
+
+
+@np.errstate(all="ignore")
+def _rounds_halves(leaf, state):
+    narrow = leaf.dtype in (np.float16, ml_dtypes.bfloat16)
+    unscaled = lossscale_core.unscale(leaf, state)
+    return unscaled.astype(leaf.dtype).astype(np.float32) if narrow else unscaled
+
+
+def _keeps_halves(leaf, state):
+    return lossscale_core.unscale(leaf, state).astype(leaf.dtype)
+
+
+def _in_float32(leaf, state):
+    unscaled = lossscale_core.unscale(leaf, state)
+    return unscaled.astype(np.float32).astype(unscaled.dtype) if unscaled.dtype == np.float64 else unscaled
+
+
+def _zeros_for_none(grads, state):
+    return tree.map_leaves(lambda leaf: np.zeros(()) if leaf is None else lossscale_core.unscale(leaf, state), grads)
+
+
+@np.errstate(all="ignore")
+def _scale_cast_down(leaf, state):
+    narrow = leaf.dtype if leaf.dtype.kind != "i" else np.float32
+    return (leaf * state.loss_scale.astype(narrow)).astype(lossscale_core.scale(leaf, state).dtype)
+
+
+def _leaf_by_leaf(grads_finite, new, old):
+    """Skip only what overflowed itself."""
+    if isinstance(grads_finite, bool):
+        return lossscale_core.select(grads_finite, new, old)
+    return tree.map_leaves(lambda a, b: a if a is None or lossscale_core.all_finite(a) else b, new, old)
+
+
+@np.errstate(all="ignore")
+def _blended(grads_finite, new, old):
+    """Select by arithmetic, which lets NaN through."""
+
+    def blend(a, b):
+        return a if a is None or a.dtype.kind != "f" else (a * grads_finite + b * (1 - grads_finite)).astype(a.dtype)
+
+    return (
+        lossscale_core.select(grads_finite, new, old)
+        if isinstance(grads_finite, bool)
+        else tree.map_leaves(blend, new, old)
+    )
+
+
+def _forgets_the_counter(grads_finite, new, old):
+    chosen = lossscale_core.select(grads_finite, new, old)
+    return {**chosen, "count": new["count"]} if "count" in chosen else chosen
+
+
+def _wide_state(policy):
+    return lossscale_core.init_state(policy)._replace(
+        loss_scale=np.float64(lossscale_core.init_state(policy).loss_scale)
+    )
+
+
+def _forgets_the_cooldown(policy):
+    return lossscale_core.init_state(policy)._replace(growth_tracker=np.int32(0))
+
+
+WRONG = {
+    "overlooks -inf at the end": (
+        {"all_finite": _overlooks_the_last},
+        r"every_position_is_seen \(eager, float16\).* with -inf at position 66 is True at",
+    ),
+    "finite by sum": (
+        {"all_finite": _finite_by_sum},
+        r"every_position_is_seen \(eager, float32\).* and magnitude 3.40282e\+38, all finite, is False",
+    ),
+    "finite by maximum": ({"all_finite": _finite_by_maximum}, r"with nan at position 0 is True"),
+    "first leaf only": ({"all_finite": _first_leaf_only}, r"nothing_hides_an_overflow \(eager, float32\)"),
+    "nothing is an overflow": ({"all_finite": _nothing_is_an_overflow}, "the flag of no leaves is False"),
+    "counts integers": ({"all_finite": _counts_integers}, "the flag of integer leaves is False"),
+    "a flag of shape (1,)": ({"all_finite": _shaped}, r"has shape \(1,\), but must have \(\)"),
+    "rounds halves": (
+        {"unscale": _each(_rounds_halves)},
+        r"gradients_survive \(eager, float16\): a float16 gradient, unscaled, is 0.0 at position 4, but must be 9.09",
+    ),
+    "keeps halves": (
+        {"unscale": _each(_keeps_halves)},
+        "a bfloat16 gradient, unscaled, is bfloat16, but must be float32",
+    ),
+    "unscales float64 in float32": ({"unscale": _each(_in_float32)}, r"gradients_survive \(eager, float64\)"),
+    "zeros for None": ({"unscale": _zeros_for_none}, "unscale lost its structure"),
+    "casts the scale down": (
+        {"scale": _loss(_each(_scale_cast_down))},
+        r"a_loss_is_lifted \(eager, float16\): a float16 loss, scaled by 2\*\*16, is inf",
+    ),
+    "skips leaf by leaf": ({"select": _leaf_by_leaf}, "parameter a after a step with nan in the last gradient is -1.0"),
+    "blends": ({"select": _blended}, r"selection_is_atomic \(eager, float32\): the first parameter selected is nan"),
+    "forgets the counter": ({"select": _forgets_the_counter}, "the counter selected is 8 at position 0, but must be 7"),
+    "a float64 state": ({"init_state": _wide_state}, "loss_scale of init_state.* is float64, but must be float32"),
+    "forgets the cooldown": ({"init_state": _forgets_the_cooldown}, r"states_are_the_hosts \(eager, cooldown\)"),
+    "another order": (
+        {"unscale": lambda state, grads: None},
+        r"takes \(state, grads\), but must take \(grads, state\)",
+    ),
+    "one more parameter": (
+        {"all_finite": lambda grads, *, axis: np.True_},
+        "takes axis besides; make them keyword-only, with defaults",
+    ),
+    "a verb is missing": ({"select": None}, "there is no select; the five verbs are"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_wrong_adapters_are_caught(wrong, words):
+    """The failure says which rule was broken, how it ran, and with which value."""
+    with pytest.raises(AssertionError, match=words):
+        conformance.check(_with(**wrong))
+
+
+def test_all_failures_are_listed():
+    """One error for all: how many of how many, then a line each."""
+    with pytest.raises(AssertionError) as caught:
+        conformance.check(_with(all_finite=_shaped))
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{len(lines)} of {len(conformance.checks(NUMPY))} checks failed:"
+    assert all(line.startswith("mine: ") for line in lines)
+
+
+def test_a_policy_that_drifts_is_caught():
+    """A policy of one's own is judged as a scenario: its states on arrays must be those on the host."""
+
+    class Drifting:
+        def init_state(self):
+            return DynamicScaling().init_state()
+
+        def update(self, state, grads_finite, *, xp=None):
+            after = DynamicScaling().update(state, grads_finite, xp=xp)
+            return after if xp is None else after._replace(steps=after.steps + 1)
+
+    scenarios = {"mine": Scenario(Drifting(), [True, False])}
+    with pytest.raises(AssertionError, match=r"states_are_the_hosts \(eager, mine\): steps after step 0 .* is 2"):
+        conformance.check(NUMPY, scenarios=scenarios)
+
+
+def test_a_check_says_what_it_is():
+    """Its name is the adapter, the rule and the case; names are unique, so that pytest can tell them apart."""
+    names = [str(check) for check in conformance.checks(NUMPY)]
+    assert len(set(names)) == len(names)
+    assert "numpy: every_position_is_seen (eager, float16)" in names
+    assert "numpy: states_are_the_hosts (eager, tolerant)" in names
+
+
+def test_the_suite_is_imported_when_asked_for_and_needs_no_pytest():
+    """Neither the core nor the suite loads pytest or hypothesis."""
+    code = (
+        "import sys, lossscale_core; assert 'lossscale_core.testing.conformance' not in sys.modules; "
+        "from lossscale_core.testing import conformance; print(sorted({'pytest', 'hypothesis'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_scenarios_take_every_branch():
+    """Together they grow, back off, meet both bounds, use up and refill a tolerance, and cool down."""
+    assert {scenario.policy.__class__.__name__ for scenario in conformance.SCENARIOS.values()} == {
+        "NoScaling",
+        "FixedScaling",
+        "DynamicScaling",
+        "TolerantScaling",
+    }
+    for scenario in conformance.SCENARIOS.values():
+        assert any(scenario.grads_finite)
+        assert not all(scenario.grads_finite)
+    lowest, highest = [], []
+    for policy, flags in conformance.SCENARIOS.values():
+        state, scales = policy.init_state(), []
+        for flag in flags:
+            state = policy.update(state, flag)
+            scales.append(float(state.loss_scale))
+        lowest.append(min(scales))
+        highest.append(max(scales))
+    assert min(lowest) == lossscale_core.SMALLEST_SCALE
+    assert max(highest) == lossscale_core.LARGEST_SCALE
