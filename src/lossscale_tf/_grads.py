@@ -71,6 +71,27 @@ def select(grads_finite: Any, new: Any, old: Any) -> Any:
     return tf.nest.map_structure(select_leaf, new, old)
 
 
+def mark_origin(unscaled: Any, grad: Any, loss_scale: Any) -> None:
+    """Note in a graph what a gradient was before it was unscaled, for whoever applies it to unscale and clip at once.
+
+    Then nobody uses the unscaled one, and TensorFlow leaves it out of the graph.
+    """
+    if not tf.executing_eagerly() and grad is not None and unscaled.dtype == grad.dtype not in _HALF:
+        unscaled._unscaled_from = (grad, loss_scale)
+
+
+def origins(grads: list[Any]) -> tuple[list[Any], Any]:
+    """Return gradients as they were before they were unscaled, and the one scale by which all of them were.
+
+    If there is no such scale, they are returned as they are, with None.
+    """
+    found = [getattr(grad, "_unscaled_from", None) for grad in grads]
+    scales = {id(origin[1]) for origin in found if origin is not None}
+    if None in found or len(scales) != 1 or tf.executing_eagerly():
+        return grads, None
+    return [origin[0] for origin in found if origin is not None], next(origin[1] for origin in found if origin)
+
+
 def times(tensor: Any, factor: Any) -> Any:
     """Return a tensor or `IndexedSlices` times a factor of shape `()`, halves in float32."""
     if isinstance(tensor, tf.IndexedSlices):

@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,17 +13,27 @@ from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dic
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._compiled import CompiledUpdates
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
-from lossscale_tf._grads import finite_when_unscaled, fitted, is_gradient, scale_by, times, unscale_by
+from lossscale_tf._grads import (
+    finite_when_unscaled,
+    fitted,
+    is_gradient,
+    mark_origin,
+    origins,
+    scale_by,
+    times,
+    unscale_by,
+)
+from lossscale_tf._inner import apply_summed, build, deserialized, is_keras_3, require_optimizer, without_summing
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Tally, Traces
 from lossscale_tf._wrapper import (
     Wrapper,
     decide_together,
-    merges_replicas,
+    outside_of_replicas,
     pairs_of,
     require_clipnorm,
-    scales_already,
+    summed_over_replicas,
 )
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
@@ -71,7 +79,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         optimizer: Any = None,
     ) -> None:
         inner_optimizer = optimizer if inner_optimizer is None else inner_optimizer
-        _require_optimizer(inner_optimizer)
+        require_optimizer(inner_optimizer)
         if policy is None:
             policy = documented_policy(loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         elif (loss_scale, initial_scale, dynamic_growth_steps, dynamic) != ("dynamic", None, None, None):
@@ -184,7 +192,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if pending.returned("get_unscaled_gradients", _leaves(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
         was_scaled = not self._traces.missing(pending, ["get_scaled_loss"])
-        unscaled = unscale_by(grads, self._used_scale if was_scaled else self.loss_scale)
+        loss_scale = tf.convert_to_tensor(self._used_scale) if was_scaled else self.loss_scale
+        unscaled = unscale_by(grads, loss_scale)
+        for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
+            mark_origin(leaf, grad, loss_scale)
         pending.remember("get_unscaled_gradients", _leaves(unscaled))
         return unscaled
 
@@ -256,13 +267,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def build(self, variables: Any) -> None:
         """Create the inner optimizer's variables."""
-        inner = self.inner_optimizer
-        if _is_keras_3(inner):
-            inner.build(variables)
-        elif hasattr(inner, "build"):
-            inner.build(_as_tensorflow(variables))
-        else:  # tf_keras's legacy optimizers
-            inner._create_all_weights(_as_tensorflow(variables))
+        build(self.inner_optimizer, variables)
         keras.optimizers.Optimizer.build(self, variables)
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -279,7 +284,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""
         inner = self.inner_optimizer
-        return list(inner.variables if _is_keras_3(inner) else getattr(inner, "weights", None) or inner.variables)
+        return list(inner.variables if is_keras_3(inner) else getattr(inner, "weights", None) or inner.variables)
 
     def get_weights(self) -> list[Any]:
         """Return what `weights` hold, as arrays."""
@@ -295,7 +300,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         if hasattr(inner, "add_slot"):
             return inner.add_slot(var, slot_name, initializer)
-        if _is_keras_3(inner):
+        if is_keras_3(inner):
             slot = inner.add_variable_from_reference(var, slot_name, initializer=initializer)
         else:
             value = keras.initializers.get(initializer)(var.shape, var.dtype)
@@ -349,21 +354,23 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if not present:
             raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
         if not self.built:
-            _outside_of_replicas(lambda: self._build(variables))
+            outside_of_replicas(lambda: self._build(variables))
         if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
             warnings.warn(f"no gradient exists for {', '.join(missing)}; they keep their values", stacklevel=4)
         if not self._has_begun:
-            _outside_of_replicas(self._look_back)
+            outside_of_replicas(self._look_back)
         pending = self._traces.apply(variables)
         self._warn_of_missing_calls(pending)
         gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        if not is_summed:
-            gradients = _summed_over_replicas(gradients)
-        if not pending.scaled_by_keras and "get_unscaled_gradients" in pending.calls:
+        if pending.scaled_by_keras:
+            loss_scale = tf.convert_to_tensor(self._used_scale)
+        else:
+            gradients, loss_scale = origins(gradients)
+        if loss_scale is None and "get_unscaled_gradients" in pending.calls:
             gradients = [_as_overwriting(g, v, self._used_scale) for g, v in zip(gradients, variables, strict=True)]
-        self._take_step(
-            gradients, variables, tf.convert_to_tensor(self._used_scale) if pending.scaled_by_keras else None
-        )
+        if not is_summed:
+            gradients = summed_over_replicas(gradients)
+        self._take_step(gradients, variables, loss_scale)
 
     def _take_step(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> None:
         """Take a step by gradients that were scaled by `loss_scale`, or that are unscaled where there is none."""
@@ -384,36 +391,28 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _update(self, grads: Any, factor: Any, variables: list[Any]) -> None:
         """Apply gradients times `factor`, if there is one, in the variables' dtypes."""
-        self._apply_to_inner([_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables)
+        apply_summed(
+            self.inner_optimizer, [_fitted(g, v, factor) for g, v in zip(grads, variables, strict=True)], variables
+        )
 
     def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any]) -> None:
         """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
 
-        def apply_summed() -> tf.Tensor:
-            with _without_summing(self.inner_optimizer):
+        def apply_all() -> tf.Tensor:
+            with without_summing(self.inner_optimizer):
                 apply()
             return tf.constant(True)
 
         if not tf.executing_eagerly():
             self._is_traced = True
             before = self._scale_state.read()
-            tf.cond(finite, apply_summed, lambda: tf.constant(False))
+            tf.cond(finite, apply_all, lambda: tf.constant(False))
             self._scale_state.assign(self._policy.update(before, finite, xp=tf))
             return
         is_finite = bool(finite)
         if is_finite:
-            apply_summed()
+            apply_all()
         self._update_on_host(is_finite)
-
-    def _apply_to_inner(self, grads: list[Any], variables: list[Any]) -> None:
-        """Let the inner optimizer apply gradients that are summed over replicas already."""
-        inner = self.inner_optimizer
-        if _is_keras_3(inner):
-            inner.apply(grads, variables)
-            return
-        is_legacy = hasattr(inner, "_create_slots")
-        summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
-        inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
 
     def _warn_of_missing_calls(self, pending: Any) -> None:
         """Count a step of one's own loop that misses scaling or unscaling, and say so once."""
@@ -491,7 +490,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         config = copy.deepcopy(config)
         inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
         if isinstance(inner, dict):
-            inner = _deserialized(inner, custom_objects)
+            inner = deserialized(inner, custom_objects)
         loss_scale = config.pop("loss_scale", None)
         if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
             loss_scale = policy_of_loss_scale(loss_scale)
@@ -500,40 +499,6 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         elif loss_scale is not None:
             config["policy"] = as_policy(loss_scale)
         return cls(inner, **config)
-
-
-def _require_optimizer(inner: Any) -> None:
-    if scales_already(inner):
-        raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
-    if isinstance(inner, tf.compat.v1.train.Optimizer):
-        raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
-    if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
-        raise TypeError(f"inner_optimizer={inner!r} is no Keras optimizer; pass one, such as keras.optimizers.Adam()")
-
-
-def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
-    if _is_of_tf_keras(config):  # whose names Keras 3 would take for its own
-        import tf_keras
-
-        return tf_keras.optimizers.deserialize(config, custom_objects)
-    return keras.optimizers.deserialize(config, custom_objects)
-
-
-def _is_of_tf_keras(config: dict[str, Any]) -> bool:
-    """Return whether a config is of a tf_keras optimizer, which calls its module `keras`, too."""
-    module, settings = str(config.get("module")), config.get("config", {})
-    if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
-        return True
-    return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
-
-
-def _is_keras_3(optimizer: Any) -> bool:
-    return isinstance(optimizer, keras.optimizers.Optimizer)
-
-
-def _as_tensorflow(variables: Any) -> list[Any]:
-    """Return TensorFlow's variables, where Keras 3 has its own around them."""
-    return [each.value if isinstance(each, keras.Variable) else each for each in variables]
 
 
 def _spelled(name: str) -> str:
@@ -555,21 +520,6 @@ def _aggregates(arguments: dict[str, Any]) -> bool:
     if arguments:
         raise TypeError(f"apply_gradients() got an unexpected keyword argument {next(iter(arguments))!r}")
     return aggregates
-
-
-def _outside_of_replicas(make: Callable[[], None]) -> None:
-    """Call `make` once for all replicas, where variables may be created."""
-    if not merges_replicas():
-        make()
-    else:
-        tf.distribute.get_replica_context().merge_call(lambda _: make())
-
-
-def _summed_over_replicas(grads: list[Any]) -> list[Any]:
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return grads
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -613,25 +563,3 @@ def _variable_of_each_replica() -> tf.Variable:
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-
-
-@contextmanager
-def _without_summing(optimizer: Any) -> Iterator[None]:
-    """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
-    if not _is_keras_3(optimizer):
-        yield
-        return
-    with _summing:
-        _depth[optimizer] = _depth.get(optimizer, 0) + 1
-        optimizer.__dict__["_all_reduce_sum_gradients"] = list
-    try:
-        yield
-    finally:
-        with _summing:  # another thread may still be at it
-            _depth[optimizer] -= 1
-            if not _depth[optimizer]:
-                del _depth[optimizer], optimizer.__dict__["_all_reduce_sum_gradients"]
-
-
-_summing = threading.Lock()
-_depth: dict[Any, int] = {}

@@ -131,6 +131,22 @@ def merges_replicas() -> bool:
     return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
+def outside_of_replicas(make: Callable[[], None]) -> None:
+    """Call `make` once for all replicas, where variables may be created."""
+    if not merges_replicas():
+        make()
+    else:
+        tf.distribute.get_replica_context().merge_call(lambda _: make())
+
+
+def summed_over_replicas(grads: list[Any]) -> list[Any]:
+    """Return gradients summed over the replicas that take this step together."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return grads
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+
+
 def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     """Return (gradient, variable) pairs as a list; raise `TypeError` for what is none."""
     try:

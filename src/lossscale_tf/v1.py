@@ -23,7 +23,7 @@ from lossscale_tf._documented import (
     FixedLossScale,
     FixedLossScaleManager,
 )
-from lossscale_tf._grads import fitted, scale
+from lossscale_tf._grads import fitted, mark_origin, origins, scale
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
 from lossscale_tf._wrapper import (
@@ -114,7 +114,10 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         )
         self._traces.begin("compute_gradients")
         inverse = 1.0 / state.loss_scale
-        return [(fitted(grad, variable, inverse), variable) for grad, variable in pairs]
+        unscaled = [(fitted(grad, variable, inverse), variable) for grad, variable in pairs]
+        for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
+            mark_origin(leaf, grad, state.loss_scale)
+        return unscaled
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
@@ -135,12 +138,13 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         variables = [variable for _, variable in present]
         self._warn_of_foreign_gradients(variables)
         self._create_slots_outside_of_branches(variables)
-        grads = [fitted(grad, variable) for grad, variable in present]  # what is checked is what is applied
-        finite, clip = self._check(grads)
+        grads, loss_scale = origins([grad for grad, _ in present])
+        grads = [fitted(grad, variable) for grad, variable in zip(grads, variables, strict=True)]  # as it is applied
+        finite, factor = self._check(grads, loss_scale)
 
         def apply(*grads: Any) -> Any:
-            clipped = [fitted(grad, variable, clip) for grad, variable in zip(grads, variables, strict=True)]
-            return self._optimizer.apply_gradients(zip(clipped, variables, strict=True), global_step=global_step)
+            unscaled = [fitted(grad, variable, factor) for grad, variable in zip(grads, variables, strict=True)]
+            return self._optimizer.apply_gradients(zip(unscaled, variables, strict=True), global_step=global_step)
 
         name = name or f"{self.get_name()}_apply"
         return decide_together(finite, grads, apply, functools.partial(self._apply_or_skip, name=name))

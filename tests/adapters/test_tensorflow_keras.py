@@ -280,6 +280,40 @@ def test_the_scale_that_scaled_unscales_in_another_trace():
         assert optimizer.steps_with_missing_calls == 0
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, v1.LossScaleOptimizer])
+def test_gradients_as_they_were_unscaled_and_processed_ones(wrapper, max_norm):
+    """A traced step unscales and clips at once what comes back untouched, and takes anything else as it is."""
+
+    def trained(process):
+        inner = (
+            tf1.train.GradientDescentOptimizer(1.0) if wrapper is v1.LossScaleOptimizer else keras.optimizers.SGD(1.0)
+        )
+        optimizer = wrapper(inner, loss_scale=POLICY, global_clipnorm=max_norm)
+        variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+
+        @tf.function(autograph=False)
+        def step(factor):
+            loss = lambda: factor * sum(tf.reduce_sum(each**2) for each in variables)  # noqa: E731
+            if wrapper is v1.LossScaleOptimizer:
+                pairs = optimizer.compute_gradients(loss, variables)
+            else:
+                with tf.GradientTape() as tape:
+                    scaled = optimizer.get_scaled_loss(loss())
+                pairs = zip(optimizer.get_unscaled_gradients(tape.gradient(scaled, variables)), variables, strict=True)
+            optimizer.apply_gradients([(process(grad), variable) for grad, variable in pairs])
+
+        if wrapper is LossScaleOptimizer:
+            optimizer.build(variables)
+        for factor in (0.125, INF, 0.25):
+            step(tf.constant(factor))
+        return np.concatenate([each.numpy().ravel() for each in variables])
+
+    untouched, processed = trained(lambda grad: grad), trained(lambda grad: 0.5 * grad)
+    np.testing.assert_allclose(untouched, trained(tf.identity), rtol=1e-6)
+    assert np.abs(processed - untouched).max() > 0.01
+
+
 @pytest.mark.parametrize("by_keras", [False, True])
 def test_micro_batches_in_a_loop(by_keras):
     """Scaled within `tf.while_loop`, applied after it, in one branch of a condition."""

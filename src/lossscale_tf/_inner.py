@@ -1,0 +1,90 @@
+"""What is asked of a Keras optimizer within a wrapper, in the words of its generation: Keras 3, or tf_keras's two."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lossscale_tf._wrapper import scales_already
+
+
+def require_optimizer(inner: Any) -> None:
+    """Raise `TypeError` for what is no Keras optimizer, or scales the loss already."""
+    if scales_already(inner):
+        raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
+    if isinstance(inner, tf.compat.v1.train.Optimizer):
+        raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
+    if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
+        raise TypeError(f"inner_optimizer={inner!r} is no Keras optimizer; pass one, such as keras.optimizers.Adam()")
+
+
+def deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
+    """Return the optimizer of a config, which is of Keras 3 or of tf_keras."""
+    if _is_of_tf_keras(config):  # whose names Keras 3 would take for its own
+        import tf_keras
+
+        return tf_keras.optimizers.deserialize(config, custom_objects)
+    return keras.optimizers.deserialize(config, custom_objects)
+
+
+def _is_of_tf_keras(config: dict[str, Any]) -> bool:
+    """Return whether a config is of a tf_keras optimizer, which calls its module `keras`, too."""
+    module, settings = str(config.get("module")), config.get("config", {})
+    if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
+        return True
+    return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
+
+
+def is_keras_3(optimizer: Any) -> bool:
+    """Return whether an optimizer is of Keras 3, and not of tf_keras."""
+    return isinstance(optimizer, keras.optimizers.Optimizer)
+
+
+def _as_tensorflow(variables: Any) -> list[Any]:
+    """Return TensorFlow's variables, where Keras 3 has its own around them."""
+    return [each.value if isinstance(each, keras.Variable) else each for each in variables]
+
+
+def build(inner: Any, variables: Any) -> None:
+    """Create the optimizer's variables."""
+    if is_keras_3(inner):
+        inner.build(variables)
+    elif hasattr(inner, "build"):
+        inner.build(_as_tensorflow(variables))
+    else:
+        inner._create_all_weights(_as_tensorflow(variables))
+
+
+def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
+    """Let the optimizer apply gradients that are summed over replicas already."""
+    if is_keras_3(inner):
+        inner.apply(grads, variables)
+        return
+    is_legacy = hasattr(inner, "_create_slots")
+    summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
+    inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
+
+
+@contextmanager
+def without_summing(optimizer: Any) -> Iterator[None]:
+    """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
+    if not is_keras_3(optimizer):
+        yield
+        return
+    with _summing:
+        _depth[optimizer] = _depth.get(optimizer, 0) + 1
+        optimizer.__dict__["_all_reduce_sum_gradients"] = list
+    try:
+        yield
+    finally:
+        with _summing:  # another thread may still be at it
+            _depth[optimizer] -= 1
+            if not _depth[optimizer]:
+                del _depth[optimizer], optimizer.__dict__["_all_reduce_sum_gradients"]
+
+
+_summing = threading.Lock()
+_depth: dict[Any, int] = {}
