@@ -410,7 +410,7 @@ def test_each_record_says_what_differs(name):
     """The table has a row for each key, each counter and each difference."""
     record = next(peer for peer in peers() if peer.name == name)
     text = markdown(name)
-    assert f"| `{name}` |" in overview()
+    assert f"| [`{name}`](#{name}) |" in overview()
     assert record.differences
     for difference in record.differences:
         assert f"| {difference.there} | {difference.here} |" in text
