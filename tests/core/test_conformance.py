@@ -133,7 +133,78 @@ def _blended(grads_finite, new, old):
 
 def _forgets_the_counter(grads_finite, new, old):
     chosen = lossscale_core.select(grads_finite, new, old)
-    return {**chosen, "count": new["count"]} if "count" in chosen else chosen
+    return chosen._replace(count=new.count) if "count" in getattr(chosen, "_fields", ()) else chosen
+
+
+def _selects_through_float32(grads_finite, new, old):
+    """Lose what float32 has no digits for: those of float64, and counts beyond 2**24."""
+
+    def through(leaf):
+        is_wide = leaf is not None and leaf.dtype in (np.float64, np.int32)
+        return leaf.astype(np.float32).astype(leaf.dtype) if is_wide else leaf
+
+    return tree.map_leaves(through, lossscale_core.select(grads_finite, new, old))
+
+
+def _plain_tuple(verb):
+    """Return a tuple for a NamedTuple at the top."""
+
+    def wrapped(*arguments):
+        result = verb(*arguments)
+        return tuple(result) if hasattr(result, "_fields") else result
+
+    return wrapped
+
+
+def _select_of_tuples(grads_finite, new, old):
+    return _plain_tuple(lossscale_core.select)(grads_finite, new, old)
+
+
+def _scale_of_tuples(loss, state):
+    return _plain_tuple(lossscale_core.scale)(loss, state)
+
+
+@np.errstate(all="ignore")
+def _in_place(leaf, state):
+    """Write into the caller's gradients."""
+    if leaf.dtype not in (np.float32, np.float64):
+        return lossscale_core.unscale(leaf, state)
+    leaf *= np.float32(1.0) / state.loss_scale
+    return leaf
+
+
+def _leaves_small_scales(grads, state):
+    return grads if state.loss_scale <= 1.0 else lossscale_core.unscale(grads, state)
+
+
+def _zero_beyond(limit, verb):
+    """Give up at large scales."""
+
+    def wrapped(tree_of_arrays, state):
+        result = verb(tree_of_arrays, state)
+        return tree.map_leaves(np.zeros_like, result) if state.loss_scale > limit else result
+
+    return wrapped
+
+
+def _scale_up_to(loss, state):
+    return _zero_beyond(2.0**24, lossscale_core.scale)(loss, state)
+
+
+def _unscale_up_to(grads, state):
+    return _zero_beyond(2.0**100, lossscale_core.unscale)(grads, state)
+
+
+def _unscales_bools(leaf, state):
+    return leaf / state.loss_scale if leaf.dtype == np.bool_ else lossscale_core.unscale(leaf, state)
+
+
+def _first_of_many(grads):
+    return lossscale_core.all_finite(list(tree.leaves(grads))[:8])
+
+
+def _first_of_long(grads):
+    return lossscale_core.all_finite([leaf.ravel()[:128] for leaf in tree.leaves(grads) if leaf is not None])
 
 
 def _wide_state(policy):
@@ -176,7 +247,21 @@ WRONG = {
     ),
     "skips leaf by leaf": ({"select": _leaf_by_leaf}, "parameter a after a step with nan in the last gradient is -1.0"),
     "blends": ({"select": _blended}, r"selection_is_atomic \(eager, float32\): the first parameter selected is nan"),
-    "forgets the counter": ({"select": _forgets_the_counter}, "the counter selected is 8 at position 0, but must be 7"),
+    "forgets the counter": (
+        {"select": _forgets_the_counter},
+        "the counter selected is 1073741827 at position 0, but must be",
+    ),
+    "selects through float32": ({"select": _selects_through_float32}, r"selection_is_atomic \(eager, float64\)"),
+    "counts through float32": ({"select": _selects_through_float32}, "the counter selected is 1073741824 at position"),
+    "selects plain tuples": ({"select": _select_of_tuples}, "select lost its structure"),
+    "scales plain tuples": ({"scale": _scale_of_tuples}, "scale lost its structure"),
+    "unscales in place": ({"unscale": _each(_in_place)}, "a float32 gradient, after it was unscaled, is"),
+    "leaves small scales": ({"unscale": _leaves_small_scales}, "a float32 gradient, unscaled by 9.53674e-07, is 1.5"),
+    "scales up to a limit": ({"scale": _scale_up_to}, r"a float32 loss, scaled by 1.32923e\+36, is 0.0"),
+    "unscales up to a limit": ({"unscale": _unscale_up_to}, r"a float32 gradient, unscaled by 1.32923e\+36, is 0.0"),
+    "unscales bools": ({"unscale": _each(_unscales_bools)}, "a bool, unscaled, is float"),
+    "first of many": ({"all_finite": _first_of_many}, "the flag with inf in the last of 40 is True"),
+    "first of long": ({"all_finite": _first_of_long}, r"leaf of shape \(3, 5, 7, 41\) with nan at position 2152 is"),
     "a float64 state": ({"init_state": _wide_state}, "loss_scale of init_state.* is float64, but must be float32"),
     "forgets the cooldown": ({"init_state": _forgets_the_cooldown}, r"states_are_the_hosts \(eager, cooldown\)"),
     "another order": (

@@ -106,6 +106,7 @@ _RULES = (
 _RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
 _RULES_OF_REAL_NUMBERS = (
     _finiteness.nothing_hides_an_overflow,
+    _finiteness.long_and_many_leaves_are_seen,
     _scaling.a_loss_is_lifted,
     _scaling.any_scale_unscales,
     _steps.selection_is_atomic,

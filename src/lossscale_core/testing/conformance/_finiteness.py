@@ -9,6 +9,7 @@ from lossscale_core.testing._simulation import LARGEST_NUMBER
 from lossscale_core.testing.conformance._trial import Trial
 
 _SHAPES = ((), (1,), (67,), (3, 5))
+_LONG, _MANY = (3, 5, 7, 41), 40
 _BAD = (np.nan, np.inf, -np.inf)
 
 
@@ -24,6 +25,22 @@ def every_position_is_seen(trial: Trial, dtype: str) -> None:
             trial.expect_flag(f"{said} with {bad} at position {position}", check(leaves), False)
             if not trial.way.has_values:
                 break
+
+
+def long_and_many_leaves_are_seen(trial: Trial, dtype: str) -> None:
+    """all_finite sees an overflow in the midst and at the end of a long leaf, and in the last leaf of many."""
+    check, long = trial.run(trial.adapter.verbs.all_finite), np.ones(_LONG)
+    few = [trial.array(np.ones(3), dtype)] * _MANY
+    last = trial.array([1.0, 1.0, np.inf], dtype)
+    trial.expect_flag("the flag of long and many leaves, all finite,", check([trial.array(long, dtype), *few]), True)
+    trial.expect_flag(
+        f"the flag with inf in the last of {_MANY}", check([trial.array(long, dtype), *few[1:], last]), False
+    )
+    for position in (long.size // 2, long.size - 1):
+        spoilt = long.copy()
+        spoilt.reshape(-1)[position] = np.nan
+        said = f"the flag of a {dtype} leaf of shape {_LONG} with nan at position {position}"
+        trial.expect_flag(said, check([trial.array(spoilt, dtype), *few]), False)
 
 
 def nothing_is_finite(trial: Trial) -> None:
