@@ -115,6 +115,8 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
 
 def _restored(name: str, value: Any, initial: Any) -> Any:
     """Return `value` in the type of `initial`, having checked that a state can hold it."""
+    if getattr(value, "shape", None) == ():  # a number, or an array of any framework
+        value = value.item() if hasattr(value, "item") else np.asarray(value).item()
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     least = -(2**31) if name == "growth_tracker" else 0
     if name == "loss_scale":

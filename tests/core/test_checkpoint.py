@@ -98,6 +98,15 @@ def test_numpy_numbers_are_numbers():
     assert (float(state_from_dict(saved).loss_scale), int(state_from_dict(saved).steps)) == (4.0, 3)
 
 
+def test_arrays_of_no_dimension_are_numbers():
+    """As other formats return what was saved; of more dimensions they are refused."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    saved = {name: np.asarray(value) for name, value in state._asdict().items()}
+    assert state_from_dict({"version": 1, **saved}) == state
+    with pytest.raises(CheckpointError, match=r"steps=array\(\[1\]\) of the saved state must be"):
+        state_from_dict({"version": 1, **saved, "steps": np.asarray([1])})
+
+
 @pytest.mark.parametrize(
     ("policy", "scale"),
     [(FixedScaling(1024.0), 1024.0), ("none", 1.0), (DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0)],
