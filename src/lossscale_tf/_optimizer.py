@@ -280,6 +280,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """The wrapper's own variables, the state's among them, then the inner optimizer's."""
         return [*self._variables, *self.weights]
 
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` stored; nothing of it, with a warning, where it is another optimizer's."""
+        shapes = [tuple(variable.shape) for variable in self.variables]
+        stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
+        if len(store.keys()) == len(shapes) and stored != shapes:
+            warnings.warn(
+                f"the saved optimizer's variables have other shapes than those of '{self.name}', so none is loaded; "
+                "it is another optimizer's, and this one begins anew",
+                stacklevel=2,
+            )
+            return
+        super().load_own_variables(store)
+
     @property
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""

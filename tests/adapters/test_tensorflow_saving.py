@@ -122,6 +122,27 @@ def test_an_interrupted_fit_goes_on(tmp_path):
     assert _bits(again) == _bits(model)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")  # of the inner optimizer, by Keras
+def test_another_optimizers_variables_are_not_loaded(tmp_path):
+    """Though Keras's own wrapper around Adam may have as many as an unbuilt one of ours: the scale stays what it is."""
+
+    def model(optimizer):
+        made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        made.compile(optimizer, "mse")
+        return made
+
+    theirs = model(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    theirs.fit(INPUTS, TARGETS, verbose=0)
+    theirs.save_weights(tmp_path / "model.weights.h5")
+    ours = model(LossScaleOptimizer(keras.optimizers.Adam(), POLICIES["dynamic"]))
+    before = ours.optimizer.state_dict()
+    assert len(ours.optimizer.variables) == len(theirs.optimizer.variables)
+    with pytest.warns(UserWarning, match="have other shapes than those of 'loss_scale_optimizer"):
+        ours.load_weights(tmp_path / "model.weights.h5")
+    assert ours.optimizer.state_dict() == before
+
+
 INNERS = {
     "Keras 3": lambda: keras.optimizers.Adam(0.1),
     "tf_keras, new": lambda: tf_keras.optimizers.Adam(0.1),
