@@ -405,6 +405,24 @@ def test_fairseq_stops_above_min_loss_scale(init_scale, factor, grads_finite):
     assert np.all(simulate(policy, grads_finite).loss_scale_after > np.float32(limit))
 
 
+THRESHOLDS = [
+    ({"init_scale": 128.0, "threshold": 1.5, "min_loss_scale": 1.0}, 1.5),
+    ({"scale_factor": 8.0, "threshold": 2e-4}, 2e-4),
+    ({"init_scale": 8.0, "threshold": 1.0, "min_loss_scale": 1.0}, 2.0),
+    ({"init_scale": 8.0, "threshold": 0.5, "min_loss_scale": 0.0}, 0.5),
+    ({"fp16_init_scale": 8, "threshold_loss_scale": 0.3}, 0.3),
+    ({"min_loss_scale": 0.0}, SMALLEST_SCALE),
+]
+
+
+@pytest.mark.parametrize(("config", "floor"), THRESHOLDS, ids=str)
+def test_fairseq_falls_to_its_threshold(config, floor):
+    """A `threshold` above `min_loss_scale` is the floor, on the way of halving or not; at or below it, it never acts."""
+    policy = from_peer("fairseq", config)
+    assert policy.min_scale == floor
+    assert simulate(policy, [False] * 200).loss_scale_after[-1] == np.float32(floor)
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_record_says_what_differs(name):
     """The table has a row for each key, each counter and each difference."""

@@ -425,13 +425,20 @@ MEGATRON_V1 = Peer(
 
 
 def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
-    """Stop the scale at the last value above `min_loss_scale`, where fairseq stops the run and puts it back."""
-    stop, floor = settings.pop("stop_at"), settings["init_scale"]
-    if floor <= stop:
+    """Stop the scale at `threshold`, or at the last value above `min_loss_scale`, where fairseq's run would end."""
+    if settings["min_scale"] > settings["stop_at"]:  # the scale never falls to where the run ends
+        return Meaning(settings)
+    return Meaning({**settings, "min_scale": _last_above(settings["stop_at"], settings)})
+
+
+def _last_above(stop: float, settings: Settings) -> float:
+    """Return the last scale above `stop` that falling by the factor from the first scale passes."""
+    scale = float(settings["init_scale"])
+    if scale <= stop:
         raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
-    while floor / settings["growth_factor"] > max(stop, SMALLEST_SCALE):
-        floor /= settings["growth_factor"]
-    return Meaning({**settings, "min_scale": max(settings["min_scale"], floor if stop > 0 else SMALLEST_SCALE)})
+    while scale / settings["growth_factor"] > stop:
+        scale /= settings["growth_factor"]
+    return scale
 
 
 def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -445,7 +452,7 @@ def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
 
 
 _STOP_AT = Reading(
-    "the last scale above it is `min_scale`",
+    "the last scale above it is `min_scale`, unless `threshold` is above it",
     lambda value: Meaning({"stop_at": max(read.real(value), 0.0)}),
     lambda _: 0.0,
 )
@@ -497,8 +504,9 @@ FAIRSEQ = Peer(
     ),
     differences=(
         Difference(
-            "Where the scale would fall to `min_loss_scale` the run ends with `FloatingPointError`.",
-            "The scale stays at the last value above it, and `diagnose` says `stuck at min_scale`.",
+            "Where the scale would fall to `min_loss_scale` the run ends with `FloatingPointError`; never under a "
+            "`threshold` above it.",
+            "The scale stays at the last value above it, or at `threshold`, and `diagnose` says `stuck at min_scale`.",
         ),
         Difference(
             "A checkpoint holds the scale alone: a resumed run counts from 0.",
