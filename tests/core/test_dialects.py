@@ -1,6 +1,7 @@
 """Other tools' configs: the policy does what the tool does, step for step, and says what it cannot or will not do."""
 
 import copy
+import dataclasses
 import json
 import warnings
 
@@ -233,13 +234,15 @@ SAYINGS = [
         "deepspeed",
         {
             "dynamic_loss_scale": True,
-            "dynamic_loss_args": {"init_scale": 64, "scale_window": 2, "min_scale": 1, "delayed_shift": 3},
+            "dynamic_loss_args": {"init_scale": 64, "scale_window": 2, "min_scale": 1, "delayed_shift": 1},
         },
         DynamicScaling(
             init_scale=64.0, growth_interval=2, cooldown=1, refill_on_backoff=False, max_scale=LARGEST_SCALE
         ),
     ),
     ("tf-contrib", {"loss_scale": 5000}, FixedScaling(5000.0)),
+    ("deepspeed", {"scale": 128}, FixedScaling(128.0)),
+    ("keras3", {"dynamic": True, "name": None}, dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE)),
     ("tf-v1", {"opt": None, "loss_scale": "dynamic"}, DEFAULTS["keras"]),
     (
         "keras-experimental",
@@ -281,6 +284,21 @@ def test_what_a_config_says(name, config, policy):
     np.testing.assert_array_equal(simulate(read, trace).loss_scale_after, simulate(policy, trace).loss_scale_after)
 
 
+NO_FLOORS = [
+    ("deepspeed", {"init_scale": 8, "min_scale": 0}),
+    ("megatron-v1", {"init_scale": 8, "min_scale": -1}),
+    ("megatron", {"initial_scale": 8, "min_scale": 1e-40}),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": 0}),
+    ("colossalai", {"min_scale": 1e-40}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), NO_FLOORS, ids=lambda value: value if type(value) is str else "")
+def test_a_floor_beyond_ours_is_ours(name, config):
+    """A floor below 2**-126, or none at all, is 2**-126."""
+    assert from_peer(name, config).min_scale == SMALLEST_SCALE
+
+
 BUGS = [
     ("torch", {"growth_interval": 0}, "growth_interval=0 never grows"),
     ("torch", {"enabled": False}, "turned off, it applies infinite gradients"),
@@ -290,6 +308,13 @@ BUGS = [
     ("deepspeed", {"hysteresis": 0}, "hysteresis=0 never lowers the scale"),
     ("deepspeed", {"fp16": {"hysteresis": 2}}, "ignored where ZeRO is off"),
     ("deepspeed", {"enabled": False}, "turned off"),
+    (
+        "deepspeed",
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"delayed_shift": 3}},
+        "delayed_shift=3 is ignored",
+    ),
+    ("apex-fp16-utils", {"scale": 128}, "applies infinite gradients under a fixed scale"),
+    ("megatron-v1", {"scale": 128}, "applies infinite gradients under a fixed scale"),
     ("megatron", {"loss_scale_window": 1000.5}, "megatron: loss_scale_window=1000.5 never grows"),
     ("keras", {"dynamic": False, "initial_scale": 8.0}, "applies infinite gradients under a fixed scale"),
     ("tf-v1", {"loss_scale_value": 8.0}, "applies infinite gradients under a fixed scale"),
@@ -334,7 +359,11 @@ REFUSED = [
     ("deepspeed", {"initial_scale_power": -2}, "min_loss_scale=1 is above initial_scale_power=-2"),
     ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "no key of deepspeed"),
     ("deepspeed", {"train_batch_size": 8, "bf16": {"enabled": True}}, "no fp16 block"),
+    ("deepspeed", {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}, "no fp16 block"),
     ("megatron", {"hysteresis": 0}, "hysteresis=0"),
+    ("megatron", {"min_scale": 0.0}, "min_scale=0.0"),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": None}, "min_loss_scale=None"),
+    ("keras3", {"dynamic": False}, "dynamic=False"),
     ("megatron", {"initial_loss_scale": 0.5}, "min_scale=1.0 is above initial_loss_scale=0.5"),
     ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": -1.0}, "init_loss_scaling=-1.0"),
     ("fairseq", {"tolerance": 1.5}, "tolerance=1.5"),
@@ -388,6 +417,28 @@ def test_what_the_tool_cannot_say_names_the_field(name, policy, field):
         to_peer(name, policy)
 
 
+WRITTEN = [
+    ("flax", {"minimum_scale": SMALLEST_SCALE}),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": SMALLEST_SCALE}),
+    ("colossalai", {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}),
+    ("fairseq", {"threshold": SMALLEST_SCALE, "min_loss_scale": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), WRITTEN, ids=lambda value: value if type(value) is str else "")
+def test_the_outermost_bounds_are_written_as_numbers(name, config):
+    """A tool that takes a bound is given ours, so that its scale stays where ours does."""
+    written = to_peer(name, from_peer(name, config))
+    assert config.items() <= written.items()
+
+
+def test_megatron_is_written_in_one_vocabulary():
+    """Either what its class takes, or what `OptimizerConfig` takes."""
+    dynamic = {"initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"}
+    assert to_peer("megatron", from_peer("megatron", {})).keys() == dynamic
+    assert to_peer("megatron", 8.0) == {"initial_loss_scale": 8.0, "loss_scale": 8.0}
+
+
 def test_policies_are_given_as_anywhere():
     """`to_peer` takes what `as_policy` takes."""
     assert to_peer("deepspeed", 128) == {"loss_scale": 128.0, "enabled": True}
@@ -417,7 +468,7 @@ THRESHOLDS = [
 
 @pytest.mark.parametrize(("config", "floor"), THRESHOLDS, ids=str)
 def test_fairseq_falls_to_its_threshold(config, floor):
-    """A `threshold` above `min_loss_scale` is the floor, on the way of halving or not; at or below it, it never acts."""
+    """A `threshold` above `min_loss_scale` is the floor; otherwise it never acts."""
     policy = from_peer("fairseq", config)
     assert policy.min_scale == floor
     assert simulate(policy, [False] * 200).loss_scale_after[-1] == np.float32(floor)

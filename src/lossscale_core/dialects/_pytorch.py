@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
@@ -53,6 +52,13 @@ _ITERATIONS = Saved(
         "hysteresis_tracker": left_to_one("cur_hysteresis"),
     },
 )
+
+_STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"}, only_read=True)
+_STATIC_NOT_CHECKED = Difference(
+    "The static `LossScaler` never sees an overflow: infinite gradients are applied.",
+    "`FixedScaling` skips them; a warning says so.",
+)
+_FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow"
 
 _TORCH_KEYS = (
     key("init_scale scale", read.INIT_SCALE, 65536.0),
@@ -163,7 +169,7 @@ APEX = Peer(
             "One state is one scaler: hand `state_from_peer` one of them where there are several.",
         ),
     ),
-    fixed_bug="applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow",
+    fixed_bug=_FIXED_BUG,
     within="loss_scaler*",
 )
 
@@ -182,6 +188,7 @@ APEX_FP16_UTILS = Peer(
             ),
             read.FLOOR_OF_ONE,
         ),
+        _STATIC_SCALER,
     ),
     saved=(dataclasses.replace(_ITERATIONS, counters={"growth_tracker": _ITERATIONS.counters["growth_tracker"]}),),
     differences=(
@@ -191,7 +198,9 @@ APEX_FP16_UTILS = Peer(
             "`FP16_Optimizer` uses the scaler of `apex.amp` instead.",
             "Convert its `dynamic_loss_args` from `apex`.",
         ),
+        _STATIC_NOT_CHECKED,
     ),
+    fixed_bug=_FIXED_BUG,
 )
 
 APEX_HYSTERESIS = Peer(
@@ -235,12 +244,16 @@ _WITHOUT_ZERO = (
     "set it to 1 for what this config did"
 )
 
-_WHOLE_JSON = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "optimizer")
+_BLOCK = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_WHOLE_JSON = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_optimization", "bf16", "amp", "optimizer", "scheduler", "steps_per_print", "zero_allow_untested_optimizer"),
+)
 
 
 def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
-    if not config.keys().isdisjoint(_WHOLE_JSON) and "fp16" not in config:
+    if not config.keys().isdisjoint(_WHOLE_JSON) and config.keys().isdisjoint(("fp16", *_BLOCK)):
         raise NoCounterpartError(
             "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
         )
@@ -249,7 +262,7 @@ def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
         config = {"dynamic_loss_scale": True, **config, **config["dynamic_loss_args"]}
         del config["dynamic_loss_args"]
-    return {name: value for name, value in config.items() if value != "auto"}
+    return {name: value for name, value in config.items() if not (isinstance(value, str) and value == "auto")}
 
 
 def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -259,6 +272,17 @@ def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return Meaning(settings, f"hysteresis={settings['hysteresis']} {_WITHOUT_ZERO}" if is_off and tolerates else "")
 
 
+def _deepspeed_optimizer(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    if settings["kind"] == "fixed":
+        return Meaning({"kind": "fixed", "init_scale": settings["static_loss_scale"]})
+    shift = read.HYSTERESIS_EQUAL.read(config.get("delayed_shift", 1)).settings["hysteresis"]
+    return Meaning(settings, f"delayed_shift={config['delayed_shift']!r} {_WITHOUT_SHIFT}" if shift > 1 else "")
+
+
+_WITHOUT_SHIFT = (
+    "is ignored by the FP16_Optimizer without ZeRO, and so it is here; ZeRO's optimizers take the same keywords and "
+    "count it: for theirs, convert dynamic_loss_args alone"
+)
 _STATIC_SCALE = dataclasses.replace(
     read.number("static_loss_scale"), text="the scale where `dynamic_loss_scale` is false"
 )
@@ -311,12 +335,9 @@ DEEPSPEED = Peer(
             {**_HALVES, **_DEEPSPEED_RULE, "hysteresis": 1},
             ignored=("delayed_shift", "consecutive_hysteresis", "low_precision_dtype", "clip_grad", "verbose", "mpu"),
             only_read=True,
-            adjust=lambda settings, _: Meaning(
-                {"kind": "fixed", "init_scale": settings["static_loss_scale"]}
-                if settings["kind"] == "fixed"
-                else settings
-            ),
+            adjust=_deepspeed_optimizer,
         ),
+        _STATIC_SCALER,
     ),
     saved=(_ITERATIONS, Saved(scale=("cur_scale",), title="in a checkpoint of a fixed scale")),
     differences=(
@@ -357,17 +378,28 @@ MEGATRON = Peer(
     rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth, down to 1.",
     forms=(
         Form(
-            "constructor, or `OptimizerConfig` and command line",
+            "constructor, which takes the first of two names",
             (
                 key("initial_scale initial_loss_scale", read.INIT_SCALE, 2.0**32),
-                key("min_scale min_loss_scale", read.MIN_SCALE, 1.0),
+                key("min_scale min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
                 key("growth_factor", read.GROWTH_FACTOR, 2.0),
                 key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
                 key("growth_interval loss_scale_window", read.INTERVAL_EQUAL, 1000),
                 key("hysteresis", read.HYSTERESIS, 2),
-                key("loss_scale", read.fixed_unless(None, 0), None),
             ),
             _MEGATRON_RULE,
+            ignored=("fp16", "bf16"),
+        ),
+        Form(
+            "`OptimizerConfig` and command line",
+            (
+                key("initial_loss_scale", read.INIT_SCALE, 2.0**32),
+                key("min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
+                key("loss_scale_window", read.INTERVAL_EQUAL, 1000),
+                key("hysteresis", read.HYSTERESIS, 2),
+                key("loss_scale", read.fixed_unless(None, 0), None),
+            ),
+            {**_HALVES, **_MEGATRON_RULE},
             ignored=("fp16", "bf16"),
         ),
     ),
@@ -413,13 +445,16 @@ MEGATRON_V1 = Peer(
             ),
             {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
         ),
+        _STATIC_SCALER,
     ),
     saved=(_ITERATIONS,),
     differences=(
         Difference("`delayed_shift=0` is accepted, and the scale never falls.", "So it is here, with a warning."),
         _RAISED_TO_FLOOR,
         _TO_INFINITY,
+        _STATIC_NOT_CHECKED,
     ),
+    fixed_bug=_FIXED_BUG,
     within="loss_scaler",
 )
 

@@ -1,7 +1,6 @@
 """The readings that records are made of: what the values of other tools' keys mean here, and back."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
@@ -90,6 +89,15 @@ def _read_two(value: Any) -> Meaning:
 
 
 ONLY_TWO = Reading("2, or refused as there", _read_two, lambda _: OMIT)
+
+
+def _read_true(value: Any) -> Meaning:
+    if not _flag(value):
+        raise NoCounterpartError("the original takes only true; FixedScaling is what false would be")
+    return Meaning({})
+
+
+ONLY_TRUE = Reading("true, or refused as there", _read_true, lambda _: OMIT)
 IGNORED_FACTOR = Reading(
     "nothing, as there: the factors stay 2 and 0.5",
     lambda value: Meaning({}, "" if real(value) == 2.0 else "is ignored there and here: the factors are 2 and 0.5"),
@@ -161,19 +169,21 @@ def _read_ceiling(value: Any) -> Meaning:
     return Meaning({"max_scale": min(real(value or LARGEST_SCALE), LARGEST_SCALE)})
 
 
-def _unless(setting: str, bound: float) -> Callable[[Settings], Any]:
-    """Return a writer of a bound that is None where it is as far out as may be."""
-
-    def write(settings: Settings) -> Any:
-        return None if settings.get(setting) == bound else settings.get(setting, OMIT)
-
-    return write
+def _read_bound(value: Any) -> Meaning:
+    return Meaning({"min_scale": max(real(value), SMALLEST_SCALE)})
 
 
-MIN_SCALE = number("min_scale")
-FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, _unless("min_scale", SMALLEST_SCALE))
-CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, _unless("max_scale", LARGEST_SCALE))
-MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, lambda s: s.get("max_scale", OMIT))
+def _read_positive_bound(value: Any) -> Meaning:
+    if real(value) <= 0:
+        raise NoCounterpartError("it must be above 0, as there")
+    return _read_bound(value)
+
+
+MIN_SCALE = Reading("`min_scale`; below 2**-126 is 2**-126", _read_bound, number("min_scale").write)
+POSITIVE_MIN_SCALE = Reading("`min_scale`; above 0, below 2**-126 is 2**-126", _read_positive_bound, MIN_SCALE.write)
+FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, MIN_SCALE.write)
+CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, number("max_scale").write)
+MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, number("max_scale").write)
 
 
 def _read_whole_floor(value: Any) -> Meaning:
