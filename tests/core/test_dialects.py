@@ -301,6 +301,7 @@ def test_a_floor_beyond_ours_is_ours(name, config):
 
 BUGS = [
     ("torch", {"growth_interval": 0}, "growth_interval=0 never grows"),
+    ("apex", {"scale_window": float("inf")}, "scale_window=inf never grows"),
     ("torch", {"enabled": False}, "turned off, it applies infinite gradients"),
     ("apex", {"scale_factor": 4.0}, "scale_factor=4.0 is ignored"),
     ("apex", {"loss_scale": "128.0"}, "applies infinite gradients under a fixed scale"),
@@ -346,6 +347,20 @@ REFUSED = [
     ("torch", {"init_scale": 4.0, "scale": 8.0}, "init_scale and scale are one setting"),
     ("torch", {"growth_interval": "many"}, "growth_interval='many'"),
     ("torch", {"enabled": "perhaps"}, "enabled='perhaps'"),
+    ("torch", {"enabled": np.array([1, 2])}, "torch: enabled=array"),
+    ("torch", {"init_scale": [1.0, 2.0]}, r"init_scale=\[1.0, 2.0\] must be one number"),
+    ("torch", {"growth_interval": 10**400}, "growth_interval=1000.* larger than any float"),
+    ("torch", {"growth_interval": float("nan")}, "growth_interval=nan .* must be a number"),
+    ("keras", {"dynamic_growth_steps": float("nan")}, "dynamic_growth_steps=nan"),
+    ("mindspore", {"scale_window": float("inf")}, "scale_window=inf"),
+    ("deepspeed", {"loss_scale": np.zeros(2)}, "loss_scale=array"),
+    ("deepspeed", {"loss_scale": float("nan")}, "loss_scale=nan"),
+    ("apex", {"min_loss_scale": float("nan")}, "min_loss_scale=nan"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": 32768}, "update_freq=32768 leaves no window"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": [2, 4]}, r"update_freq=\[2, 4\]"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": 0}, "update_freq=0"),
+    ("fairseq", {"fp16_init_scale": 4, "distributed_world_size": 0}, "distributed_world_size=0"),
+    ("fairseq", {"tolerance": float("nan")}, "tolerance=nan"),
     ("apex", {"scale_window": 0}, "scale_window=0"),
     ("apex", {"min_loss_scale": 2.0**20}, r"min_loss_scale=1048576.0 is above init_scale=65536.0"),
     ("apex-fp16-utils", {"scale_window": 0}, "scale_window=0"),
@@ -472,6 +487,28 @@ def test_fairseq_falls_to_its_threshold(config, floor):
     policy = from_peer("fairseq", config)
     assert policy.min_scale == floor
     assert simulate(policy, [False] * 200).loss_scale_after[-1] == np.float32(floor)
+
+
+def test_an_interval_without_end_is_read():
+    """TensorFlow compares with `>=`; ours is the longest there is."""
+    assert from_peer("tf-v1", {"increment_period": float("inf")}).growth_interval == 2**31 - 1
+    assert from_peer("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
+
+
+TOLERANCES = st.sampled_from([0.33333334, 0.6666667, 0.66666669, 0.33333331, 0.142857145, 0.99999999]) | st.builds(
+    lambda share, off: min(share * (1 + off), 1.0),
+    st.sampled_from([1 / 3, 2 / 3, 1 / 7, 3 / 7, 0.1, 1.0]),
+    st.floats(-1e-7, 1e-7),
+)
+
+
+@given(TOLERANCES, overflow_traces(max_steps=80))
+def test_fairseqs_tolerance_beside_a_share(tolerance, grads_finite):
+    """A tolerance just above a share of overflows tolerates it in float32 too, and one just below does not."""
+    config = {"tolerance": tolerance, "scale_window": 5, "min_loss_scale": 0.0}
+    expected = _run_model(DRAWN["fairseq"][0], config, grads_finite)
+    trace = simulate(from_peer("fairseq", config), grads_finite[: len(expected)])
+    assert trace.loss_scale_after.tolist() == expected
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from numbers import Number
+from types import NoneType
 from typing import Any, NamedTuple
 
 from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
@@ -13,6 +15,7 @@ from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, 
 from lossscale_core.errors import DialectWarning, PolicyError
 
 _REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
+_ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
@@ -102,7 +105,10 @@ def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
     """Yield what the config says of each key of the form."""
     for one in form.keys:
         names = [name for name in one.names if name in config]
-        if any(config[name] != config[names[0]] for name in names):
+        for name in names:
+            if not isinstance(config[name], _ONE_VALUE):
+                raise PolicyError(f"{peer.name}: {name}={config[name]!r} must be one number, word or flag")
+        if any(config[name] != config[names[0]] for name in names[1:]):
             raise PolicyError(f"{peer.name}: {' and '.join(names)} are one setting, but differ; leave one out")
         if not names and one.default is REQUIRED:
             raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")

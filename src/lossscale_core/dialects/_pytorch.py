@@ -479,11 +479,22 @@ def _last_above(stop: float, settings: Settings) -> float:
 def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     """Derive the window of the command line from the size of a step, where it is left out."""
     if config.get("fp16_scale_window") is None:
-        frequency = config.get("update_freq", 1)
-        first = frequency[0] if isinstance(frequency, list | tuple) else frequency
-        ranks = read.real(config.get("distributed_world_size", 1)) / read.real(config.get("model_parallel_size", 1))
-        settings = {**settings, "growth_interval": int(2**14 / int(ranks) / read.real(first))}
+        names = ("distributed_world_size", "model_parallel_size", "update_freq")
+        world, parallel, frequency = (_size(name, config.get(name, 1)) for name in names)
+        settings = {**settings, "growth_interval": int(2**14 / max(world // parallel, 1) / frequency)}
+        if settings["growth_interval"] < 1:
+            raise NoCounterpartError(
+                f"2**14 / distributed_world_size={world} / update_freq={frequency} leaves no window; "
+                "pass fp16_scale_window"
+            )
     return _fairseq_floor(settings, config)
+
+
+def _size(name: str, value: Any) -> int:
+    """Return what a step is made of so many times; fairseq refuses to derive a window from a list of them."""
+    if isinstance(value, list | tuple) or read.real(value) < 1:
+        raise NoCounterpartError(f"{name}={value!r} does not say the window; pass fp16_scale_window")
+    return read.whole(value)
 
 
 _STOP_AT = Reading(

@@ -1,7 +1,10 @@
 """The readings that records are made of: what the values of other tools' keys mean here, and back."""
 
 import math
+from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
@@ -20,21 +23,32 @@ def number(setting: str) -> Reading:
 INIT_SCALE = number("init_scale")
 GROWTH_FACTOR = number("growth_factor")
 BACKOFF_FACTOR = number("backoff_factor")
-TOLERANCE = Reading(
-    "`tolerance`; below 0 is 0",
-    lambda value: Meaning({"tolerance": max(real(value), 0.0)}),
-    lambda s: s.get("tolerance", 0.0),
-)
 
 
 def real(value: Any) -> float:
     """Return a number, or text that is one, as a float."""
     try:
-        if not isinstance(value, bool):
-            return float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        pass
-    raise NoCounterpartError("it must be a number")
+        number = math.nan
+    except OverflowError:
+        raise NoCounterpartError("it is larger than any float") from None
+    if math.isnan(number):
+        raise NoCounterpartError("it must be a number")
+    return number
+
+
+def _read_tolerance(value: Any) -> Meaning:
+    """Return a share that shares of overflows compare with in float32 as `value` does with theirs in float64."""
+    share = max(real(value), 0.0)
+    if share <= 1.0:
+        below = float(Fraction(share).limit_denominator(4096))  # of the shares that float32 may not tell from it
+        if below < share and np.float32(below) == np.float32(share):
+            share = float(np.nextafter(np.float32(share), np.float32(2.0)))
+    return Meaning({"tolerance": share})
+
+
+TOLERANCE = Reading("`tolerance`; below 0 is 0", _read_tolerance, lambda s: s.get("tolerance", 0.0))
 
 
 def whole(value: Any) -> int:
@@ -114,7 +128,7 @@ _NEVER_BACKS_OFF = (
 def _counted(value: Any, bug: str, setting: str, more: int = 0) -> Meaning:
     """Return the meaning of a count that the original compares with `==`."""
     count = real(value)
-    if count == math.floor(count) and count + more >= 1:
+    if math.isfinite(count) and count == math.floor(count) and count + more >= 1:
         return Meaning({setting: int(min(count, NEVER - more)) + more})
     return Meaning({setting: NEVER}, bug)
 
@@ -128,7 +142,7 @@ def _exactly(setting: str, bug: str, text: str, more: int = 0) -> Reading:
 
 def _at_least(setting: str) -> Reading:
     def read(value: Any) -> Meaning:
-        return Meaning({setting: int(min(max(1, math.ceil(real(value))), NEVER))})
+        return Meaning({setting: math.ceil(min(max(real(value), 1.0), NEVER))})
 
     return Reading(f"`{setting}`; below 1 is 1", read, lambda s: s.get(setting, OMIT))
 
