@@ -71,7 +71,7 @@ def _load_pickle(path: Path) -> Any:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(
                 f"{path} cannot be read without running what is in it ({reason[0][:100]}); "
-                "save the scaler's numbers as JSON: json.dump(vars(scaler), file, default=float)"
+                "save the scaler's numbers as JSON: json.dump(vars(scaler), file, default=str)"
             ) from error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
+from lossscale_core.dialects._counters import count, left, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
 from lossscale_core.dialects._record import (
     Difference,
@@ -221,7 +221,7 @@ APEX_HYSTERESIS = Peer(
             scale=("scale",),
             counters={
                 "growth_tracker": count("_growth_tracker", equal=True),
-                "hysteresis_tracker": count("_hysteresis_tracker", optional=True),
+                "hysteresis_tracker": left("_hysteresis_tracker", optional=True),
             },
             title="in NeMo's state dict",
         ),
@@ -229,7 +229,7 @@ APEX_HYSTERESIS = Peer(
             scale=("current_scale",),
             counters={
                 "growth_tracker": count("growth_tracker", equal=True),
-                "hysteresis_tracker": count("hysteresis_tracker"),
+                "hysteresis_tracker": left("hysteresis_tracker"),
             },
             title="among the kernel's arguments",
         ),
@@ -408,7 +408,7 @@ MEGATRON = Peer(
             scale=("scale",),
             counters={
                 "growth_tracker": count("growth_tracker", equal=True),
-                "hysteresis_tracker": count("hysteresis_tracker"),
+                "hysteresis_tracker": left("hysteresis_tracker"),
             },
         ),
     ),
