@@ -17,84 +17,7 @@ from lossscale_core.testing import overflow_traces, policies, simulate
 from tests.core.dialect_models import DRAWN
 from tests.core.test_peer_runs import POLICIES, RUNS
 
-CONFIGS = {
-    "flax_DynamicScale": (
-        "flax",
-        {
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 3,
-            "scale": 1024.0,
-            "minimum_scale": "float32 tiny",
-        },
-    ),
-    "jmp_DynamicLossScale": (
-        "jmp",
-        {"loss_scale": 1024.0, "period": 3, "factor": 2, "min_loss_scale": 1.0, "jit": True},
-    ),
-    "keras3_LossScaleOptimizer_jax": ("keras3", {"initial_scale": 1024.0, "dynamic_growth_steps": 3}),
-    "mindspore_loss_scale": ("mindspore", {"init": 32768.0, "scale_window": 10, "scale_factor": 2}),
-    "paddle_GradScaler_dygraph": (
-        "paddle",
-        {"init_loss_scaling": 1024.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 1},
-    ),
-    "paddle_update_loss_scaling_op": ("paddle-static", {"init_loss_scaling": 1024.0, "incr_every_n_steps": 3}),
-    "tf2.1_keras_experimental_LossScaleOptimizer": (
-        "keras-experimental",
-        {"initial": 1024.0, "growth": 3, "multiplier": 2.0},
-    ),
-    "tf2.4_keras_mixed_precision_LossScaleOptimizer": (
-        "keras",
-        {"initial": 1024.0, "growth": 3, "multiplier": 2.0},
-    ),
-    "tf_compat_v1_DynamicLossScale": (
-        "tf-v1",
-        {"initial_loss_scale": 1024.0, "increment_period": 3, "multiplier": 2.0},
-    ),
-    "tf_contrib_ExponentialUpdateLossScaleManager": (
-        "tf-contrib",
-        {"init_loss_scale": 32768.0, "incr_every_n_steps": 10, "incr_ratio": 2, "decr_ratio": 0.8},
-    ),
-    "tf_keras_LossScaleOptimizer": ("keras", {"dynamic": True, "initial_scale": 1024.0, "dynamic_growth_steps": 3}),
-    "apex_amp_loss_scaler": ("apex", {"loss_scale": "dynamic", "scale_window": 3}),
-    "apex_fp16_utils_dynamic_loss_scaler": ("apex-fp16-utils", {"init_scale": 65536.0, "scale_window": 3}),
-    "apex_update_scale_hysteresis_kernel": (
-        "apex-hysteresis",
-        {
-            "init_scale": 65536.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 3,
-            "hysteresis": 2,
-        },
-    ),
-    "colossalai_dynamic_grad_scaler": (
-        "colossalai",
-        {"initial_scale": 65536.0, "growth_interval": 3, "min_scale": 1.0, "max_scale": 262144.0},
-    ),
-    "deepspeed_loss_scaler": (
-        "deepspeed",
-        {
-            "init_scale": 65536.0,
-            "scale_window": 3,
-            "min_scale": 1.0,
-            "delayed_shift": 1,
-            "consecutive_hysteresis": False,
-            "raise_error_at_min_scale": False,
-        },
-    ),
-    "fairseq_dynamic_loss_scaler": ("fairseq", {"init_scale": 128.0, "scale_window": 3}),
-    "megatron_grad_scaler": (
-        "megatron",
-        {"initial_scale": 65536.0, "min_scale": 1.0, "growth_interval": 3, "hysteresis": 2},
-    ),
-    "megatron_v1_dynamic_loss_scaler": (
-        "megatron-v1",
-        {"init_scale": 65536.0, "scale_factor": 2.0, "scale_window": 3, "min_scale": 1, "delayed_shift": 2},
-    ),
-    "torch_gradscaler": ("torch", {"init_scale": 65536.0, "growth_interval": 3}),
-    "torch_sharded_gradscaler": ("torch-sharded", {"init_scale": 65536.0, "growth_interval": 3}),
-}
+PEER_RUNS = {run: record["peer"] for run, record in RUNS.items() if "peer" in record}
 
 
 def _quietly(function, *arguments):
@@ -126,8 +49,10 @@ def test_the_policy_does_what_the_tool_does(name, data):
     """Scales are equal after every step: exactly where factors are powers of two, else to 1e-6 a step."""
     model, configs = DRAWN[name]
     config, grads_finite = data.draw(configs), data.draw(overflow_traces(max_steps=120))
+    before = copy.deepcopy(config)
     expected = _run_model(model, config, grads_finite)
     trace = simulate(_quietly(from_peer, name, config), grads_finite[: len(expected)])
+    assert config == before
     factors = [config.get(key, 2.0) for key in config if "factor" in key or "ratio" in key or key == "multiplier"]
     if all(np.frexp(factor)[0] == 0.5 for factor in factors) and name != "tf-contrib":
         assert trace.loss_scale_after.tolist() == np.float32(expected).tolist()
@@ -137,11 +62,12 @@ def test_the_policy_does_what_the_tool_does(name, data):
     assert trace.skipped.tolist() == [not finite for finite in grads_finite[: len(expected)]]
 
 
-@pytest.mark.parametrize("run", CONFIGS)
+@pytest.mark.parametrize("run", PEER_RUNS)
 def test_recorded_runs(run):
-    """The keys of a recorded run are read too; the run is the original's, to the last bit."""
-    name, config = CONFIGS[run]
-    policy = from_peer(name, config)
+    """The keys of a recorded run are read too, and left alone; the run is the original's, to the last bit."""
+    config = copy.deepcopy(RUNS[run]["config"])
+    policy = from_peer(PEER_RUNS[run], config)
+    assert config == RUNS[run]["config"]
     grads_finite = [flag == "0" for flag in RUNS[run]["overflow"]]
     expected = np.array(RUNS[run]["scale_after"], dtype=np.float32)
     np.testing.assert_array_equal(simulate(policy, grads_finite).loss_scale_after, expected)
