@@ -17,7 +17,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, state_from_peer
+from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, possible_peers, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.core.dialect_models import DRAWN
@@ -287,6 +287,8 @@ def test_what_is_not_unmistakable_is_not_guessed():
     saved = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
     with pytest.raises(CheckpointError, match="apex-fp16-utils, deepspeed, megatron-v1 save these names"):
         guess_peer(saved)
+    assert possible_peers(saved) == ("apex-fp16-utils", "deepspeed", "megatron-v1")
+    assert possible_peers({"epoch": 3}) == ()
 
 
 def test_the_policy_within_a_checkpoint():

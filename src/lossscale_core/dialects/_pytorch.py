@@ -351,6 +351,10 @@ DEEPSPEED = Peer(
             "They count. Given a whole JSON without ZeRO, a warning says so.",
         ),
         Difference(
+            "`FP16_Optimizer` ignores `delayed_shift`, and ZeRO's optimizers, which take the same keywords, count it.",
+            "Ignored for these keywords, with a warning where it is above 1; `dynamic_loss_args` alone counts it.",
+        ),
+        Difference(
             "`hysteresis: 0` is accepted, and the scale never falls.",
             "So it is here, with a warning.",
         ),

@@ -56,16 +56,21 @@ def guess_peer(checkpoint: Any) -> str:
 
     Raises `CheckpointError` where no tool saves these names, or where several do and mean other counts.
     """
-    found: dict[str, int] = {}
-    for peer in PEERS.values():
-        with contextlib.suppress(CheckpointError):
-            found[peer.name] = _recognised(peer, checkpoint)
-    best = [name for name, count in found.items() if count == max(found.values()) and count >= 2]
+    best = possible_peers(checkpoint)
     if not best:
         raise CheckpointError("no tool known here saves its scaler under these names")
     if len({_read_alone(name, checkpoint) for name in best}) > 1:
         raise CheckpointError(f"{', '.join(best)} save these names and mean other counts; name the tool")
     return best[0]
+
+
+def possible_peers(checkpoint: Any) -> tuple[str, ...]:
+    """Return the names of the tools that may have saved this scaler: none, one, or several that save these names."""
+    found: dict[str, int] = {}
+    for peer in PEERS.values():
+        with contextlib.suppress(CheckpointError):
+            found[peer.name] = _recognised(peer, checkpoint)
+    return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
 
 
 def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
