@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale_core.dialects import guess_peer
+from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -71,7 +71,7 @@ def _load_pickle(path: Path) -> Any:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(
                 f"{path} cannot be read without running what is in it ({reason[0][:100]}); "
-                "save the scaler's numbers as JSON: json.dump(vars(scaler), file, default=float)"
+                "save the scaler's numbers as JSON: json.dump(vars(scaler), file, default=str)"
             ) from error
 
 
@@ -99,9 +99,4 @@ def _scalers(where: str, content: Mapping[str, Any], depth: int) -> Iterator[tup
 
 
 def _is_scaler(content: Mapping[str, Any]) -> bool:
-    if "version" in content and "loss_scale" in content:
-        return True
-    try:
-        return bool(guess_peer(content))
-    except CheckpointError as error:
-        return "name the tool" in str(error)
+    return ("version" in content and "loss_scale" in content) or bool(possible_peers(content))

@@ -182,9 +182,8 @@ def schema(file: Path | None) -> None:
     text = json.dumps(policy_schema())
     if file is None:
         click.echo(text)
-    elif file.exists():
-        raise click.UsageError(f"{file} exists and is not overwritten; name a new file")
     else:
+        _require_new(file)
         file.write_text(text + "\n", encoding="utf-8")
         click.echo(f"wrote {file}")
 
@@ -192,7 +191,7 @@ def schema(file: Path | None) -> None:
 @policy.command(epilog=_example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=_FILE)
 @click.option("--from", "peer", required=True, metavar="TOOL", help="Whose config it is; see below.")
-@click.option("--to", "out", type=_FILE, help="A .toml or .json file for the policy; printed when left out.")
+@click.option("--to", "out", type=_FILE, help="A new .toml or .json file for the policy; printed when left out.")
 def convert(file: Path, peer: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
@@ -200,6 +199,7 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
     JSON that holds it), megatron, megatron-v1, fairseq, colossalai, keras, keras-experimental, keras3, tf-v1,
     tf-contrib, jmp, flax, paddle, paddle-static or mindspore. What it does otherwise is said on stderr.
     """
+    _require_new(out)
     with _warnings_as_lines():
         scaling = dialects.from_peer(peer, read_config(file))
     if out is None:
@@ -256,6 +256,7 @@ def convert_checkpoint(
 
     The policy is saved beside it where --policy names it or the checkpoint holds all of it.
     """
+    _require_new(out)
     source, state, scaling = _read_state(file, peer, policy_file, key)
     text = json.dumps(state_to_dict(state, scaling), indent=2)
     if out is None:
@@ -301,6 +302,11 @@ def _warnings_as_lines() -> Iterator[None]:
         yield
     for warning in caught:
         click.echo(f"lossscale: warning: {warning.message}", err=True)
+
+
+def _require_new(out: Path | None) -> None:
+    if out is not None and out.exists():
+        raise click.UsageError(f"{out} exists and is not overwritten; name a new file")
 
 
 def _help_if_alone(context: click.Context) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects import from_peer, state_from_peer
+from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
 
@@ -99,3 +99,32 @@ def test_the_fields_of_a_scaler_are_a_config():
     policy = from_peer("jmp", vars(jmp.DynamicLossScale(jnp.float32(8.0))))
     assert (policy.init_scale, policy.growth_interval) == (8.0, 2000)
     np.testing.assert_array_equal(policy.init_state().loss_scale, np.float32(8.0))
+
+
+@pytest.mark.parametrize("config", [{}, {"minimum_scale": 1.0, "growth_interval": 3}])
+def test_what_is_written_makes_a_dynamic_scale(config):
+    """flax's class takes it, and its floor holds."""
+    policy = from_peer("flax", config)
+    scaler = DynamicScale(**to_peer("flax", policy)).replace(scale=jnp.float32(2.0 * policy.min_scale))
+    for _ in range(3):
+        scaler, *_ = scaler.value_and_grad(lambda x: x * jnp.inf)(jnp.float32(1.0))
+    assert float(scaler.scale) == policy.min_scale
+
+
+@pytest.mark.parametrize("min_scale", [SMALLEST_SCALE, 1.0, 4.0])
+def test_what_is_written_makes_a_dynamic_loss_scale(min_scale):
+    """jmp's class takes it, and its floor holds."""
+    policy = from_peer("jmp", {"loss_scale": 2.0 * min_scale, "min_loss_scale": min_scale, "period": 3})
+    written = to_peer("jmp", policy)
+    scaler = jmp.DynamicLossScale(**{k: jnp.float32(v) if "scale" in k else v for k, v in written.items()})
+    for _ in range(3):
+        scaler = scaler.adjust(jnp.asarray(False))
+    assert float(scaler.loss_scale) == min_scale
+    assert scaler.period == 3
+
+
+@pytest.mark.parametrize("place", [jnp.asarray, lambda value: jnp.asarray([value])])
+def test_arrays_in_a_checkpoint(place):
+    """Device arrays, of no dimension or of one element, are the numbers they hold."""
+    state = state_from_peer("flax", {"scale": place(8.0), "fin_steps": place(7)})
+    assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

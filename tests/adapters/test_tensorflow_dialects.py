@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects import from_peer, state_from_peer
-from lossscale_core.errors import DialectWarning
+from lossscale_core.dialects import from_peer, state_from_peer, to_peer
+from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 
 SCALES = st.integers(2, 20).map(lambda power: 2.0**power)
@@ -138,3 +138,31 @@ def test_a_config_as_keras_writes_it():
     assert from_peer("keras3", optimizer.get_config()).growth_interval == 7
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initial_scale=8.0)
     assert from_peer("keras", optimizer.get_config()).init_scale == 8.0
+
+
+def test_what_is_written_makes_a_loss_scale():
+    """Keras 3's, tf_keras's and TensorFlow's own constructors take what `to_peer` writes."""
+    written = to_peer("keras3", from_peer("keras3", {"initial_scale": 8.0, "dynamic_growth_steps": 3, "dynamic": True}))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **written)
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
+    written = to_peer("keras", from_peer("keras", {"initial_scale": 8.0, "dynamic_growth_steps": 3}))
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), **written)
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
+    written = to_peer("tf-v1", from_peer("tf-v1", {"initial_loss_scale": 8.0, "multiplier": 4.0}))
+    loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(**written)
+    assert (loss_scale.initial_loss_scale, loss_scale.multiplier) == (8.0, 4.0)
+
+
+def test_keras_3_takes_no_fixed_scale():
+    """`dynamic=True` is taken there and here, `dynamic=False` in neither."""
+    with pytest.raises(ValueError, match="dynamic=False"):
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic=False)
+    with pytest.raises(PolicyError, match="dynamic=False"):
+        from_peer("keras3", {"dynamic": False})
+
+
+@pytest.mark.parametrize("place", [tf.constant, tf.Variable, lambda value: tf.constant([value])])
+def test_tensors_in_a_checkpoint(place):
+    """Tensors and variables are the numbers they hold."""
+    state = state_from_peer("keras", {"current_loss_scale": place(8.0), "good_steps": place(7)})
+    assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

@@ -110,6 +110,28 @@ def test_tensors_in_a_checkpoint():
     assert (state.loss_scale, state.growth_tracker, state.hysteresis_tracker) == (8.0, 7, 1)
 
 
+def test_the_attributes_of_a_scaler():
+    """`vars` of torch's own is read like its state dict, tensors and all; so is a state dict of tensors."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
+    scaler.scale(torch.zeros(()))
+    for finite in (True, False, True, True):
+        _step(scaler, finite)
+    saved = state_from_peer("torch", scaler.state_dict())
+    assert saved.growth_tracker == 2
+    assert state_from_peer("torch", vars(scaler)) == saved
+    assert state_from_peer("torch", {key: torch.tensor(each) for key, each in scaler.state_dict().items()}) == saved
+
+
+def test_the_attributes_of_a_scaler_as_json(tmp_path):
+    """The mend for a scaler that was pickled whole: its attributes as JSON, a dtype among them."""
+    attributes = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": torch.half}
+    with (tmp_path / "scaler.json").open("w") as file:
+        json.dump(attributes, file, default=str)
+    done = _checkpoint("convert", "scaler.json", "--from", "deepspeed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["growth_tracker"] == 7
+
+
 def _checkpoint(*arguments, cwd):
     command = [sys.executable, "-m", "lossscale_core", "checkpoint", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)

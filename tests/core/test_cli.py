@@ -248,6 +248,11 @@ BAD_INPUT = [
     (("checkpoint", "show", "several.json"), "several.json holds several scalers; pass --key with one of a, b"),
     (("checkpoint", "convert", "contrib.json"), "depends on hysteresis"),
     (("checkpoint", "convert", "several.json", "--key", "a", "--to", "none/s.json"), "none/s.json: No such file"),
+    (("policy", "convert", "--from", "torch", "empty.json", "--to", "empty.json"), "empty.json exists and is not over"),
+    (("checkpoint", "convert", "several.json", "--key", "a", "--to", "several.json"), "several.json exists"),
+    (("policy", "convert", "--from", "torch", "infinite.json"), "growth_factor=inf"),
+    (("policy", "convert", "--from", "torch", "lists.json"), "init_scale=[1, 2] must be one number"),
+    (("checkpoint", "show", "odd.json", "--from", "torch"), "_growth_tracker=inf"),
     (("polizy",), "polizy"),
     (("--colour",), "--colour"),
 ]
@@ -273,7 +278,13 @@ def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
     (tmp_path / "object.json").write_text('{"loss": [1]}')
     _write_json(tmp_path / "several.json", {"a": APEX, "b": APEX})
     _write_json(tmp_path / "contrib.json", {"loss_scale": 8.0, "good_steps": 1, "bad_steps": 1})
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "infinite.json").write_text('{"growth_factor": Infinity}')
+    (tmp_path / "odd.json").write_text('{"scale": 8.0, "_growth_tracker": Infinity}')
+    _write_json(tmp_path / "lists.json", {"init_scale": [1, 2]})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     done = _run(*arguments, cwd=tmp_path)
+    assert {path: path.read_bytes() for path in before} == before
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lossscale: ")
     assert done.stderr.count("\n") == 1

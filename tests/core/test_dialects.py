@@ -1,6 +1,7 @@
 """Other tools' configs: the policy does what the tool does, step for step, and says what it cannot or will not do."""
 
 import copy
+import dataclasses
 import json
 import warnings
 
@@ -16,84 +17,7 @@ from lossscale_core.testing import overflow_traces, policies, simulate
 from tests.core.dialect_models import DRAWN
 from tests.core.test_peer_runs import POLICIES, RUNS
 
-CONFIGS = {
-    "flax_DynamicScale": (
-        "flax",
-        {
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 3,
-            "scale": 1024.0,
-            "minimum_scale": "float32 tiny",
-        },
-    ),
-    "jmp_DynamicLossScale": (
-        "jmp",
-        {"loss_scale": 1024.0, "period": 3, "factor": 2, "min_loss_scale": 1.0, "jit": True},
-    ),
-    "keras3_LossScaleOptimizer_jax": ("keras3", {"initial_scale": 1024.0, "dynamic_growth_steps": 3}),
-    "mindspore_loss_scale": ("mindspore", {"init": 32768.0, "scale_window": 10, "scale_factor": 2}),
-    "paddle_GradScaler_dygraph": (
-        "paddle",
-        {"init_loss_scaling": 1024.0, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 1},
-    ),
-    "paddle_update_loss_scaling_op": ("paddle-static", {"init_loss_scaling": 1024.0, "incr_every_n_steps": 3}),
-    "tf2.1_keras_experimental_LossScaleOptimizer": (
-        "keras-experimental",
-        {"initial": 1024.0, "growth": 3, "multiplier": 2.0},
-    ),
-    "tf2.4_keras_mixed_precision_LossScaleOptimizer": (
-        "keras",
-        {"initial": 1024.0, "growth": 3, "multiplier": 2.0},
-    ),
-    "tf_compat_v1_DynamicLossScale": (
-        "tf-v1",
-        {"initial_loss_scale": 1024.0, "increment_period": 3, "multiplier": 2.0},
-    ),
-    "tf_contrib_ExponentialUpdateLossScaleManager": (
-        "tf-contrib",
-        {"init_loss_scale": 32768.0, "incr_every_n_steps": 10, "incr_ratio": 2, "decr_ratio": 0.8},
-    ),
-    "tf_keras_LossScaleOptimizer": ("keras", {"dynamic": True, "initial_scale": 1024.0, "dynamic_growth_steps": 3}),
-    "apex_amp_loss_scaler": ("apex", {"loss_scale": "dynamic", "scale_window": 3}),
-    "apex_fp16_utils_dynamic_loss_scaler": ("apex-fp16-utils", {"init_scale": 65536.0, "scale_window": 3}),
-    "apex_update_scale_hysteresis_kernel": (
-        "apex-hysteresis",
-        {
-            "init_scale": 65536.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 3,
-            "hysteresis": 2,
-        },
-    ),
-    "colossalai_dynamic_grad_scaler": (
-        "colossalai",
-        {"initial_scale": 65536.0, "growth_interval": 3, "min_scale": 1.0, "max_scale": 262144.0},
-    ),
-    "deepspeed_loss_scaler": (
-        "deepspeed",
-        {
-            "init_scale": 65536.0,
-            "scale_window": 3,
-            "min_scale": 1.0,
-            "delayed_shift": 1,
-            "consecutive_hysteresis": False,
-            "raise_error_at_min_scale": False,
-        },
-    ),
-    "fairseq_dynamic_loss_scaler": ("fairseq", {"init_scale": 128.0, "scale_window": 3}),
-    "megatron_grad_scaler": (
-        "megatron",
-        {"initial_scale": 65536.0, "min_scale": 1.0, "growth_interval": 3, "hysteresis": 2},
-    ),
-    "megatron_v1_dynamic_loss_scaler": (
-        "megatron-v1",
-        {"init_scale": 65536.0, "scale_factor": 2.0, "scale_window": 3, "min_scale": 1, "delayed_shift": 2},
-    ),
-    "torch_gradscaler": ("torch", {"init_scale": 65536.0, "growth_interval": 3}),
-    "torch_sharded_gradscaler": ("torch-sharded", {"init_scale": 65536.0, "growth_interval": 3}),
-}
+PEER_RUNS = {run: record["peer"] for run, record in RUNS.items() if "peer" in record}
 
 
 def _quietly(function, *arguments):
@@ -125,8 +49,10 @@ def test_the_policy_does_what_the_tool_does(name, data):
     """Scales are equal after every step: exactly where factors are powers of two, else to 1e-6 a step."""
     model, configs = DRAWN[name]
     config, grads_finite = data.draw(configs), data.draw(overflow_traces(max_steps=120))
+    before = copy.deepcopy(config)
     expected = _run_model(model, config, grads_finite)
     trace = simulate(_quietly(from_peer, name, config), grads_finite[: len(expected)])
+    assert config == before
     factors = [config.get(key, 2.0) for key in config if "factor" in key or "ratio" in key or key == "multiplier"]
     if all(np.frexp(factor)[0] == 0.5 for factor in factors) and name != "tf-contrib":
         assert trace.loss_scale_after.tolist() == np.float32(expected).tolist()
@@ -136,11 +62,12 @@ def test_the_policy_does_what_the_tool_does(name, data):
     assert trace.skipped.tolist() == [not finite for finite in grads_finite[: len(expected)]]
 
 
-@pytest.mark.parametrize("run", CONFIGS)
+@pytest.mark.parametrize("run", PEER_RUNS)
 def test_recorded_runs(run):
-    """The keys of a recorded run are read too; the run is the original's, to the last bit."""
-    name, config = CONFIGS[run]
-    policy = from_peer(name, config)
+    """The keys of a recorded run are read too, and left alone; the run is the original's, to the last bit."""
+    config = copy.deepcopy(RUNS[run]["config"])
+    policy = from_peer(PEER_RUNS[run], config)
+    assert config == RUNS[run]["config"]
     grads_finite = [flag == "0" for flag in RUNS[run]["overflow"]]
     expected = np.array(RUNS[run]["scale_after"], dtype=np.float32)
     np.testing.assert_array_equal(simulate(policy, grads_finite).loss_scale_after, expected)
@@ -233,13 +160,15 @@ SAYINGS = [
         "deepspeed",
         {
             "dynamic_loss_scale": True,
-            "dynamic_loss_args": {"init_scale": 64, "scale_window": 2, "min_scale": 1, "delayed_shift": 3},
+            "dynamic_loss_args": {"init_scale": 64, "scale_window": 2, "min_scale": 1, "delayed_shift": 1},
         },
         DynamicScaling(
             init_scale=64.0, growth_interval=2, cooldown=1, refill_on_backoff=False, max_scale=LARGEST_SCALE
         ),
     ),
     ("tf-contrib", {"loss_scale": 5000}, FixedScaling(5000.0)),
+    ("deepspeed", {"scale": 128}, FixedScaling(128.0)),
+    ("keras3", {"dynamic": True, "name": None}, dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE)),
     ("tf-v1", {"opt": None, "loss_scale": "dynamic"}, DEFAULTS["keras"]),
     (
         "keras-experimental",
@@ -281,8 +210,24 @@ def test_what_a_config_says(name, config, policy):
     np.testing.assert_array_equal(simulate(read, trace).loss_scale_after, simulate(policy, trace).loss_scale_after)
 
 
+NO_FLOORS = [
+    ("deepspeed", {"init_scale": 8, "min_scale": 0}),
+    ("megatron-v1", {"init_scale": 8, "min_scale": -1}),
+    ("megatron", {"initial_scale": 8, "min_scale": 1e-40}),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": 0}),
+    ("colossalai", {"min_scale": 1e-40}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), NO_FLOORS, ids=lambda value: value if type(value) is str else "")
+def test_a_floor_beyond_ours_is_ours(name, config):
+    """A floor below 2**-126, or none at all, is 2**-126."""
+    assert from_peer(name, config).min_scale == SMALLEST_SCALE
+
+
 BUGS = [
     ("torch", {"growth_interval": 0}, "growth_interval=0 never grows"),
+    ("apex", {"scale_window": float("inf")}, "scale_window=inf never grows"),
     ("torch", {"enabled": False}, "turned off, it applies infinite gradients"),
     ("apex", {"scale_factor": 4.0}, "scale_factor=4.0 is ignored"),
     ("apex", {"loss_scale": "128.0"}, "applies infinite gradients under a fixed scale"),
@@ -290,6 +235,13 @@ BUGS = [
     ("deepspeed", {"hysteresis": 0}, "hysteresis=0 never lowers the scale"),
     ("deepspeed", {"fp16": {"hysteresis": 2}}, "ignored where ZeRO is off"),
     ("deepspeed", {"enabled": False}, "turned off"),
+    (
+        "deepspeed",
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"delayed_shift": 3}},
+        "delayed_shift=3 is ignored",
+    ),
+    ("apex-fp16-utils", {"scale": 128}, "applies infinite gradients under a fixed scale"),
+    ("megatron-v1", {"scale": 128}, "applies infinite gradients under a fixed scale"),
     ("megatron", {"loss_scale_window": 1000.5}, "megatron: loss_scale_window=1000.5 never grows"),
     ("keras", {"dynamic": False, "initial_scale": 8.0}, "applies infinite gradients under a fixed scale"),
     ("tf-v1", {"loss_scale_value": 8.0}, "applies infinite gradients under a fixed scale"),
@@ -321,6 +273,20 @@ REFUSED = [
     ("torch", {"init_scale": 4.0, "scale": 8.0}, "init_scale and scale are one setting"),
     ("torch", {"growth_interval": "many"}, "growth_interval='many'"),
     ("torch", {"enabled": "perhaps"}, "enabled='perhaps'"),
+    ("torch", {"enabled": np.array([1, 2])}, "torch: enabled=array"),
+    ("torch", {"init_scale": [1.0, 2.0]}, r"init_scale=\[1.0, 2.0\] must be one number"),
+    ("torch", {"growth_interval": 10**400}, "growth_interval=1000.* larger than any float"),
+    ("torch", {"growth_interval": float("nan")}, "growth_interval=nan .* must be a number"),
+    ("keras", {"dynamic_growth_steps": float("nan")}, "dynamic_growth_steps=nan"),
+    ("mindspore", {"scale_window": float("inf")}, "scale_window=inf"),
+    ("deepspeed", {"loss_scale": np.zeros(2)}, "loss_scale=array"),
+    ("deepspeed", {"loss_scale": float("nan")}, "loss_scale=nan"),
+    ("apex", {"min_loss_scale": float("nan")}, "min_loss_scale=nan"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": 32768}, "update_freq=32768 leaves no window"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": [2, 4]}, r"update_freq=\[2, 4\]"),
+    ("fairseq", {"fp16_scale_window": None, "update_freq": 0}, "update_freq=0"),
+    ("fairseq", {"fp16_init_scale": 4, "distributed_world_size": 0}, "distributed_world_size=0"),
+    ("fairseq", {"tolerance": float("nan")}, "tolerance=nan"),
     ("apex", {"scale_window": 0}, "scale_window=0"),
     ("apex", {"min_loss_scale": 2.0**20}, r"min_loss_scale=1048576.0 is above init_scale=65536.0"),
     ("apex-fp16-utils", {"scale_window": 0}, "scale_window=0"),
@@ -334,7 +300,11 @@ REFUSED = [
     ("deepspeed", {"initial_scale_power": -2}, "min_loss_scale=1 is above initial_scale_power=-2"),
     ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "no key of deepspeed"),
     ("deepspeed", {"train_batch_size": 8, "bf16": {"enabled": True}}, "no fp16 block"),
+    ("deepspeed", {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}, "no fp16 block"),
     ("megatron", {"hysteresis": 0}, "hysteresis=0"),
+    ("megatron", {"min_scale": 0.0}, "min_scale=0.0"),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": None}, "min_loss_scale=None"),
+    ("keras3", {"dynamic": False}, "dynamic=False"),
     ("megatron", {"initial_loss_scale": 0.5}, "min_scale=1.0 is above initial_loss_scale=0.5"),
     ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": -1.0}, "init_loss_scaling=-1.0"),
     ("fairseq", {"tolerance": 1.5}, "tolerance=1.5"),
@@ -388,6 +358,28 @@ def test_what_the_tool_cannot_say_names_the_field(name, policy, field):
         to_peer(name, policy)
 
 
+WRITTEN = [
+    ("flax", {"minimum_scale": SMALLEST_SCALE}),
+    ("jmp", {"loss_scale": 8.0, "min_loss_scale": SMALLEST_SCALE}),
+    ("colossalai", {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}),
+    ("fairseq", {"threshold": SMALLEST_SCALE, "min_loss_scale": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), WRITTEN, ids=lambda value: value if type(value) is str else "")
+def test_the_outermost_bounds_are_written_as_numbers(name, config):
+    """A tool that takes a bound is given ours, so that its scale stays where ours does."""
+    written = to_peer(name, from_peer(name, config))
+    assert config.items() <= written.items()
+
+
+def test_megatron_is_written_in_one_vocabulary():
+    """Either what its class takes, or what `OptimizerConfig` takes."""
+    dynamic = {"initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"}
+    assert to_peer("megatron", from_peer("megatron", {})).keys() == dynamic
+    assert to_peer("megatron", 8.0) == {"initial_loss_scale": 8.0, "loss_scale": 8.0}
+
+
 def test_policies_are_given_as_anywhere():
     """`to_peer` takes what `as_policy` takes."""
     assert to_peer("deepspeed", 128) == {"loss_scale": 128.0, "enabled": True}
@@ -403,6 +395,46 @@ def test_fairseq_stops_above_min_loss_scale(init_scale, factor, grads_finite):
     assume(init_scale > limit)
     policy = from_peer("fairseq", {"init_scale": init_scale, "scale_factor": factor, "min_loss_scale": limit})
     assert np.all(simulate(policy, grads_finite).loss_scale_after > np.float32(limit))
+
+
+THRESHOLDS = [
+    ({"init_scale": 128.0, "threshold": 1.5, "min_loss_scale": 1.0}, 1.5),
+    ({"scale_factor": 8.0, "threshold": 2e-4}, 2e-4),
+    ({"init_scale": 8.0, "threshold": 1.0, "min_loss_scale": 1.0}, 2.0),
+    ({"init_scale": 8.0, "threshold": 0.5, "min_loss_scale": 0.0}, 0.5),
+    ({"fp16_init_scale": 8, "threshold_loss_scale": 0.3}, 0.3),
+    ({"min_loss_scale": 0.0}, SMALLEST_SCALE),
+]
+
+
+@pytest.mark.parametrize(("config", "floor"), THRESHOLDS, ids=str)
+def test_fairseq_falls_to_its_threshold(config, floor):
+    """A `threshold` above `min_loss_scale` is the floor; otherwise it never acts."""
+    policy = from_peer("fairseq", config)
+    assert policy.min_scale == floor
+    assert simulate(policy, [False] * 200).loss_scale_after[-1] == np.float32(floor)
+
+
+def test_an_interval_without_end_is_read():
+    """TensorFlow compares with `>=`; ours is the longest there is."""
+    assert from_peer("tf-v1", {"increment_period": float("inf")}).growth_interval == 2**31 - 1
+    assert from_peer("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
+
+
+TOLERANCES = st.sampled_from([0.33333334, 0.6666667, 0.66666669, 0.33333331, 0.142857145, 0.99999999]) | st.builds(
+    lambda share, off: min(share * (1 + off), 1.0),
+    st.sampled_from([1 / 3, 2 / 3, 1 / 7, 3 / 7, 0.1, 1.0]),
+    st.floats(-1e-7, 1e-7),
+)
+
+
+@given(TOLERANCES, overflow_traces(max_steps=80))
+def test_fairseqs_tolerance_beside_a_share(tolerance, grads_finite):
+    """A tolerance just above a share of overflows tolerates it in float32 too, and one just below does not."""
+    config = {"tolerance": tolerance, "scale_window": 5, "min_loss_scale": 0.0}
+    expected = _run_model(DRAWN["fairseq"][0], config, grads_finite)
+    trace = simulate(from_peer("fairseq", config), grads_finite[: len(expected)])
+    assert trace.loss_scale_after.tolist() == expected
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -17,7 +17,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, state_from_peer
+from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, possible_peers, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.core.dialect_models import DRAWN
@@ -109,6 +109,15 @@ PLACED = [
     ("mindspore", {"loss_scale": 8, "cur_iter": 20, "last_overflow_iter": 12, "bad_step": 0, "scale_window": 2000}),
     ("mindspore", {"scale_sense": 8.0, "current_iterator_step": 20, "last_overflow_iterator_step": 12}),
     ("mindspore", {"scale_value": 8.0, "counter": 7}),
+    ("torch", {"_scale": np.float32(8.0), "_growth_tracker": 7, "_growth_interval": 2000, "_device": "cpu"}),
+    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
+    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
+    ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
+    ("colossalai", {"_scale": [8.0], "_growth_step": 7, "_hysteresis_step": 1, "_hysteresis": 2}),
+    (
+        "deepspeed",
+        {"cur_scale": 8, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 1000, "dtype": "torch.float16"},
+    ),
 ]
 
 
@@ -208,6 +217,39 @@ REFUSED = [
 ]
 
 
+IMPLAUSIBLE = [
+    ("torch", {"_growth_tracker": float("inf")}, "_growth_tracker=inf .* must be a whole number"),
+    ("torch", {"_growth_tracker": float("nan")}, "_growth_tracker=nan .* must be a whole number"),
+    ("torch", {"_growth_tracker": 7.9}, "_growth_tracker=7.9 .* must be a whole number"),
+    ("torch", {"_growth_tracker": -5}, "_growth_tracker=-5 .* cannot be below 0"),
+    ("paddle", {"incr_count": 1, "decr_count": -1, "decr_every_n_nan_or_inf": 2}, "decr_count=-1 .* below 0"),
+    (
+        "deepspeed",
+        {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 30, "scale_window": 4},
+        "cur_iter=3, last_overflow_iter=30 .* before the present",
+    ),
+    (
+        "mindspore",
+        {"scale_sense": 8.0, "current_iterator_step": 3, "last_overflow_iterator_step": 30},
+        "last_overflow_iterator_step=30 .* before the present",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "words"), IMPLAUSIBLE, ids=lambda value: value if type(value) is str else "")
+def test_an_implausible_count_is_refused(name, saved, words):
+    """No tool counts like that; the error names the key and its value."""
+    with pytest.raises(CheckpointError, match=words):
+        state_from_peer(name, {"scale": 8.0, **saved})
+
+
+def test_more_overflows_left_than_the_policy_tolerates():
+    """The count is lowered to the policy's, with a warning."""
+    saved = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 50}
+    with pytest.warns(CheckpointWarning, match="50 overflows were left in the checkpoint, and hysteresis=2 leaves 2"):
+        assert state_from_peer("megatron", saved, from_peer("megatron", {})).hysteresis_tracker == 2
+
+
 @pytest.mark.parametrize(("name", "saved", "words"), REFUSED, ids=lambda value: value if type(value) is str else "")
 def test_what_no_state_can_hold_is_refused(name, saved, words):
     """The error names the key, the value and what to do."""
@@ -245,6 +287,8 @@ def test_what_is_not_unmistakable_is_not_guessed():
     saved = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
     with pytest.raises(CheckpointError, match="apex-fp16-utils, deepspeed, megatron-v1 save these names"):
         guess_peer(saved)
+    assert possible_peers(saved) == ("apex-fp16-utils", "deepspeed", "megatron-v1")
+    assert possible_peers({"epoch": 3}) == ()
 
 
 def test_the_policy_within_a_checkpoint():

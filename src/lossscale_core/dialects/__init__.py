@@ -15,7 +15,7 @@ from lossscale_core.dialects._page import markdown, overview, tables
 from lossscale_core.dialects._peers import peers
 from lossscale_core.dialects._policies import from_peer, to_peer
 from lossscale_core.dialects._record import Counter, Difference, Form, Key, Peer, Reading, Saved
-from lossscale_core.dialects._states import guess_peer, policy_in, state_from_peer
+from lossscale_core.dialects._states import guess_peer, policy_in, possible_peers, state_from_peer
 
 __all__ = [
     "Counter",
@@ -31,6 +31,7 @@ __all__ = [
     "overview",
     "peers",
     "policy_in",
+    "possible_peers",
     "state_from_peer",
     "tables",
     "to_peer",

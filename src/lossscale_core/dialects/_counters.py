@@ -3,25 +3,37 @@
 from typing import Any
 
 from lossscale_core.dialects._readings import NEVER
-from lossscale_core.dialects._record import Counter
+from lossscale_core.dialects._record import Counter, NoCounterpartError
 
 # In all of these the first argument is the policy, and the others are what was saved.
 
 
 def count(names: str, *, optional: bool = False, equal: bool = False) -> Counter:
-    """Return a counter that is ours under another name; a tolerance below 0 is used up, as 0 is.
+    """Return a counter that is ours under another name.
 
     `equal` says that the original grows its scale only where the counter equals its interval.
     """
-    place = lambda _, value: max(int(value), 0)  # noqa: E731
+
+    def place(_: Any, value: int) -> int:
+        return _at_least(0, value)
+
     return Counter("the same", (tuple(names.split()),), place, optional=optional, equal=equal)
+
+
+def left(names: str, *, optional: bool = False) -> Counter:
+    """Return a count of overflows left until the scale falls; below 0 none is, as at 0."""
+
+    def place(_: Any, value: int) -> int:
+        return max(value, 0)
+
+    return Counter("the same", (tuple(names.split()),), place, optional=optional)
 
 
 def left_to_one(names: str) -> Counter:
     """Return a count of overflows left, of a tool that backs off where it equals 1: from below 1 it never does."""
 
-    def place(_: Any, value: float) -> int:
-        return int(value) if value >= 1 else NEVER
+    def place(_: Any, value: int) -> int:
+        return value if value >= 1 else NEVER
 
     return Counter("the same; below 1 the scale never backs off", (tuple(names.split()),), place, optional=True)
 
@@ -29,15 +41,28 @@ def left_to_one(names: str) -> Counter:
 def used(names: str, *, optional: bool = False) -> Counter:
     """Return a count of overflows so far, where ours counts those left."""
 
-    def left(policy: Any, used: float) -> int:
-        return max(int(policy.hysteresis) - int(used), 0)
+    def place(policy: Any, used: int) -> int:
+        return max(int(policy.hysteresis) - _at_least(0, used), 0)
 
-    return Counter("`hysteresis` − it", (tuple(names.split()),), left, needs="hysteresis", optional=optional)
+    return Counter("`hysteresis` − it", (tuple(names.split()),), place, needs="hysteresis", optional=optional)
 
 
-def _clean_steps(policy: Any, now: float, last: float) -> int:
+def _at_least(lowest: int, value: int) -> int:
+    if value < lowest:
+        raise NoCounterpartError(f"a count cannot be below {lowest}")
+    return value
+
+
+def _between(now: int, last: int) -> int:
+    """Return how many steps lie between two iterations."""
+    if last >= now:
+        raise NoCounterpartError("the last one must lie before the present one")
+    return now - last - 1
+
+
+def _clean_steps(policy: Any, now: int, last: int) -> int:
     """Return the tracker after the finite steps between two iterations, of which each window grew the scale."""
-    clean = int(now) - int(last) - 1
+    clean = _between(now, last)
     cooldown = int(getattr(policy, "cooldown", 0))
     return clean - cooldown if clean < cooldown else (clean - cooldown) % int(policy.growth_interval)
 
@@ -52,4 +77,4 @@ def since_overflow(now: str, last: str, *, optional: bool = False) -> Counter:
 def since_change(now: str, last: str, *, optional: bool = False) -> Counter:
     """Return a pair of iteration numbers, the present one and that of the last overflow or growth."""
     names = (tuple(now.split()), tuple(last.split()))
-    return Counter("now − last − 1", names, lambda _, now, last: int(now) - int(last) - 1, optional=optional)
+    return Counter("now − last − 1", names, lambda _, now, last: _between(now, last), optional=optional)

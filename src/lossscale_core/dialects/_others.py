@@ -33,7 +33,7 @@ JMP = Peer(
                 key("loss_scale", read.INIT_SCALE),
                 key("period", read.INTERVAL_EQUAL, 2000),
                 key("factor", read.FACTOR, 2),
-                key("min_loss_scale", read.FLOOR, 1.0),
+                key("min_loss_scale", read.MIN_SCALE, 1.0),
                 key("counter", read.left_to_the_state("counter"), 0),
             ),
             {"max_scale": UNBOUNDED["max_scale"]},

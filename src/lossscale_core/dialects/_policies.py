@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from numbers import Number
+from types import NoneType
 from typing import Any, NamedTuple
 
 from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
@@ -13,6 +15,7 @@ from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, 
 from lossscale_core.errors import DialectWarning, PolicyError
 
 _REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
+_ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
@@ -54,13 +57,13 @@ def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
         config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
         form = form_of(peer, config)
         said = list(_said(peer, form, config))
-        settings, bugs = _settings_of(peer, form, said)
+        settings, bugs, origins = _settings_of(peer, form, said)
         settings, bug = form.adjust(settings, config)
     except NoCounterpartError as refusal:
         raise PolicyError(f"{peer.name}: {refusal}") from None
     bugs += [bug] if bug else []
     bugs = [f"{peer.name}: {bug}" for bug in [*bugs, *_kind_bugs(peer, settings["kind"])]]
-    return _policy(peer, settings, said), bugs
+    return _policy(peer, settings, origins), bugs
 
 
 def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
@@ -102,7 +105,10 @@ def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
     """Yield what the config says of each key of the form."""
     for one in form.keys:
         names = [name for name in one.names if name in config]
-        if any(config[name] != config[names[0]] for name in names):
+        for name in names:
+            if not isinstance(config[name], _ONE_VALUE):
+                raise PolicyError(f"{peer.name}: {name}={config[name]!r} must be one number, word or flag")
+        if any(config[name] != config[names[0]] for name in names[1:]):
             raise PolicyError(f"{peer.name}: {' and '.join(names)} are one setting, but differ; leave one out")
         if not names and one.default is REQUIRED:
             raise PolicyError(f"{peer.name} has no default for {one.name}; add it to the config")
@@ -110,9 +116,13 @@ def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
         yield _Said(one, (names or [one.name])[0], one.default if is_default else config[names[0]])
 
 
-def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, list[str]]:
-    """Return all settings together and what the original does wrong; a fixed scale needs no more than its scale."""
+def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, list[str], dict[str, str]]:
+    """Return all settings together, what the original does wrong, and by setting the key of theirs that says it.
+
+    A fixed scale needs no more than its scale.
+    """
     settings: Settings = {"kind": "dynamic", **form.settings}
+    origins: dict[str, str] = {}
     bugs, errors = [], []
     for one in said:
         try:
@@ -121,11 +131,12 @@ def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, l
             errors.append(error)
             continue
         settings.update(meaning.settings)
+        origins.update(dict.fromkeys(meaning.settings, f"{one.name}={one.value!r}"))
         bugs += [f"{one.name}={one.value!r} {meaning.bug}"] if meaning.bug else []
     adapts = settings["kind"] in ("dynamic", "tolerant")
     if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
         raise errors[0]
-    return settings, bugs if adapts else []
+    return settings, bugs if adapts else [], origins
 
 
 def _meaning(peer: Peer, said: _Said) -> Meaning:
@@ -140,24 +151,17 @@ def _meaning(peer: Peer, said: _Said) -> Meaning:
     return meaning
 
 
-def _policy(peer: Peer, settings: Settings, said: list[_Said]) -> ScalingPolicy:
+def _policy(peer: Peer, settings: Settings, origins: Mapping[str, str]) -> ScalingPolicy:
     kind = settings["kind"]
     values = {field.name: settings[field.name] for field, _ in rules_of(KINDS[kind]) if field.name in settings}
     for low, high in _ORDER:
         if low in values and high in values and values[low] > values[high]:
+            above, below = (origins.get(name, f"its {name} of {values[name]:g}") for name in (low, high))
             raise PolicyError(
-                f"{peer.name}: {_origin(low, values, said)} is above {_origin(high, values, said)}; "
+                f"{peer.name}: {above} is above {below}; "
                 "there an overflow or growth would jump to the bound, here it never does: pass them in order"
             )
     return policy_from_dict({"kind": kind, **values})
-
-
-def _origin(setting: str, values: Settings, said: list[_Said]) -> str:
-    """Return a setting as their key that set it, and its value."""
-    for one in said:
-        if setting in one.key.reading.read(one.value).settings:
-            return f"{one.name}={one.value!r}"
-    return f"its {setting} of {values[setting]:g}"
 
 
 def _kind_bugs(peer: Peer, kind: str) -> list[str]:

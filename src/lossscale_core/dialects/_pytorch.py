@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, left_to_one, since_change, since_overflow, used
+from lossscale_core.dialects._counters import count, left, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
 from lossscale_core.dialects._record import (
     Difference,
@@ -53,6 +52,13 @@ _ITERATIONS = Saved(
         "hysteresis_tracker": left_to_one("cur_hysteresis"),
     },
 )
+
+_STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"}, only_read=True)
+_STATIC_NOT_CHECKED = Difference(
+    "The static `LossScaler` never sees an overflow: infinite gradients are applied.",
+    "`FixedScaling` skips them; a warning says so.",
+)
+_FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow"
 
 _TORCH_KEYS = (
     key("init_scale scale", read.INIT_SCALE, 65536.0),
@@ -163,7 +169,7 @@ APEX = Peer(
             "One state is one scaler: hand `state_from_peer` one of them where there are several.",
         ),
     ),
-    fixed_bug="applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow",
+    fixed_bug=_FIXED_BUG,
     within="loss_scaler*",
 )
 
@@ -182,6 +188,7 @@ APEX_FP16_UTILS = Peer(
             ),
             read.FLOOR_OF_ONE,
         ),
+        _STATIC_SCALER,
     ),
     saved=(dataclasses.replace(_ITERATIONS, counters={"growth_tracker": _ITERATIONS.counters["growth_tracker"]}),),
     differences=(
@@ -191,7 +198,9 @@ APEX_FP16_UTILS = Peer(
             "`FP16_Optimizer` uses the scaler of `apex.amp` instead.",
             "Convert its `dynamic_loss_args` from `apex`.",
         ),
+        _STATIC_NOT_CHECKED,
     ),
+    fixed_bug=_FIXED_BUG,
 )
 
 APEX_HYSTERESIS = Peer(
@@ -212,7 +221,7 @@ APEX_HYSTERESIS = Peer(
             scale=("scale",),
             counters={
                 "growth_tracker": count("_growth_tracker", equal=True),
-                "hysteresis_tracker": count("_hysteresis_tracker", optional=True),
+                "hysteresis_tracker": left("_hysteresis_tracker", optional=True),
             },
             title="in NeMo's state dict",
         ),
@@ -220,7 +229,7 @@ APEX_HYSTERESIS = Peer(
             scale=("current_scale",),
             counters={
                 "growth_tracker": count("growth_tracker", equal=True),
-                "hysteresis_tracker": count("hysteresis_tracker"),
+                "hysteresis_tracker": left("hysteresis_tracker"),
             },
             title="among the kernel's arguments",
         ),
@@ -235,12 +244,16 @@ _WITHOUT_ZERO = (
     "set it to 1 for what this config did"
 )
 
-_WHOLE_JSON = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "optimizer")
+_BLOCK = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_WHOLE_JSON = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_optimization", "bf16", "amp", "optimizer", "scheduler", "steps_per_print", "zero_allow_untested_optimizer"),
+)
 
 
 def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
-    if not config.keys().isdisjoint(_WHOLE_JSON) and "fp16" not in config:
+    if not config.keys().isdisjoint(_WHOLE_JSON) and config.keys().isdisjoint(("fp16", *_BLOCK)):
         raise NoCounterpartError(
             "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
         )
@@ -249,7 +262,7 @@ def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
         config = {"dynamic_loss_scale": True, **config, **config["dynamic_loss_args"]}
         del config["dynamic_loss_args"]
-    return {name: value for name, value in config.items() if value != "auto"}
+    return {name: value for name, value in config.items() if not (isinstance(value, str) and value == "auto")}
 
 
 def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -259,6 +272,17 @@ def _deepspeed_zero(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return Meaning(settings, f"hysteresis={settings['hysteresis']} {_WITHOUT_ZERO}" if is_off and tolerates else "")
 
 
+def _deepspeed_optimizer(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    if settings["kind"] == "fixed":
+        return Meaning({"kind": "fixed", "init_scale": settings["static_loss_scale"]})
+    shift = read.HYSTERESIS_EQUAL.read(config.get("delayed_shift", 1)).settings["hysteresis"]
+    return Meaning(settings, f"delayed_shift={config['delayed_shift']!r} {_WITHOUT_SHIFT}" if shift > 1 else "")
+
+
+_WITHOUT_SHIFT = (
+    "is ignored by the FP16_Optimizer without ZeRO, and so it is here; ZeRO's optimizers take the same keywords and "
+    "count it: for theirs, convert dynamic_loss_args alone"
+)
 _STATIC_SCALE = dataclasses.replace(
     read.number("static_loss_scale"), text="the scale where `dynamic_loss_scale` is false"
 )
@@ -311,12 +335,9 @@ DEEPSPEED = Peer(
             {**_HALVES, **_DEEPSPEED_RULE, "hysteresis": 1},
             ignored=("delayed_shift", "consecutive_hysteresis", "low_precision_dtype", "clip_grad", "verbose", "mpu"),
             only_read=True,
-            adjust=lambda settings, _: Meaning(
-                {"kind": "fixed", "init_scale": settings["static_loss_scale"]}
-                if settings["kind"] == "fixed"
-                else settings
-            ),
+            adjust=_deepspeed_optimizer,
         ),
+        _STATIC_SCALER,
     ),
     saved=(_ITERATIONS, Saved(scale=("cur_scale",), title="in a checkpoint of a fixed scale")),
     differences=(
@@ -328,6 +349,10 @@ DEEPSPEED = Peer(
         Difference(
             "Without ZeRO, `hysteresis` and `consecutive_hysteresis` are ignored.",
             "They count. Given a whole JSON without ZeRO, a warning says so.",
+        ),
+        Difference(
+            "`FP16_Optimizer` ignores `delayed_shift`, and ZeRO's optimizers, which take the same keywords, count it.",
+            "Ignored for these keywords, with a warning where it is above 1; `dynamic_loss_args` alone counts it.",
         ),
         Difference(
             "`hysteresis: 0` is accepted, and the scale never falls.",
@@ -357,17 +382,28 @@ MEGATRON = Peer(
     rule="Doubles on the 1000th finite step in a row, halves from the second overflow since growth, down to 1.",
     forms=(
         Form(
-            "constructor, or `OptimizerConfig` and command line",
+            "constructor, which takes the first of two names",
             (
                 key("initial_scale initial_loss_scale", read.INIT_SCALE, 2.0**32),
-                key("min_scale min_loss_scale", read.MIN_SCALE, 1.0),
+                key("min_scale min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
                 key("growth_factor", read.GROWTH_FACTOR, 2.0),
                 key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
                 key("growth_interval loss_scale_window", read.INTERVAL_EQUAL, 1000),
                 key("hysteresis", read.HYSTERESIS, 2),
-                key("loss_scale", read.fixed_unless(None, 0), None),
             ),
             _MEGATRON_RULE,
+            ignored=("fp16", "bf16"),
+        ),
+        Form(
+            "`OptimizerConfig` and command line",
+            (
+                key("initial_loss_scale", read.INIT_SCALE, 2.0**32),
+                key("min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
+                key("loss_scale_window", read.INTERVAL_EQUAL, 1000),
+                key("hysteresis", read.HYSTERESIS, 2),
+                key("loss_scale", read.fixed_unless(None, 0), None),
+            ),
+            {**_HALVES, **_MEGATRON_RULE},
             ignored=("fp16", "bf16"),
         ),
     ),
@@ -376,7 +412,7 @@ MEGATRON = Peer(
             scale=("scale",),
             counters={
                 "growth_tracker": count("growth_tracker", equal=True),
-                "hysteresis_tracker": count("hysteresis_tracker"),
+                "hysteresis_tracker": left("hysteresis_tracker"),
             },
         ),
     ),
@@ -413,39 +449,60 @@ MEGATRON_V1 = Peer(
             ),
             {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
         ),
+        _STATIC_SCALER,
     ),
     saved=(_ITERATIONS,),
     differences=(
         Difference("`delayed_shift=0` is accepted, and the scale never falls.", "So it is here, with a warning."),
         _RAISED_TO_FLOOR,
         _TO_INFINITY,
+        _STATIC_NOT_CHECKED,
     ),
+    fixed_bug=_FIXED_BUG,
     within="loss_scaler",
 )
 
 
 def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
-    """Stop the scale at the last value above `min_loss_scale`, where fairseq stops the run and puts it back."""
-    stop, floor = settings.pop("stop_at"), settings["init_scale"]
-    if floor <= stop:
+    """Stop the scale at `threshold`, or at the last value above `min_loss_scale`, where fairseq's run would end."""
+    if settings["min_scale"] > settings["stop_at"]:  # the scale never falls to where the run ends
+        return Meaning(settings)
+    return Meaning({**settings, "min_scale": _last_above(settings["stop_at"], settings)})
+
+
+def _last_above(stop: float, settings: Settings) -> float:
+    """Return the last scale above `stop` that falling by the factor from the first scale passes."""
+    scale = float(settings["init_scale"])
+    if scale <= stop:
         raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
-    while floor / settings["growth_factor"] > max(stop, SMALLEST_SCALE):
-        floor /= settings["growth_factor"]
-    return Meaning({**settings, "min_scale": max(settings["min_scale"], floor if stop > 0 else SMALLEST_SCALE)})
+    while scale / settings["growth_factor"] > stop:
+        scale /= settings["growth_factor"]
+    return scale
 
 
 def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     """Derive the window of the command line from the size of a step, where it is left out."""
     if config.get("fp16_scale_window") is None:
-        frequency = config.get("update_freq", 1)
-        first = frequency[0] if isinstance(frequency, list | tuple) else frequency
-        ranks = read.real(config.get("distributed_world_size", 1)) / read.real(config.get("model_parallel_size", 1))
-        settings = {**settings, "growth_interval": int(2**14 / int(ranks) / read.real(first))}
+        names = ("distributed_world_size", "model_parallel_size", "update_freq")
+        world, parallel, frequency = (_size(name, config.get(name, 1)) for name in names)
+        settings = {**settings, "growth_interval": int(2**14 / max(world // parallel, 1) / frequency)}
+        if settings["growth_interval"] < 1:
+            raise NoCounterpartError(
+                f"2**14 / distributed_world_size={world} / update_freq={frequency} leaves no window; "
+                "pass fp16_scale_window"
+            )
     return _fairseq_floor(settings, config)
 
 
+def _size(name: str, value: Any) -> int:
+    """Return what a step is made of so many times; fairseq refuses to derive a window from a list of them."""
+    if isinstance(value, list | tuple) or read.real(value) < 1:
+        raise NoCounterpartError(f"{name}={value!r} does not say the window; pass fp16_scale_window")
+    return read.whole(value)
+
+
 _STOP_AT = Reading(
-    "the last scale above it is `min_scale`",
+    "the last scale above it is `min_scale`, unless `threshold` is above it",
     lambda value: Meaning({"stop_at": max(read.real(value), 0.0)}),
     lambda _: 0.0,
 )
@@ -497,8 +554,9 @@ FAIRSEQ = Peer(
     ),
     differences=(
         Difference(
-            "Where the scale would fall to `min_loss_scale` the run ends with `FloatingPointError`.",
-            "The scale stays at the last value above it, and `diagnose` says `stuck at min_scale`.",
+            "Where the scale would fall to `min_loss_scale` the run ends with `FloatingPointError`; never under a "
+            "`threshold` above it.",
+            "The scale stays at the last value above it, or at `threshold`, and `diagnose` says `stuck at min_scale`.",
         ),
         Difference(
             "A checkpoint holds the scale alone: a resumed run counts from 0.",

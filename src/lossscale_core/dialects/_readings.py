@@ -1,8 +1,10 @@
 """The readings that records are made of: what the values of other tools' keys mean here, and back."""
 
 import math
-from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
@@ -21,21 +23,32 @@ def number(setting: str) -> Reading:
 INIT_SCALE = number("init_scale")
 GROWTH_FACTOR = number("growth_factor")
 BACKOFF_FACTOR = number("backoff_factor")
-TOLERANCE = Reading(
-    "`tolerance`; below 0 is 0",
-    lambda value: Meaning({"tolerance": max(real(value), 0.0)}),
-    lambda s: s.get("tolerance", 0.0),
-)
 
 
 def real(value: Any) -> float:
     """Return a number, or text that is one, as a float."""
     try:
-        if not isinstance(value, bool):
-            return float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        pass
-    raise NoCounterpartError("it must be a number")
+        number = math.nan
+    except OverflowError:
+        raise NoCounterpartError("it is larger than any float") from None
+    if math.isnan(number):
+        raise NoCounterpartError("it must be a number")
+    return number
+
+
+def _read_tolerance(value: Any) -> Meaning:
+    """Return a share that shares of overflows compare with in float32 as `value` does with theirs in float64."""
+    share = max(real(value), 0.0)
+    if share <= 1.0:
+        below = float(Fraction(share).limit_denominator(4096))  # of the shares that float32 may not tell from it
+        if below < share and np.float32(below) == np.float32(share):
+            share = float(np.nextafter(np.float32(share), np.float32(2.0)))
+    return Meaning({"tolerance": share})
+
+
+TOLERANCE = Reading("`tolerance`; below 0 is 0", _read_tolerance, lambda s: s.get("tolerance", 0.0))
 
 
 def whole(value: Any) -> int:
@@ -90,6 +103,15 @@ def _read_two(value: Any) -> Meaning:
 
 
 ONLY_TWO = Reading("2, or refused as there", _read_two, lambda _: OMIT)
+
+
+def _read_true(value: Any) -> Meaning:
+    if not _flag(value):
+        raise NoCounterpartError("the original takes only true; FixedScaling is what false would be")
+    return Meaning({})
+
+
+ONLY_TRUE = Reading("true, or refused as there", _read_true, lambda _: OMIT)
 IGNORED_FACTOR = Reading(
     "nothing, as there: the factors stay 2 and 0.5",
     lambda value: Meaning({}, "" if real(value) == 2.0 else "is ignored there and here: the factors are 2 and 0.5"),
@@ -106,7 +128,7 @@ _NEVER_BACKS_OFF = (
 def _counted(value: Any, bug: str, setting: str, more: int = 0) -> Meaning:
     """Return the meaning of a count that the original compares with `==`."""
     count = real(value)
-    if count == math.floor(count) and count + more >= 1:
+    if math.isfinite(count) and count == math.floor(count) and count + more >= 1:
         return Meaning({setting: int(min(count, NEVER - more)) + more})
     return Meaning({setting: NEVER}, bug)
 
@@ -120,7 +142,7 @@ def _exactly(setting: str, bug: str, text: str, more: int = 0) -> Reading:
 
 def _at_least(setting: str) -> Reading:
     def read(value: Any) -> Meaning:
-        return Meaning({setting: int(min(max(1, math.ceil(real(value))), NEVER))})
+        return Meaning({setting: math.ceil(min(max(real(value), 1.0), NEVER))})
 
     return Reading(f"`{setting}`; below 1 is 1", read, lambda s: s.get(setting, OMIT))
 
@@ -161,19 +183,21 @@ def _read_ceiling(value: Any) -> Meaning:
     return Meaning({"max_scale": min(real(value or LARGEST_SCALE), LARGEST_SCALE)})
 
 
-def _unless(setting: str, bound: float) -> Callable[[Settings], Any]:
-    """Return a writer of a bound that is None where it is as far out as may be."""
-
-    def write(settings: Settings) -> Any:
-        return None if settings.get(setting) == bound else settings.get(setting, OMIT)
-
-    return write
+def _read_bound(value: Any) -> Meaning:
+    return Meaning({"min_scale": max(real(value), SMALLEST_SCALE)})
 
 
-MIN_SCALE = number("min_scale")
-FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, _unless("min_scale", SMALLEST_SCALE))
-CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, _unless("max_scale", LARGEST_SCALE))
-MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, lambda s: s.get("max_scale", OMIT))
+def _read_positive_bound(value: Any) -> Meaning:
+    if real(value) <= 0:
+        raise NoCounterpartError("it must be above 0, as there")
+    return _read_bound(value)
+
+
+MIN_SCALE = Reading("`min_scale`; below 2**-126 is 2**-126", _read_bound, number("min_scale").write)
+POSITIVE_MIN_SCALE = Reading("`min_scale`; above 0, below 2**-126 is 2**-126", _read_positive_bound, MIN_SCALE.write)
+FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, MIN_SCALE.write)
+CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, number("max_scale").write)
+MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, number("max_scale").write)
 
 
 def _read_whole_floor(value: Any) -> Meaning:

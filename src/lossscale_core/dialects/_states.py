@@ -14,7 +14,7 @@ from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import plain, translate
-from lossscale_core.dialects._readings import INIT_SCALE, UNBOUNDED
+from lossscale_core.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
 from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 
@@ -24,14 +24,14 @@ _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None) -> Any:
     """Return the state, as host scalars, with which `policy` goes on where the tool's own run stopped.
 
-    `checkpoint` is what the tool saved, or the attributes of its scaler (`vars(scaler)`), with its own names; numbers
+    `checkpoint` is what the tool saved, or the attributes of its scaler (`vars(scaler)`), underscored or not; numbers
     may be arrays of one element, names may be paths of variables. `policy` is anything `as_policy` takes, as
     `from_peer` returns it. It may be left out where the checkpoint alone places every counter. The steps so far are
     not saved by any tool and start at 0. Raises `CheckpointError` for what is missing, or a value that no state can
-    hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's.
+    hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's, and counts beyond them.
     """
     peer = find_peer(name, CheckpointError)
-    values = _scaler_part(peer, checkpoint)
+    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
     saved = _layout(peer, values)
     known = _known_settings(peer, values)
     given = policy is not None
@@ -42,6 +42,7 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None
             placed = _placed(peer, values, counter, policy, None if given else known)
             fields.update({} if placed is None else {field: placed})
     notes = _differences(known, policy) if given else []
+    notes += _refilled(fields, policy) if given else []
     notes += _late(saved, fields, policy) if given or "growth_interval" in known else []
     if notes:
         warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
@@ -55,11 +56,7 @@ def guess_peer(checkpoint: Any) -> str:
 
     Raises `CheckpointError` where no tool saves these names, or where several do and mean other counts.
     """
-    found: dict[str, int] = {}
-    for peer in PEERS.values():
-        with contextlib.suppress(CheckpointError):
-            found[peer.name] = _recognised(peer, checkpoint)
-    best = [name for name, count in found.items() if count == max(found.values()) and count >= 2]
+    best = possible_peers(checkpoint)
     if not best:
         raise CheckpointError("no tool known here saves its scaler under these names")
     if len({_read_alone(name, checkpoint) for name in best}) > 1:
@@ -67,10 +64,19 @@ def guess_peer(checkpoint: Any) -> str:
     return best[0]
 
 
+def possible_peers(checkpoint: Any) -> tuple[str, ...]:
+    """Return the names of the tools that may have saved this scaler: none, one, or several that save these names."""
+    found: dict[str, int] = {}
+    for peer in PEERS.values():
+        with contextlib.suppress(CheckpointError):
+            found[peer.name] = _recognised(peer, checkpoint)
+    return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
+
+
 def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
     """Return the policy that a tool's checkpoint itself holds, or None where it lacks some of the settings."""
     peer = find_peer(name, CheckpointError)
-    values = _scaler_part(peer, checkpoint)
+    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
     config: dict[str, Any] = {}
     for one in peer.forms[peer.saved_form].keys:
         saved_as = _find(values, one.names)
@@ -116,6 +122,13 @@ def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
     return values
 
 
+def _without_underscores(peer: Peer, values: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of a scaler, which are underscored, under the names that its tool saves them by."""
+    if any(not _missing(saved, values) for saved in peer.saved):
+        return values
+    return {**{name.lstrip("_"): value for name, value in values.items()}, **values}
+
+
 def _last_part(name: str) -> str:
     """Return the name of a variable without its path and what a framework appends to it."""
     return re.sub(r"(:\d+|_\d+)$", "", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
@@ -123,16 +136,19 @@ def _last_part(name: str) -> str:
 
 def _layout(peer: Peer, values: Mapping[str, Any]) -> Saved:
     """Return the first layout whose names are all there."""
-    missing = []
     for saved in peer.saved:
-        wanted = [saved.scale, *(names for c in saved.counters.values() if not c.optional for names in c.names)]
-        missing.append([" or ".join(names) for names in wanted if _find(values, names) is None])
-        if not missing[-1]:
+        if not _missing(saved, values):
             return saved
     raise CheckpointError(
-        f"this is no checkpoint of {peer.name}'s scaler: it has no {', '.join(missing[0])}"
+        f"this is no checkpoint of {peer.name}'s scaler: it has no {', '.join(_missing(peer.saved[0], values))}"
         f"{'' if values else ', and is empty, as that of a scaler that was turned off'}; pass the scaler's own part"
     )
+
+
+def _missing(saved: Saved, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of a layout that are not there."""
+    wanted = [saved.scale, *(names for c in saved.counters.values() if not c.optional for names in c.names)]
+    return [" or ".join(names) for names in wanted if _find(values, names) is None]
 
 
 def _find(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -179,7 +195,19 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
         )
     if counter.needs and not hasattr(policy, counter.needs):
         raise CheckpointError(f"{policy!r} has no {counter.needs}, which places {' and '.join(map(str, names))}")
-    return counter.place(policy, *(_number(peer, values, (str(name),)) for name in names))
+    counts = {str(name): _count(peer, values, str(name)) for name in names}
+    try:
+        return counter.place(policy, *counts.values())
+    except NoCounterpartError as reason:
+        said = ", ".join(f"{name}={value}" for name, value in counts.items())
+        raise CheckpointError(f"{said} in the checkpoint of {peer.name}: {reason}; pass what the tool saved") from None
+
+
+def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
+    value = _number(peer, values, (name,))
+    if not math.isfinite(value) or value != int(value):
+        raise CheckpointError(f"{name}={value!r} in the checkpoint of {peer.name} must be a whole number")
+    return int(value)
 
 
 def _differences(known: Settings, policy: Any) -> list[str]:
@@ -189,6 +217,15 @@ def _differences(known: Settings, policy: Any) -> list[str]:
         for name, value in known.items()
         if getattr(policy, name, value) != value
     ]
+
+
+def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
+    """Lower a count of overflows left to the hysteresis that no policy lets it exceed, and say so."""
+    left, hysteresis = fields.get("hysteresis_tracker", 0), getattr(policy, "hysteresis", NEVER)
+    if left <= hysteresis or left == NEVER:  # never is what a tool that never backs off has left
+        return []
+    fields["hysteresis_tracker"] = hysteresis
+    return [f"{left} overflows were left in the checkpoint, and hysteresis={hysteresis} leaves {hysteresis}"]
 
 
 def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:

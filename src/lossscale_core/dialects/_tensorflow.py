@@ -112,6 +112,7 @@ KERAS_3 = Peer(
             (
                 key("initial_scale", read.INIT_SCALE, 2.0**15),
                 key("dynamic_growth_steps", read.INTERVAL_EQUAL, 2000),
+                key("dynamic", read.ONLY_TRUE, True),
             ),
             {**UNBOUNDED, "growth_factor": 2.0, "backoff_factor": 0.5},
             ignored=("inner_optimizer", "name"),
