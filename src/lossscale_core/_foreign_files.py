@@ -1,7 +1,6 @@
 """Other tools' files: configs in JSON or TOML, checkpoints in JSON or as `torch.save` wrote them."""
 
 import json
-import pickle
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ _DEEPEST = 3
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the dict in a `.json` or `.toml` file. Raises `PolicyError` naming the file; `OSError`."""
+    if path.suffix.lower() not in (".json", ".toml"):
+        raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); other formats are not read")
     parse = tomllib.loads if path.suffix.lower() == ".toml" else json.loads
     try:
         config = parse(path.read_text(encoding="utf-8-sig"))
@@ -67,12 +68,17 @@ def _load_pickle(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise CheckpointError(
-                f"{path} cannot be read without running what is in it ({reason[0][:100]}); "
-                "save the scaler's numbers as JSON: json.dump(vars(scaler), file, default=str)"
-            ) from error
+        except Exception as error:  # whatever a file that is none, or is damaged, makes of its reader
+            raise CheckpointError(f"{path} {_unreadable(error)}") from error
+
+
+def _unreadable(error: Exception) -> str:
+    if "unsupported global" in str(error).lower() or "unsupported class" in str(error).lower():
+        return (
+            "holds objects that cannot be read without running what is in it; save the scaler's part by itself: "
+            "torch.save(scaler.state_dict(), file), or json.dump(vars(scaler), file, default=str)"
+        )
+    return "is not what torch.save writes, or is damaged; save it again"
 
 
 def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -166,9 +166,12 @@ class _Scaler:
 def test_the_command_runs_nothing_that_is_in_a_file(tmp_path):
     """A pickled object, and a file that is no pickle, are one sentence."""
     torch.save({"loss_scaler": _Scaler()}, tmp_path / "object.pt")
-    (tmp_path / "text.pt").write_text("no pickle")
-    for name in ("object.pt", "text.pt"):
+    for name in ("hello", "no pickle"):
+        (tmp_path / f"{name}.pt").write_text(name)
+    (tmp_path / "short.pt").write_bytes((tmp_path / "object.pt").read_bytes()[:200])
+    damaged = dict.fromkeys(("hello.pt", "no pickle.pt", "short.pt"), "is not what torch.save writes, or is damaged")
+    for name, words in {"object.pt": "holds objects that cannot be read without running", **damaged}.items():
         done = _checkpoint("show", name, cwd=tmp_path)
         assert done.returncode == 2
-        assert done.stderr.startswith(f"lossscale: {name} cannot be read without running what is in it")
+        assert done.stderr.startswith(f"lossscale: {name} {words}")
         assert done.stderr.count("\n") == 1

@@ -450,3 +450,19 @@ def test_each_record_says_what_differs(name):
         assert all(f"`{one.name}`" in text for one in form.keys)
     for saved in record.saved:
         assert all(f"`{field}`" in text for field in saved.counters)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("deepspeed", {"fp16": None}, "fp16=None must be a block of keys"),
+        ("deepspeed", {"fp16": True}, "fp16=True must be a block of keys"),
+        ("fairseq", {"fp16-init-scale": 4}, "did you mean 'fp16_init_scale'"),
+        ("fairseq", {"init_scale": 4, "fp16_scale_window": 3}, "fp16_scale_window belongs to another form"),
+        ("fairseq", {"fp16_init_scale": 4, "update_freq": "[1]"}, r"update_freq='\[1\]' does not say the window"),
+    ],
+)
+def test_a_config_that_mixes_things_up_is_told_so(name, config, words):
+    """By the key that is wrong, of whichever form it is."""
+    with pytest.raises(PolicyError, match=words):
+        from_peer(name, config)

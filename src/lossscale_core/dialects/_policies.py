@@ -71,7 +71,11 @@ def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
     unknown = {form: [name for name in config if not _knows(form, name)] for form in peer.forms}
     form = min(peer.forms, key=lambda form: len(unknown[form]))
     for name in unknown[form]:
-        names = [name for one in form.keys for name in one.names]
+        names = list(dict.fromkeys(name for each in peer.forms for one in each.keys for name in one.names))
+        if name in names:
+            raise PolicyError(
+                f"{peer.name}: {name} belongs to another form of config than the other keys; pass one form"
+            )
         raise PolicyError(f"{name!r} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
     return form
 

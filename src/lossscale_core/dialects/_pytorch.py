@@ -257,7 +257,9 @@ def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise NoCounterpartError(
             "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
         )
-    if isinstance(config.get("fp16"), Mapping):
+    if "fp16" in config and not isinstance(config["fp16"], Mapping):
+        raise NoCounterpartError(f"fp16={config['fp16']!r} must be a block of keys")
+    if "fp16" in config:
         config = {**config["fp16"], "zero_optimization": config.get("zero_optimization", {})}
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
         config = {"dynamic_loss_scale": True, **config, **config["dynamic_loss_args"]}
@@ -365,7 +367,8 @@ DEEPSPEED = Peer(
             "The present rule, which is `cooldown=1`.",
         ),
         Difference(
-            "`enabled: false` trains without checking gradients.", "`NoScaling()` still skips; a warning says so."
+            "`enabled: false`, as a block without `enabled`, trains without checking gradients.",
+            "A block that is handed over is meant, unless it says false: `NoScaling()` still skips; a warning says so.",
         ),
     ),
     within="loss_scaler",
@@ -496,7 +499,7 @@ def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
 
 def _size(name: str, value: Any) -> int:
     """Return what a step is made of so many times; fairseq refuses to derive a window from a list of them."""
-    if isinstance(value, list | tuple) or read.real(value) < 1:
+    if isinstance(value, list | tuple | str) or read.real(value) < 1:
         raise NoCounterpartError(f"{name}={value!r} does not say the window; pass fp16_scale_window")
     return read.whole(value)
 

@@ -191,7 +191,7 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
     if known is not None and counter.needs and counter.needs not in known:
         raise CheckpointError(
             f"the checkpoint of {peer.name} alone does not place {' and '.join(map(str, names))}, which depends on "
-            f"{counter.needs}; pass policy=from_peer({peer.name!r}, config)"
+            f"{counter.needs}; pass policy=from_peer({peer.name!r}, config), or --policy FILE to the command"
         )
     if counter.needs and not hasattr(policy, counter.needs):
         raise CheckpointError(f"{policy!r} has no {counter.needs}, which places {' and '.join(map(str, names))}")
