@@ -26,7 +26,11 @@ _KEY_BY_KEY = (
 def tables() -> str:
     """Return the overview and every tool's tables as one text in Markdown, each tool under a heading with its name."""
     sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
-    return "\n".join([f"\n## Every tool at a glance\n\n{overview()}\n\n## Key by key\n\n{_KEY_BY_KEY}\n", *sections])
+    without = " and ".join(f"`{name}`" for name in _EXAMPLES)
+    note = f"{without} give no first scale by default; what stands there is an example."
+    return "\n".join(
+        [f"\n## Every tool at a glance\n\n{overview()}\n\n{note}\n\n## Key by key\n\n{_KEY_BY_KEY}\n", *sections]
+    )
 
 
 def overview() -> str:
