@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import check_overflow_streak
 from lossscale_core.demo import _network, _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Step
 from lossscale_core.demo._training import Checkpoint
 from lossscale_jax import select, value_and_grad
 
@@ -29,20 +28,6 @@ class _Learnt(NamedTuple):
     steps: Array
     mean: Any
     square: Any
-
-
-def train(
-    digits: Digits,
-    policy: ScalingPolicy,
-    dtype: str,
-    weight: float,
-    seed: int,
-    steps: int,
-    on_step: Callable[[], Any],
-) -> Run:
-    """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
-    return _training.run(training, digits, seed, steps, on_step)
 
 
 class Training:
@@ -81,6 +66,9 @@ class Training:
         """Return the share of test images recognised."""
         logits = np.asarray(_forward(self.learnt.masters, self.dtype, digits.test_images))
         return float((logits.argmax(axis=1) == digits.test_labels).mean())
+
+
+train = functools.partial(_training.train, Training)
 
 
 def _layers(arrays: list[Any]) -> list[_network.Layer]:

@@ -1,6 +1,6 @@
 """Training on NumPy: float32 master weights, Adam, and the five verbs around a hand-written backward pass."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,8 @@ from lossscale_core._report import check_overflow_streak
 from lossscale_core.demo import _network, _training
 from lossscale_core.demo._data import Digits
 from lossscale_core.demo._network import Backward, Layer, Matrix
-from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Step
 from lossscale_core.demo._training import Checkpoint
-
-
-def train(
-    digits: Digits,
-    policy: ScalingPolicy,
-    dtype: str,
-    weight: float,
-    seed: int,
-    steps: int,
-    on_step: Callable[[], Any],
-) -> Run:
-    """Train the network stored in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
-    return _training.run(training, digits, seed, steps, on_step)
 
 
 class Training:
@@ -76,6 +62,9 @@ class Training:
         """Return the share of test images recognised."""
         logits = _network.forward(_network.cast(self.masters, self.dtype), digits.test_images)[-1]
         return float(np.mean(logits.argmax(axis=1) == digits.test_labels))
+
+
+train = functools.partial(_training.train, Training)
 
 
 class _Adam:

@@ -1,6 +1,6 @@
 """Training on TensorFlow: the same network, data and Adam in one `tf.function`, with our `LossScaleOptimizer`."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import keras
@@ -11,23 +11,9 @@ from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import check_overflow_streak
 from lossscale_core.demo import _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Step
 from lossscale_core.demo._training import Checkpoint
 from lossscale_tf import LossScaleOptimizer
-
-
-def train(
-    digits: Digits,
-    policy: ScalingPolicy,
-    dtype: str,
-    weight: float,
-    seed: int,
-    steps: int,
-    on_step: Callable[[], Any],
-) -> Run:
-    """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
-    return _training.run(training, digits, seed, steps, on_step)
 
 
 class Training:
@@ -94,6 +80,9 @@ class Training:
         """Return the share of test images recognised."""
         logits = _forward(self.masters, self.dtype, tf.constant(digits.test_images))[-1].numpy()
         return float((logits.argmax(axis=1) == digits.test_labels).mean())
+
+
+train = functools.partial(_training.train, Training)
 
 
 def _plain(variables: list[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Training on PyTorch: the same network, data and optimizer under `torch.autocast`, with our `GradScaler`."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,9 @@ from torch import Tensor, nn
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core.demo import _training
 from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Run, Step
+from lossscale_core.demo._records import LEARNING_RATE, Step
 from lossscale_core.demo._training import Checkpoint
 from lossscale_torch import GradScaler
-
-
-def train(
-    digits: Digits,
-    policy: ScalingPolicy,
-    dtype: str,
-    weight: float,
-    seed: int,
-    steps: int,
-    on_step: Callable[[], Any],
-) -> Run:
-    """Train the network in `dtype` on `weight` times the cross-entropy, and return what happened."""
-    training = Training(policy, dtype, weight, Checkpoint.first(seed, policy))
-    return _training.run(training, digits, seed, steps, on_step)
 
 
 class Training:
@@ -75,6 +62,9 @@ class Training:
     def accuracy(self, digits: Digits) -> float:
         """Return the share of test images recognised."""
         return self.model.accuracy(digits)
+
+
+train = functools.partial(_training.train, Training)
 
 
 class _Perceptron(nn.Module):

@@ -84,6 +84,21 @@ class Training(Protocol):
         ...
 
 
+def train(
+    kind: Callable[..., Training],
+    digits: Digits,
+    policy: ScalingPolicy,
+    dtype: str,
+    weight: float,
+    seed: int,
+    steps: int,
+    on_step: Callable[[], Any],
+) -> Run:
+    """Train the network in `dtype` on `weight` times the cross-entropy, by a `Training` of this kind."""
+    training = kind(policy, dtype, weight, Checkpoint.first(seed, policy))
+    return run(training, digits, seed, steps, on_step)
+
+
 def run(training: Training, digits: Digits, seed: int, steps: int, on_step: Callable[[], Any]) -> Run:
     """Train until `steps` steps are taken, and return what happened."""
     taken, flushed = [], []

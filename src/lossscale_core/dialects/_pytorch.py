@@ -173,6 +173,19 @@ APEX = Peer(
     within="loss_scaler*",
 )
 
+# apex's scaler of old, of which Megatron-LM's first and DeepSpeed's are copies with a shift.
+_WINDOW_KEYS = (
+    key("init_scale", read.INIT_SCALE, 2.0**32),
+    key("scale_factor", read.FACTOR, 2.0),
+    key("scale_window", read.INTERVAL_MODULO, 1000),
+)
+_SHIFT_KEYS = (
+    *_WINDOW_KEYS,
+    key("min_scale", read.MIN_SCALE, 1.0),
+    key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
+    key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
+)
+
 APEX_FP16_UTILS = Peer(
     name="apex-fp16-utils",
     title="`apex.fp16_utils.DynamicLossScaler`",
@@ -181,11 +194,7 @@ APEX_FP16_UTILS = Peer(
     forms=(
         Form(
             "constructor",
-            (
-                key("init_scale", read.INIT_SCALE, 2.0**32),
-                key("scale_factor", read.FACTOR, 2.0),
-                key("scale_window", read.INTERVAL_MODULO, 1000),
-            ),
+            _WINDOW_KEYS,
             read.FLOOR_OF_ONE,
         ),
         _STATIC_SCALER,
@@ -313,14 +322,7 @@ DEEPSPEED = Peer(
         ),
         Form(
             "`DynamicLossScaler`",
-            (
-                key("init_scale", read.INIT_SCALE, 2.0**32),
-                key("scale_factor", read.FACTOR, 2.0),
-                key("scale_window", read.INTERVAL_MODULO, 1000),
-                key("min_scale", read.MIN_SCALE, 1.0),
-                key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
-                key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
-            ),
+            _SHIFT_KEYS,
             _DEEPSPEED_RULE,
             ignored=("raise_error_at_min_scale", "dtype"),
             only_read=True,
@@ -442,14 +444,7 @@ MEGATRON_V1 = Peer(
     forms=(
         Form(
             "constructor",
-            (
-                key("init_scale", read.INIT_SCALE, 2.0**32),
-                key("scale_factor", read.FACTOR, 2.0),
-                key("scale_window", read.INTERVAL_MODULO, 1000),
-                key("min_scale", read.MIN_SCALE, 1.0),
-                key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
-                key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
-            ),
+            _SHIFT_KEYS,
             {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
         ),
         _STATIC_SCALER,
