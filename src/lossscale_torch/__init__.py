@@ -4,14 +4,15 @@
 """
 
 from lossscale_core import GradientReport
-from lossscale_torch._grads import all_finite, scale, select, unscale
-from lossscale_torch._optimizer import GradScaler
 from lossscale_torch._report import overflow_report
-from lossscale_torch._state import init_state
+from lossscale_torch._scaler import GradScaler
+from lossscale_torch._step_info import StepInfo
+from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [
     "GradScaler",
     "GradientReport",
+    "StepInfo",
     "all_finite",
     "init_state",
     "overflow_report",
@@ -20,4 +21,5 @@ __all__ = [
     "unscale",
 ]
 
-GradScaler.__module__ = __name__  # a pickle names the face, so that rooms behind it may move
+for _public in (GradScaler, StepInfo):
+    _public.__module__ = __name__  # a pickle names the package, so that modules behind it may move

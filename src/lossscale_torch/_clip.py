@@ -1,89 +1,85 @@
-"""Norm and finiteness from one read of the gradients, and one multiply for unscaling and clipping."""
+"""Clipping by the norm of all gradients together, with the multiply that unscales them."""
 
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lossscale_torch._grads import moved
-
-_JOIN_BELOW = 4096
-_LARGEST_ORDER = 7.0  # the largest float32 to this power still is a float64, however many are summed
-
-
-@torch.no_grad()
-def total_norm(buckets: list[list[Tensor]], norm_type: float) -> float:
-    """Return the norm of all gradients together, not finite exactly where one of their elements is not.
-
-    Each of `buckets` holds dense, real tensors of one device and dtype. A sum of powers may overflow without an
-    infinity among the gradients: then it is taken again in float64, of gradients divided by the largest. Reads each
-    gradient once. Synchronises with the host once.
-    """
-    buckets = _without_empty(buckets)
-    if not buckets:
-        return 0.0
-    norm = _norm(buckets, norm_type)
-    if math.isfinite(norm) or math.isinf(norm_type):
-        return norm
-    largest = _norm(buckets, math.inf)
-    if not math.isfinite(largest):
-        return largest
-    return largest * _norm([[each.double() / largest for each in bucket] for bucket in buckets], norm_type)
+from lossscale_core import LARGEST_SCALE
+from lossscale_torch._gradients import Gradients, params_of
+from lossscale_torch._norm import norm_on_device, unscaled_norm
 
 
-def unscaled_norm(buckets: list[list[Tensor]], scale: float, norm_type: float) -> float:
-    """Return the norm of the gradients divided by `scale`; infinite where one of them would be, in its own dtype.
+class Clipping(NamedTuple):
+    """How to clip: the arguments of `torch.nn.utils.clip_grad_norm_`."""
 
-    That is possible only below a scale of 1, and there costs a second read.
-    """
-    if scale < 1.0 and any(total_norm([b], math.inf) / scale > torch.finfo(b[0].dtype).max for b in buckets):
-        return math.inf
-    return total_norm(buckets, norm_type) / scale
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
 
+    def needs_torchs(self, gradients: Gradients) -> bool:
+        """Return whether the norm proves nothing, or is that of complex numbers and not of their parts."""
+        return not self.norm_type > 0.0 or (self.norm_type != 2.0 and gradients.are_complex)
 
-def is_exact_on_device(grads: list[Tensor], norm_type: float) -> bool:
-    """Return whether `norm_on_device` is finite exactly where every gradient is: float64 has the room, and is there."""
-    has_room = math.isinf(norm_type) or norm_type <= _LARGEST_ORDER
-    return has_room and all(grad.dtype is not torch.float64 and grad.device.type != "mps" for grad in grads)
+    def apply_torchs(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
+        """Clip gradients that are unscaled already, as torch does."""
+        params = [param for optimizer in optimizers for param in params_of(optimizer)]
+        return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
-
-@torch.no_grad()
-def norm_on_device(buckets: list[list[Tensor]], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all gradients together as a float64 tensor of shape `()` on `device`; waits for nothing."""
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    for bucket in _without_empty(buckets):
-        norms += [moved(each, device) for each in torch._foreach_norm(bucket, norm_type, dtype=torch.float64)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-@torch.no_grad()
-def multiply_(buckets: list[list[Tensor]], factor: float) -> None:
-    """Multiply all gradients in place by one number."""
-    for bucket in buckets:
-        torch._foreach_mul_(bucket, factor)
+    def raise_nonfinite(self) -> None:
+        """Raise torch's error for a norm that is not finite."""
+        raise RuntimeError(
+            f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
 
 
-def _without_empty(buckets: list[list[Tensor]]) -> list[list[Tensor]]:
-    return [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]
+class Clipped(NamedTuple):
+    """What clipping found, and what it has left to do."""
+
+    norm: Tensor
+    """The norm of the unscaled gradients before clipping, shape `()`."""
+    found_inf: Tensor
+    """float32, shape `()`: 1.0 where a gradient was not finite; then all of them are as they were."""
+    finite: bool | None
+    """Whether the gradients were finite, where the host knows."""
+    grad_scale: Tensor | None
+    """The factor by which a fused optimizer must still divide the gradients; None where they are clipped."""
 
 
-def _norm(buckets: list[list[Tensor]], norm_type: float) -> float:
-    norms = [_bucket_norm(bucket, norm_type).to(buckets[0][0].device, torch.float64) for bucket in buckets]
-    return float(torch.linalg.vector_norm(torch.stack(norms), norm_type))
+def clipping(max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> Clipping:
+    """Return how to clip; raise `ValueError` for a norm that cannot be clipped to."""
+    if not float(max_norm) >= 0.0:
+        raise ValueError(f"max_norm={max_norm!r} must be a number from 0; pass math.inf to measure without clipping")
+    return Clipping(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
-def _bucket_norm(bucket: list[Tensor], norm_type: float) -> Tensor:
-    if norm_type == 2.0 and bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
-        return _norm_by_dots(bucket)
-    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, norm_type, dtype=dtype)), norm_type)
+def unscale_and_clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+    """Unscale and clip in place, or leave the multiply to a fused optimizer. Synchronises with the host once."""
+    norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type)
+    finite, grad_scale = math.isfinite(norm), None
+    if finite:
+        factor = min(1.0, how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        if is_deferred and factor * LARGEST_SCALE > loss_scale:
+            grad_scale = torch.full((), loss_scale / factor, dtype=torch.float32, device=scale.device)
+        else:
+            gradients.multiply_(factor / loss_scale)
+    dtype = torch.float64 if torch.float64 in gradients.dtypes else torch.float32
+    found = torch.full((), float(not finite), dtype=torch.float32, device=scale.device)
+    return Clipped(torch.tensor(norm, dtype=dtype, device=scale.device), found, finite, grad_scale)
 
 
-def _norm_by_dots(bucket: list[Tensor]) -> Tensor:
-    """Return the 2-norm by dot products, which read at memory speed on a CPU; small tensors are joined for one."""
-    flat = [each.view(-1) if each.is_contiguous() else each.reshape(-1) for each in bucket]
-    joined = [each for each in flat if each.numel() >= _JOIN_BELOW]
-    small = [each for each in flat if each.numel() < _JOIN_BELOW]
-    if small:
-        joined.append(torch.cat(small))
-    return torch.stack([torch.dot(each, each) for each in joined]).sum().sqrt()
+def unscale_and_clip_on_device(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+    """Unscale and clip in place, or leave the multiply to a fused optimizer. Does not synchronise."""
+    norm = norm_on_device(gradients, how.norm_type, scale.device) / scale
+    finite = torch.isfinite(norm)
+    factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grad_scale = None
+    if is_deferred:
+        grad_scale = torch.where(finite, scale / factor, 1.0).float()  # infinite where clipped to nothing
+    else:
+        gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
+    return Clipped(norm.float(), (~finite).float(), None, grad_scale)

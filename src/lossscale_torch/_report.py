@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import GradientReport
-from lossscale_torch._grads import values_of
+from lossscale_torch._gradients import values_of
 
 
 def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[GradientReport]:

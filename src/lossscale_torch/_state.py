@@ -1,86 +1,199 @@
-"""Places a scaler's state: on the host while flags arrive there, on a device while they do not."""
+"""A scaler's state: on the host while flags arrive there, and in persistent tensors on its device."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lossscale_core import ScalingPolicy, StepInfo, as_policy, step_info
-
-
-def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
-    """Return the state before the first step under `policy`: tensors of shape `()` on `device`.
-
-    `policy` is anything `as_policy` takes. Does not synchronise.
-    """
-    return _on_device(as_policy(policy).init_state(), device)
-
-
-def _on_device(host_state: Any, device: torch.device | str | None) -> Any:
-    return host_state._make(torch.tensor(value, device=device) for value in host_state)
+from lossscale_core import ScalingPolicy, StepInfo, step_info
+from lossscale_core.errors import CallOrderError
 
 
 class ScalerState:
-    """A policy, its state, and where that lives.
+    """A policy, its state, and the tensors that hold it on a device.
 
-    Flags known on the host update the state there, in microseconds; the first flag that only a device knows moves it to
-    that device, where it stays until somebody reads it. Updates that follow one another without `begin_step` count as
-    one step whose flag is theirs combined, so that a scale backs off once however many optimizers overflowed.
+    The tensors are made once, by `place`, and from then on written in place: a recorded CUDA graph and whoever keeps
+    one of them read and write this memory. While every flag is known on the host, the state is updated there, in
+    microseconds, and only the loss scale is written to its tensor. The first flag that only the device knows, and the
+    first write to a tensor by somebody else, make the tensors the truth for good: a graph that is replayed changes them
+    without running any Python.
+
+    Updates that follow one another without `begin_step` count as one step whose flag is theirs combined, so that a scale
+    backs off once however many optimizers overflowed.
     """
 
     def __init__(self, policy: ScalingPolicy, state: Any = None) -> None:
         self.policy = policy
-        self.current = policy.init_state() if state is None else state
-        """The state: host scalars, or tensors of shape `()`."""
         self.is_on_host = True
         """Whether reading the state costs no synchronisation."""
+        self._host = policy.init_state() if state is None else state
+        self._placed: Any = None
+        self._uploaded: Any = None  # what the tensors hold while the host's scalars count
+        self._versions = (0, 0)
         self._before: Any = None
         self._finite: Any = None
+
+    def place(self, device: torch.device | str) -> None:
+        """Make the persistent tensors, on `device`."""
+        self._host = self.read()
+        self.is_on_host = True
+        self._placed, self._uploaded = self._as_tensors(self._host, device), self._host
+        self._note_versions()
+
+    def replace_loss_scale(self, tensor: Tensor | None) -> None:
+        """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets all tensors."""
+        if tensor is None:
+            self._host, self.is_on_host = self.read(), True
+            self._placed = None
+            return
+        if self._placed is None or self._placed.loss_scale.device != tensor.device:
+            self.place(tensor.device)
+        self._placed = self._placed._replace(loss_scale=tensor.detach().float().reshape(()))
+        self._trust_device()
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The persistent tensor that multiplies losses: float32, shape `()`; None until it is placed."""
+        return None if self._placed is None else self._placed.loss_scale
+
+    @property
+    def growth_tracker(self) -> Tensor | None:
+        """The persistent tensor of the growth tracker: int32, shape `()`; None until it is placed."""
+        if self._placed is None:
+            return None
+        if self._is_host_true():
+            self._upload("growth_tracker")
+            self._note_versions()
+        return self._placed.growth_tracker  # type: ignore[no-any-return]
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
         self._before = self._finite = None
 
-    def update(self, grads_finite: Any) -> StepInfo:
+    def update(self, grads_finite: bool | Tensor) -> StepInfo:
         """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise."""
-        if self._before is None and self.is_on_host and not isinstance(grads_finite, torch.Tensor):
-            self._before, self._finite = self.current, grads_finite
-            self.current = self.policy.update(self._before, grads_finite)
-            return step_info(self._before, self.current)
-        before = self.current if self._before is None else self._before
-        finite = grads_finite if self._finite is None else self._finite & grads_finite
-        if isinstance(before.loss_scale, torch.Tensor):
-            finite = torch.as_tensor(finite, device=before.loss_scale.device)
-        elif isinstance(finite, torch.Tensor):
-            before = _on_device(before, finite.device)
-        self.is_on_host = not isinstance(finite, torch.Tensor)
-        self.current = self.policy.update(before, finite, xp=None if self.is_on_host else torch)
+        if isinstance(grads_finite, Tensor) or not self._is_host_true():
+            return self._update_on_device(grads_finite)
+        before = self._host if self._before is None else self._before
+        finite = grads_finite if self._finite is None else self._finite and grads_finite
+        after = self.policy.update(before, finite)
         self._before, self._finite = before, finite
-        return step_info(before, self.current)
+        self._set_host(after)
+        return step_info(before, after)
 
     def read(self) -> Any:
-        """Return the state as host scalars. Waits for the device where it lives on one, and keeps it on the host."""
-        if not self.is_on_host:
-            self.current = self._on_host(self.current)
-            self.is_on_host = True
-            if self._before is not None:
-                self._before, self._finite = self._on_host(self._before), bool(self._finite)
-        return self.current
-
-    def _on_host(self, state: Any) -> Any:
+        """Return the state as host scalars; waits for the device while its tensors are the truth."""
+        if self._is_host_true():
+            return self._host
         start = self.policy.init_state()
-        return start._make(type(first)(value.item()) for first, value in zip(start, state, strict=True))
+        return start._make(type(first)(value.item()) for first, value in zip(start, self._placed, strict=True))
+
+    def read_loss_scale(self) -> float:
+        """Return the loss scale; waits for the device while its tensors are the truth."""
+        return float(self._host.loss_scale if self._is_host_true() else self._placed.loss_scale)
+
+    def known_loss_scale(self) -> float | None:
+        """Return the loss scale where the host knows it, else None."""
+        return float(self._host.loss_scale) if self._is_host_true() else None
+
+    def snapshot(self) -> Any:
+        """Return the state where it is: host scalars, or copies of the tensors. Does not synchronise."""
+        return self._host if self._is_host_true() else self._placed._make(each.clone() for each in self._placed)
 
     def set(self, **fields: Any) -> None:
-        """Set fields of the state to plain numbers."""
-        state = self.read()
-        self.current = state._replace(**{name: type(getattr(state, name))(value) for name, value in fields.items()})
+        """Set fields of the state to plain numbers, in place where they are tensors."""
         self.begin_step()
+        if self._is_host_true():
+            types = {name: type(getattr(self._host, name)) for name in fields}
+            self._set_host(self._host._replace(**{name: types[name](value) for name, value in fields.items()}))
+        else:
+            for name, value in fields.items():
+                getattr(self._placed, name).fill_(value)
+
+    def restore(self, policy: ScalingPolicy, state: Any) -> None:
+        """Go on under `policy` from `state`, host scalars; tensors that are placed stay and are written in place."""
+        on_host, device = self._is_host_true(), None if self._placed is None else self._placed.loss_scale.device
+        if device is not None and self._placed._fields != state._fields:
+            kept = {"loss_scale": self._placed.loss_scale, "growth_tracker": self._placed.growth_tracker}
+            self._placed, self._uploaded = self._as_tensors(state, device)._replace(**kept), state
+        self.policy, self.is_on_host = policy, True
+        self.begin_step()
+        self._host = state
+        if device is not None:
+            for name in state._fields:
+                getattr(self._placed, name).fill_(getattr(state, name).item())
+            self._uploaded = state
+            self._note_versions()
+        self.is_on_host = on_host
 
     def may_be_below_one(self) -> bool:
         """Return whether the loss scale may be below 1, where unscaling can overflow. Waits for no device."""
-        scale = self.current.loss_scale
-        if self.is_on_host:
-            return bool(scale < 1.0)
-        if scale.device.type == "cpu":
-            return bool(scale.numpy() < 1.0)  # in the host's own memory there is nobody to wait for
+        if self._is_host_true():
+            return bool(self._host.loss_scale < 1.0)
+        if self._placed.loss_scale.is_cpu:
+            return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # in the host's own memory nobody is waited for
         return getattr(self.policy, "min_scale", 0.0) < 1.0
+
+    def _is_host_true(self) -> bool:
+        """Return whether the host's scalars count, having noticed whether somebody else has written to a tensor."""
+        if self.is_on_host and self._placed is not None:
+            if self._versions != (self._placed.loss_scale._version, self._placed.growth_tracker._version):
+                self._trust_device()
+        return self.is_on_host
+
+    def _set_host(self, state: Any) -> None:
+        self._host = state
+        if self._placed is not None and state.loss_scale != self._uploaded.loss_scale:
+            self._upload("loss_scale")
+            self._note_versions()
+
+    def _trust_device(self) -> None:
+        """Make the tensors the truth; what others may have written to them stays, the rest is brought up to date."""
+        is_tracker_newer = self._placed.growth_tracker._version != self._versions[1]
+        written = {"loss_scale", "growth_tracker"} if is_tracker_newer else {"loss_scale"}
+        # torch._amp_update_scale_ writes the tracker without a new version, but then after it has been handed out
+        for name in self._host._fields:
+            if name not in written:
+                self._upload(name)
+        self.is_on_host = False
+        if self._before is not None:
+            self._before = self._as_tensors(self._before, self._placed.loss_scale.device)
+
+    def _upload(self, name: str) -> None:
+        """Write a field of the host's state to its tensor, unless it holds that value already."""
+        value = getattr(self._host, name)
+        if value == getattr(self._uploaded, name):
+            return
+        target = getattr(self._placed, name)
+        if target.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CallOrderError(
+                f"the {name} of the scaler is still on the host, and a graph that is being captured would write it anew "
+                "at each replay; take one step with this optimizer before capturing one"
+            )
+        target.fill_(value.item())
+        self._uploaded = self._uploaded._replace(**{name: value})
+
+    def _update_on_device(self, grads_finite: bool | Tensor) -> StepInfo:
+        if self.is_on_host:
+            self._trust_device()
+        device = self._placed.loss_scale.device
+        if isinstance(grads_finite, bool):
+            grads_finite = torch.full((), grads_finite, device=device)
+        before, finite = self._before, grads_finite
+        if before is None:
+            before = self.snapshot()
+        else:
+            finite = finite & self._finite
+        after = self.policy.update(before, finite, xp=torch)
+        torch._foreach_copy_(list(self._placed), list(after))
+        self._before, self._finite = before, finite
+        return step_info(before, after)
+
+    def _note_versions(self) -> None:
+        self._versions = (self._placed.loss_scale._version, self._placed.growth_tracker._version)
+
+    @staticmethod
+    def _as_tensors(state: Any, device: torch.device | str) -> Any:
+        dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
+        pairs = zip(state, dtypes, strict=True)
+        return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)

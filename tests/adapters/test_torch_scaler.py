@@ -66,6 +66,13 @@ def _ready(**kwargs):
     return scaler
 
 
+def _two_of_one_loss(scaler, grads, **kwargs):
+    """Return two parameters of 1.0 and an optimizer of each, after backward of one scaled loss with these gradients."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in grads]
+    scaler.scale(sum((param * grad).sum() for param, grad in zip(params, grads, strict=True))).backward()
+    return params, [torch.optim.SGD([param], lr=1.0, **kwargs) for param in params]
+
+
 # -- where torch is right ----------------------------------------------------------------------------------------------
 
 
@@ -433,17 +440,18 @@ def test_joint_skip():
 
 
 @pytest.mark.parametrize("first_is_finite", [True, False])
-def test_the_scale_captured_unscales_what_was_scaled_with_it(first_is_finite):
-    """An update between two optimizers of one loss changes neither the second's gradient nor the count of steps."""
-    _, first_optimizer = _one_param(torch.full((2,), 8.0 if first_is_finite else float("inf")))
-    second, second_optimizer = _one_param(torch.full((2,), 8.0))
-    scaler = _ready(init_scale=8.0, growth_interval=1)
+def test_an_update_between_two_optimizers_of_one_loss(first_is_finite):
+    """It changes neither the second's gradient nor the count of steps."""
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    (_, second), (first_optimizer, second_optimizer) = _two_of_one_loss(
+        scaler, (1.0 if first_is_finite else float("inf"), 1.0)
+    )
     scaler.step(first_optimizer)
     scaler.update()
     scaler.step(second_optimizer)
     info = scaler.update()
     assert second.tolist() == [0.0, 0.0]
-    assert bool(info.applied) == first_is_finite
+    assert info.applied is first_is_finite
     assert scaler.get_scale() == (16.0 if first_is_finite else 4.0)
     assert scaler.metrics()["steps"] == 1
 
@@ -471,8 +479,8 @@ def test_who_is_unscaled_is_not_unscaled_again_after_an_update(fused, clip):
 @pytest.mark.parametrize("fused", [False, True])
 def test_reading_the_scale_between_two_updates_changes_nothing(fused):
     """One loss that overflowed in two optimizers backs off once, whoever looks in between."""
-    optimizers = [_one_param(torch.full((1,), float("inf")), fused=fused)[1] for _ in range(2)]
-    scaler = _ready(init_scale=64.0)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    _, optimizers = _two_of_one_loss(scaler, (float("inf"), float("inf")), fused=fused)
     for optimizer in optimizers:
         scaler.step(optimizer)
         scaler.update()
@@ -482,14 +490,14 @@ def test_reading_the_scale_between_two_updates_changes_nothing(fused):
 
 def test_below_one_it_is_the_scale_used_that_counts():
     """A scale that has grown to 1 since does not hide that the gradients were scaled by a half."""
-    _, first = _one_param(torch.ones(1))
-    second, second_optimizer = _one_param(torch.full((1,), 3e38))
-    scaler = _ready(init_scale=0.5, growth_interval=1)
-    scaler.step(first)
+    scaler = GradScaler("cpu", init_scale=0.5, growth_interval=1)
+    (_, second), (first_optimizer, second_optimizer) = _two_of_one_loss(scaler, (1.0, 1.0))
+    second.grad.fill_(3e38)
+    scaler.step(first_optimizer)
     scaler.update()
     scaler.step(second_optimizer)
     assert not scaler.update().applied
-    assert second.item() == 1.0
+    assert second.tolist() == [1.0, 1.0]
 
 
 def test_the_scale_may_be_set_through_torchs_private_tensor():
@@ -544,8 +552,8 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler():
 
 
 def test_torch_settings_that_mean_never_are_taken():
-    """An interval beyond int32, and a checkpoint whose factor is 1."""
-    assert GradScaler("cpu", growth_interval=10**10).get_growth_interval() == 2**31 - 1
+    """An interval beyond int32, which is given back as it was, and a checkpoint whose factor is 1."""
+    assert GradScaler("cpu", growth_interval=10**10).get_growth_interval() == 10**10
     peer = torch.amp.GradScaler("cpu", growth_interval=10**10)
     peer.set_growth_factor(1.0)
     scaler = GradScaler("cpu")

@@ -5,9 +5,21 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale_torch import GradScaler, all_finite, init_state, scale, select, unscale
+
+
+class _Lists(TorchFunctionMode):
+    """Counts the tensors that are read as lists, which on a CPU no dispatch mode sees."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count `.tolist()`."""
+        self.count += function is torch.Tensor.tolist
+        return function(*args, **(kwargs or {}))
 
 
 class _Synchronisations(TorchDispatchMode):
@@ -15,12 +27,27 @@ class _Synchronisations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self._items, self._lists = 0, _Lists()
+
+    def __enter__(self) -> "_Synchronisations":
+        """Begin to count."""
+        self._lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """End to count."""
+        super().__exit__(*exception)
+        self._lists.__exit__(*exception)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count `.item()` and its kin."""
-        self.count += function is torch.ops.aten._local_scalar_dense.default
+        self._items += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
+
+    @property
+    def count(self) -> int:
+        """The reads up to now."""
+        return self._items + self._lists.count
 
 
 def _count(make, clip=False, unscale_first=False, finite=True):

@@ -1,0 +1,111 @@
+"""One answer for all: flags of devices, ranks, mesh axes and joint optimizers become one decision on a step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from lossscale_torch._gradients import is_dtensor, moved, params_of
+
+READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
+
+
+class OptimizerRecord(dict[str, Any]):
+    """What a scaler knows of one optimizer since the last update: torch's two keys, and what was decided.
+
+    torch's keys are `stage` and `found_inf_per_device`; other packages read and write them.
+    """
+
+    finite: bool | None = None
+    """Whether its gradients are finite on every rank, once the host knows."""
+    grad_scale: Tensor | None = None
+    """The factor by which a fused optimizer must still divide its gradients."""
+    captured: Any = None
+    """The `CapturedScale` its gradients were made with, where that is not the present loss scale."""
+    is_admitted: bool = False
+    """Whether it has been asked where its gradients come from."""
+    flag: Any = False
+    """Once stepped: True where the step was applied, or a tensor, which nobody has waited for, that holds 0.0 there."""
+    had_none: bool = False
+    """Whether there were no gradients to check."""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "OptimizerRecord":
+        """Return `record`, or one of this class with its keys if torch's own factory made it."""
+        return record if isinstance(record, cls) else cls(record)
+
+    @classmethod
+    def fresh(cls) -> "OptimizerRecord":
+        """Return the record of an optimizer that nobody has touched since the last update."""
+        return cls(stage=READY, found_inf_per_device={})
+
+    def note(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
+        """Take over the flags of a check, and forget what an earlier one has found."""
+        self["found_inf_per_device"] = found
+        self["stage"] = UNSCALED
+        self.finite, self.grad_scale = finite, None
+
+    def read_again(self) -> None:
+        """Read flags that were known once more, where nobody need wait for them; else forget what was known."""
+        if self.finite is not None:
+            self.finite = None
+            if all(flag.is_cpu for flag in self.flags):
+                known_on_host(self)
+
+    @property
+    def flags(self) -> list[Tensor]:
+        """The flags, one for each device: 0.0 where every gradient is finite."""
+        return list(self["found_inf_per_device"].values())
+
+
+def known_on_host(record: OptimizerRecord) -> bool:
+    """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
+    if record.finite is None:
+        record.finite = True
+        for flag in record["found_inf_per_device"].values():
+            if flag.item() != 0.0:
+                record.finite = False
+    return record.finite
+
+
+def all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
+    """Return the records' flags combined: a bool where the host knows all of them, else a tensor on `device`."""
+    known = [record.finite for record in records]
+    if None not in known:
+        return False not in known
+    return found_inf(records, device) == 0.0
+
+
+def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tensor:
+    """Return 1.0 where a flag is raised, else 0.0: float32, shape `()`, on `device`.
+
+    Any value but 0.0 counts, NaN included; a fused kernel takes 1.0 alone for an overflow.
+    """
+    flags = [moved(flag, device) for record in records for flag in record.flags]
+    if not flags:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return (torch.stack([flag.reshape(()) for flag in flags]) != 0.0).any().float()
+
+
+def combined(found: dict[Any, Tensor], groups: Iterable[Any], device: torch.device) -> dict[Any, Tensor]:
+    """Return the flags of one check combined over the ranks of `groups`, all of which must call, on `device`."""
+    flags = [moved(flag, device) for flag in found.values()]
+    flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
+    reduce_max(flag, groups)
+    return {device: flag}
+
+
+def reduce_max(flag: Tensor, groups: Iterable[Any]) -> None:
+    """Combine a flag over the ranks of each group, in place; every rank of a group must call."""
+    for group in groups:
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ()  # there is no device mesh without processes
+    meshes = dict.fromkeys(param.device_mesh for param in params_of(optimizer) if is_dtensor(param))
+    return tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

@@ -1,0 +1,230 @@
+"""An optimizer's gradients, walked once: real, dense, local values that can be checked, unscaled and multiplied."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+Bucket = list[Tensor]
+
+
+class Gradients:
+    """The gradients of some optimizers, in buckets of one device and dtype each, for foreach kernels.
+
+    What the buckets hold shares memory with the gradients. A gradient that no kernel can work on in place (sparse with
+    duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that it can. Raises `ValueError` for
+    one that cannot be written to, and for float8.
+    """
+
+    __slots__ = ("are_complex", "buckets")
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        grads = [grad for optimizer in optimizers for grad in grads_of(optimizer)]
+        self.are_complex = False
+        if not grads:
+            self.buckets: list[Bucket] = []
+        elif _are_one_bucket(grads):
+            self.buckets = [grads]
+        else:
+            self.are_complex = any(grad.is_complex() for grad in grads)
+            self.buckets = buckets(
+                [_writable_values(param) for optimizer in optimizers for param in params_of(optimizer)]
+            )
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of the gradients; a complex one counts as the dtype of its parts."""
+        return {bucket[0].dtype for bucket in self.buckets}
+
+    def found_inf(self, factor: Tensor | None = None) -> dict[torch.device, Tensor]:
+        """Return for each device 1.0 where a gradient holds NaN or infinity, else 0.0; the gradients are left alone.
+
+        With `factor` it is what they hold after being multiplied by it that counts.
+        """
+        found: dict[torch.device, Tensor] = {}
+        for bucket in self.buckets:
+            device = bucket[0].device
+            flag = found_inf_in(bucket, None if factor is None else moved(factor, device))
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        return found
+
+    def unscale_(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+        """Multiply by `inverse` in place; return for each device 1.0 where a gradient was not finite before.
+
+        `found_inf` is the flag, 0.0, on the device of `inverse`; other devices get copies of both.
+        """
+        found: dict[torch.device, Tensor] = {}
+        for bucket in self.buckets:
+            device = bucket[0].device
+            if device not in found:
+                found[device] = found_inf if device == found_inf.device else moved(found_inf.clone(), device)
+            check_and_multiply_(bucket, found[device], moved(inverse, device))
+        return found
+
+    def check_again(self, found: dict[torch.device, Tensor]) -> None:
+        """Raise the flags of `found`, in place, where a gradient is not finite now."""
+        for bucket in self.buckets:
+            flag = found[bucket[0].device]
+            check_and_multiply_(bucket, flag, torch.ones_like(flag))
+
+    @torch.no_grad()
+    def multiply_(self, factor: float | Tensor) -> None:
+        """Multiply in place by one number, or by a tensor of shape `()`."""
+        for bucket in self.buckets:
+            torch._foreach_mul_(bucket, moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor)
+
+    @torch.no_grad()
+    def are_zero(self) -> bool:
+        """Return whether every element is exactly zero. Synchronises with the host."""
+        return not any(bool(each.any()) for bucket in self.buckets for each in bucket)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters, in order; torch's `AssertionError` for what is not a tensor."""
+    try:
+        return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    except AttributeError:
+        for param in params_of(optimizer):
+            if not isinstance(param, Tensor):
+                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}") from None
+        raise
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """Return the real, dense, local values of a gradient, for reading."""
+    if is_dtensor(grad):
+        grad = grad.to_local()  # type: ignore[attr-defined]
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    grad = grad.resolve_neg().resolve_conj()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def buckets(values: Iterable[Tensor | None]) -> list[Bucket]:
+    """Return dense, real tensors in lists of one device and dtype each."""
+    by_kind: dict[tuple[torch.device, torch.dtype], Bucket] = {}
+    for each in values:
+        if each is not None:
+            by_kind.setdefault((each.device, each.dtype), []).append(each)
+    return list(by_kind.values())
+
+
+def found_inf_in(bucket: Bucket, factor: Tensor | None = None) -> Tensor:
+    """Return 1.0 if a tensor of the bucket holds NaN or infinity, else 0.0: float32, shape `()`, on their device.
+
+    With `factor` it is what they hold after being multiplied by it that counts. The bucket is left alone.
+    """
+    if factor is not None:
+        bucket = [each for each in bucket if each.numel()]
+        if not bucket:
+            return torch.zeros((), dtype=torch.float32, device=factor.device)
+        return _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax() * factor)
+    found = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
+    check_and_multiply_(bucket, found, torch.ones_like(found))
+    return found
+
+
+def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> None:
+    """Set `found_inf` to 1.0 where an element is not finite, and multiply in place; a factor of 1 writes nothing."""
+    if bucket[0].dtype is torch.bfloat16 and bucket[0].is_cuda:
+        # the kernel knows no bfloat16 on CUDA: https://github.com/pytorch/pytorch/issues/127176
+        found_inf.copy_(
+            torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax()))
+        )
+        torch._foreach_mul_(bucket, factor)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
+
+
+def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Say which parameters have float16 gradients, and the mend; torch's own sentence comes first."""
+    named = []
+    for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
+        names = group.get("param_names") or []  # shorter than the list of parameters where one joined later
+        named += [
+            f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} "
+            f"({param.dtype}, shape {tuple(param.shape)})"
+            for i, param in enumerate(group["params"])
+            if param.grad is not None and param.grad.dtype is torch.float16
+        ]
+    listed = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
+    return (
+        f"Attempting to unscale FP16 gradients. They belong to {listed}. Keep the parameters in float32 and run the "
+        "forward pass under torch.autocast, or pass half_gradients=True to unscale them in float16."
+    )
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether `tensor` is a DTensor, without importing them where nobody has."""
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`, without waiting for it where that is safe.
+
+    A copy to the host is waited for: the memory of a non-blocking one may be read before the device has written it.
+    https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+    """
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _writable_values(param: Tensor) -> Tensor | None:
+    """Return the values of a parameter's gradient, in its own memory; `.grad` is replaced where it has none to give."""
+    if param.grad is None:
+        return None
+    if is_dtensor(param.grad):
+        param.grad = _without_partial_sums(param.grad)
+    elif param.grad.is_sparse and not param.grad.is_coalesced():
+        param.grad = param.grad.coalesce()  # only the sum of duplicates tells whether it is finite
+    values = values_of(_without_lazy_bits(param.grad))
+    if values.is_floating_point() and values.dtype.itemsize < 2:
+        raise ValueError(
+            f"a gradient of shape {tuple(param.shape)} is {values.dtype}, which is too coarse to unscale in place; keep "
+            "the parameter in float32, bfloat16 or float16 and convert to float8 inside the forward pass"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(values.stride(), values.shape, strict=True)):
+        raise ValueError(
+            f"a gradient of shape {tuple(param.shape)} is expanded: several of its elements share one place in memory, "
+            "so it cannot be unscaled in place; assign param.grad = param.grad.clone() first"
+        )
+    return values
+
+
+def _without_lazy_bits(grad: Tensor) -> Tensor:
+    """Return a view that negates or conjugates nothing lazily: a positive factor, a norm and a check see no difference."""
+    grad = grad.conj() if grad.is_conj() else grad
+    return torch._neg_view(grad) if grad.is_neg() else grad
+
+
+def _without_partial_sums(grad: Any) -> Any:
+    """Return a DTensor whose local values are parts of it, not summands: each summand may be finite and the sum not."""
+    if not any(placement.is_partial() for placement in grad.placements):
+        return grad
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - whoever has a DTensor has imported it
+
+    return grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
+
+
+def _are_one_bucket(grads: list[Tensor]) -> bool:
+    """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
+    first = grads[0]
+    dtype, device, is_cpu = first.dtype, first.get_device(), first.is_cpu
+    if dtype.is_complex or dtype.itemsize < 2 or (device < 0 and not is_cpu):  # a device type without indices
+        return False
+    for grad in grads:
+        if type(grad) is not Tensor or grad.dtype is not dtype or grad.get_device() != device:
+            return False
+        if grad.is_cpu is not is_cpu or grad.layout is not torch.strided or not grad.is_contiguous() or grad.is_neg():
+            return False
+    return True
+
+
+def _not_finite(value: Tensor) -> Tensor:
+    return (~torch.isfinite(value)).float()

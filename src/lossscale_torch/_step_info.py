@@ -1,0 +1,41 @@
+"""What `GradScaler.update` returns."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import lossscale_core
+
+
+class StepInfo(lossscale_core.StepInfo):
+    """One step's outcome, and that of each optimizer.
+
+    The fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, where the host
+    knows them; tensors of shape `()` that stay on their device until they are read, after a fused optimizer.
+    """
+
+    _flags: dict[int, Any] | None = None
+
+    def applied_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
+
+        `applied` is True only if every optimizer's step was applied; one may have moved and another not. False for an
+        optimizer that was not stepped since the update before. Does not synchronise.
+        """
+        if self._flags is None:
+            return True
+        flag = self._flags.get(id(optimizer), False)
+        return flag == 0.0 if isinstance(flag, torch.Tensor) else flag
+
+
+def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any] | None) -> StepInfo:
+    """Return `info`, in plain numbers where it is on the host, with a flag for each optimizer that was stepped.
+
+    A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; without flags all are applied.
+    """
+    if any(flag is False for flag in (flags or {}).values()):
+        info = info._replace(applied=False)
+    whole = StepInfo._make(each.item() if isinstance(each, np.generic) else each for each in info)
+    whole._flags = flags
+    return whole

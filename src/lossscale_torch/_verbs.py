@@ -1,0 +1,103 @@
+"""The five verbs on tensors: `init_state`, `scale`, `all_finite`, `unscale`, `select`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossscale_core import as_policy, tree
+from lossscale_torch._decision import reduce_max
+from lossscale_torch._gradients import HALF, buckets, found_inf_in, moved, values_of
+
+
+def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
+    """Return the state before the first step under `policy`: tensors of shape `()` on `device`.
+
+    `policy` is anything `as_policy` takes. Does not synchronise.
+    """
+    state = as_policy(policy).init_state()
+    return state._make(torch.tensor(value, device=device) for value in state)
+
+
+def scale(loss: Any, state: Any) -> Any:
+    """Return `loss` times the loss scale: what to call `.backward()` on.
+
+    `loss` is a tensor of any shape and dtype, or a nested structure of them. float16 and bfloat16 are lifted to float32
+    first, since a scale of 2**16 is already infinite in float16. Differentiable; does not synchronise.
+    """
+    return tree.map_leaves(lambda leaf: None if leaf is None else scaled(leaf, state.loss_scale), loss)
+
+
+def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
+    """Return whether every gradient element is finite, as a bool tensor of shape `()`.
+
+    `grads` is a nested structure of tensors, dense or sparse, real or complex. `None` and integer leaves do not count,
+    and nothing at all is finite. With `process_group` the flag is combined over its ranks, all of which must call.
+    Does not synchronise with the host.
+    """
+    local = [values for leaf in tree.leaves(grads) if is_gradient(leaf) for values in [values_of(leaf)]]
+    device = local[0].device if local else None
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    for bucket in buckets(local):
+        found = torch.maximum(found, moved(found_inf_in(bucket), found.device))
+    if process_group is not None:
+        reduce_max(found, [process_group])
+    return found == 0
+
+
+def unscale(grads: Any, state: Any) -> Any:
+    """Return `grads` divided by the loss scale, as new tensors.
+
+    `grads` is a nested structure of tensors. float16 and bfloat16 leaves come back in float32; others keep their dtype,
+    and sparse ones stay sparse; `None` and integer leaves pass through. Does not synchronise.
+    """
+
+    def unscale_leaf(leaf: Any) -> Any:
+        return _lifted(leaf) / _beside(state.loss_scale, leaf) if is_gradient(leaf) else leaf
+
+    return tree.map_leaves(unscale_leaf, grads)
+
+
+def select(grads_finite: Any, new: Any, old: Any) -> Any:
+    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+
+    `new` and `old` are nested structures alike. `grads_finite` is a bool tensor of shape `()`, and nothing
+    synchronises; or a Python bool, which picks the leaves of one side untouched. Raises `ValueError` where the
+    structures differ.
+    """
+    if isinstance(grads_finite, bool):
+        return tree.map_leaves(lambda a, b: a if grads_finite else b, new, old)
+
+    def select_leaf(a: Any, b: Any) -> Any:
+        if a is None:
+            return None
+        a, b = (leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in (a, b))
+        return torch.where(moved(grads_finite, a.device), a, b)
+
+    return tree.map_leaves(select_leaf, new, old)
+
+
+def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
+    """Return one tensor times the loss scale, half ones in float32."""
+    lifted = _lifted(loss)
+    return lifted * _beside(loss_scale, lifted)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` is a tensor of floats; raise `TypeError` for what is neither tensor nor number nor None."""
+    if isinstance(leaf, Tensor):
+        return leaf.is_floating_point() or leaf.is_complex()
+    if leaf is None or isinstance(leaf, (bool, int)):
+        return False
+    raise TypeError(f"{leaf!r} is no tensor; pass tensors, integers or None, in dicts, lists and tuples")
+
+
+def _lifted(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _beside(loss_scale: Any, tensor: Tensor) -> Any:
+    """Return `loss_scale` so that it can stand in an expression beside `tensor`."""
+    if not isinstance(loss_scale, Tensor):
+        return float(loss_scale)
+    return loss_scale if loss_scale.get_device() == tensor.get_device() else moved(loss_scale, tensor.device)
