@@ -1,11 +1,11 @@
 """Which loss scale an optimizer's gradients were made with: the present one, or the one of a `scale` before an update.
 
-The rule: gradients are divided by what their loss was multiplied by. Without a `scale` since the last update they belong
-to the present loss scale, whether a replayed graph made them or a loss that was multiplied by `get_scale()`. The one
-exception are gradients that were there before the update: an optimizer that is stepped only after `update` was called for
-another one, as Accelerate does. Those are told apart by when backward ran: by a hook on the scaled loss, by the
-identity and version of the gradients, and by whether a graph was built since. Where that cannot be told, a
-`CallOrderError` is raised.
+Gradients are divided by what their loss was multiplied by. Without a `scale` since the last update they belong to the
+present loss scale, whether a replayed graph made them or a loss that was multiplied by `get_scale()`. The one exception
+are gradients that were there before the update: an optimizer that is stepped only after `update` was called for another
+one, as Accelerate does. Those are told apart by when backward ran: by a hook on the scaled loss, by the identity and
+version of the gradients, and by whether a graph was built since. Where that cannot be told, a `CallOrderError` is
+raised.
 """
 
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ _LATE = (
 class CapturedScale:
     """The loss scale that `scale` multiplied losses by between two updates.
 
-    `scale` is a copy that a recorded graph writes anew at each replay; `version` is that of the persistent tensor at the
-    time of the copy.
+    `scale` is a copy that a recorded graph writes anew at each replay; `version` is that of the persistent tensor at
+    the time of the copy.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CapturedScale:
         self.scale = persistent.clone()
         self.version = persistent._version
         self.may_be_below_one = may_be_below_one
-        return self.scale  # type: ignore[no-any-return]
+        return self.scale
 
     def note_backward(self, _: Tensor) -> None:
         """Note that backward of a scaled loss begins; after an update it is an error, as with torch's own scaler."""
@@ -219,7 +219,7 @@ def _is(reference: Any, optimizer: Any) -> bool:
 
 def _graphs_built() -> int:
     """Return a number that grows whenever this thread records an operation for backward."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[no-any-return]
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 _probes = 0
@@ -227,7 +227,7 @@ _probes = 0
 
 def _this_backward() -> int:
     """Return the number of the backward that is running: the engine counts them up, and our probes do not count."""
-    return torch._C._current_graph_task_id() - _probes  # type: ignore[no-any-return]
+    return torch._C._current_graph_task_id() - _probes
 
 
 def _next_backward() -> int:

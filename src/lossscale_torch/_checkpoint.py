@@ -1,9 +1,10 @@
 """What a scaler saves and restores, and how the ranks of a job compare it: functions on a state."""
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from lossscale_core import (
@@ -15,8 +16,10 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import CheckpointError, SyncError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._torch_names import reachable_interval, within_bounds
+
+_TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def require_saved_state(saved: Any) -> None:
@@ -29,11 +32,35 @@ def require_saved_state(saved: Any) -> None:
         )
 
 
+def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `saved`, or torch's five keys alone where they disagree with ours beside them, with a warning.
+
+    Then they were loaded over a dict of ours, and the rest of it is what the scaler had before:
+    `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler, where its planner allows missing keys.
+    """
+    pairs = (("scale", "loss_scale"), ("_growth_tracker", "growth_tracker"))
+    differing = [
+        f"{theirs}={saved[theirs]} and {ours}={saved[ours]}"
+        for theirs, ours in pairs
+        if ours in saved and theirs in saved and not math.isclose(saved[theirs], saved[ours], rel_tol=1e-6)
+    ]
+    if not differing:
+        return saved
+    warnings.warn(
+        f"{'; '.join(differing)} of the saved state contradict each other; "
+        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
+        CheckpointWarning,
+        stacklevel=3,
+    )
+    return {key: saved[key] for key in _TORCHS_KEYS}
+
+
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
     """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
-    is_ours = "version" in saved and not _is_overwritten_by_torch(saved)
-    if is_ours:
-        return as_policy(saved["policy"]) if "policy" in saved else policy
+    if "policy" in saved:
+        return as_policy(saved["policy"])
+    if "version" in saved:
+        return policy
     growth = max(saved["growth_factor"], 1.0 + 2.0**-23)  # torch's setters take a factor of 1
     backoff = min(saved["backoff_factor"], 1.0 - 2.0**-24)
     return torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
@@ -41,22 +68,10 @@ def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPoli
 
 def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
     """Return the state in a checkpoint, of ours, of torch's scaler or of another framework, as host scalars."""
-    if "version" in saved and not _is_overwritten_by_torch(saved):
+    if "version" in saved:
         return state_from_dict(saved, policy)
     fields = {"loss_scale": within_bounds(saved["scale"], policy), "growth_tracker": saved["_growth_tracker"]}
     return state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
-
-
-def _is_overwritten_by_torch(saved: Mapping[str, Any]) -> bool:
-    """Return whether torch's keys were loaded over a dict of ours, and the rest of it is what the scaler had before.
-
-    `torch.distributed.checkpoint` does so, with a planner that allows it, for a checkpoint of torch's scaler.
-    """
-    pairs = (("scale", "loss_scale"), ("_growth_tracker", "growth_tracker"))
-    return any(
-        ours in saved and theirs in saved and np.float32(saved[ours]) != np.float32(saved[theirs])
-        for theirs, ours in pairs
-    )
 
 
 def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:

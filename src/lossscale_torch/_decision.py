@@ -107,5 +107,6 @@ def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ()  # there is no device mesh without processes
-    meshes = dict.fromkeys(param.device_mesh for param in params_of(optimizer) if is_dtensor(param))
+    params: list[Any] = [*params_of(optimizer)]
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
     return tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

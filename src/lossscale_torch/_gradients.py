@@ -14,8 +14,8 @@ class Gradients:
     """The gradients of some optimizers, in buckets of one device and dtype each, for foreach kernels.
 
     What the buckets hold shares memory with the gradients. A gradient that no kernel can work on in place (sparse with
-    duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that it can. Raises `ValueError` for
-    one that cannot be written to, and for float8.
+    duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that it can. Raises `ValueError`
+    for one that cannot be written to, and for float8.
     """
 
     __slots__ = ("are_complex", "buckets")
@@ -87,7 +87,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the gradients of an optimizer's parameters, in order; torch's `AssertionError` for what is not a tensor."""
+    """Return the gradients of an optimizer's parameters, in order; raise torch's `AssertionError` for another type."""
     try:
         return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
     except AttributeError:
@@ -186,8 +186,8 @@ def _writable_values(param: Tensor) -> Tensor | None:
     values = values_of(_without_lazy_bits(param.grad))
     if values.is_floating_point() and values.dtype.itemsize < 2:
         raise ValueError(
-            f"a gradient of shape {tuple(param.shape)} is {values.dtype}, which is too coarse to unscale in place; keep "
-            "the parameter in float32, bfloat16 or float16 and convert to float8 inside the forward pass"
+            f"a gradient of shape {tuple(param.shape)} is {values.dtype}, which is too coarse to unscale in place; "
+            "keep the parameter in float32, bfloat16 or float16 and convert to float8 inside the forward pass"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(values.stride(), values.shape, strict=True)):
         raise ValueError(
@@ -198,7 +198,7 @@ def _writable_values(param: Tensor) -> Tensor | None:
 
 
 def _without_lazy_bits(grad: Tensor) -> Tensor:
-    """Return a view that negates or conjugates nothing lazily: a positive factor, a norm and a check see no difference."""
+    """Return a view without lazy negation or conjugation, which a positive factor, a norm and a check do not see."""
     grad = grad.conj() if grad.is_conj() else grad
     return torch._neg_view(grad) if grad.is_neg() else grad
 
@@ -207,7 +207,7 @@ def _without_partial_sums(grad: Any) -> Any:
     """Return a DTensor whose local values are parts of it, not summands: each summand may be finite and the sum not."""
     if not any(placement.is_partial() for placement in grad.placements):
         return grad
-    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - whoever has a DTensor has imported it
+    from torch.distributed.tensor import Replicate
 
     return grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
 

@@ -37,7 +37,7 @@ from lossscale_torch._optimizers import (
     zero_unwritten_momentum,
 )
 from lossscale_torch._state import ScalerState
-from lossscale_torch._step_info import StepInfo, with_optimizers
+from lossscale_torch._step_info import StepInfo, plain, with_optimizers
 from lossscale_torch._torch_names import TorchNames, given_interval, new_records, within_bounds
 from lossscale_torch._verbs import scaled
 
@@ -157,10 +157,10 @@ class GradScaler(TorchNames):
         In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. Several optimizers are clipped by the norm of all
         their gradients together, and an overflow in one of them skips all of them. The norm, of shape `()`, is that of
         the unscaled gradients before clipping: float32, or float64 where a gradient is. The read that yields it proves
-        them finite; where they are not, neither is the norm, the gradients stay as they are and the step will be skipped
-        (with `error_if_nonfinite`: `RuntimeError`). Disabled, it clips. Raises `ValueError` for a `max_norm` that is not
-        a number from 0. Synchronises with the host once for an ordinary optimizer, for a fused one on a CUDA device only
-        if `error_if_nonfinite`.
+        them finite; where they are not, neither is the norm, the gradients stay as they are and the step will be
+        skipped (with `error_if_nonfinite`: `RuntimeError`). Disabled, it clips. Raises `ValueError` for a `max_norm`
+        that is not a number from 0. Synchronises with the host once for an ordinary optimizer, for a fused one on a
+        CUDA device only if `error_if_nonfinite`.
         """
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         how = _clip.clipping(max_norm, norm_type, error_if_nonfinite)
@@ -230,7 +230,7 @@ class GradScaler(TorchNames):
         record["stage"] = STEPPED
 
     @torch.compiler.disable
-    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
         `applied` is True where every optimizer's step was applied, fused or not; `applied_of(optimizer)` tells them
@@ -264,8 +264,7 @@ class GradScaler(TorchNames):
 
         Plain Python numbers where the host knows them, else tensors of shape `()`. Does not synchronise.
         """
-        numbers = metrics(self._state.snapshot())
-        return {name: each if isinstance(each, Tensor) else each.item() for name, each in numbers.items()}
+        return {name: plain(number) for name, number in metrics(self._state.snapshot()).items()}
 
     def diagnose(self) -> str:
         """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
@@ -313,12 +312,12 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return
         _checkpoint.require_saved_state(state_dict)
-        policy = self.policy
+        saved, policy = _checkpoint.torchs_part(state_dict), self.policy
         if self._follows_checkpoint:
-            policy = _checkpoint.saved_policy(state_dict, policy)
-            if "growth_interval" in state_dict:
-                self._interval_as_given = given_interval(state_dict["growth_interval"])
-        self._state.restore(policy, _checkpoint.saved_state(state_dict, policy))
+            policy = _checkpoint.saved_policy(saved, policy)
+        self._state.restore(policy, _checkpoint.saved_state(saved, policy))
+        if self._follows_checkpoint and "growth_interval" in saved:
+            self._interval_as_given = given_interval(saved["growth_interval"])
         self._has_begun = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -418,7 +417,7 @@ class GradScaler(TorchNames):
         self._check(optimizer, record)
         record["stage"] = stage
         self._are_flags_shared = True
-        return record["found_inf_per_device"]  # type: ignore[no-any-return]
+        return record["found_inf_per_device"]
 
     def _check(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         scale, may_be_below_one = self._scale_of(record)

@@ -18,8 +18,8 @@ class ScalerState:
     first write to a tensor by somebody else, make the tensors the truth for good: a graph that is replayed changes them
     without running any Python.
 
-    Updates that follow one another without `begin_step` count as one step whose flag is theirs combined, so that a scale
-    backs off once however many optimizers overflowed.
+    Updates that follow one another without `begin_step` count as one step whose flag is theirs combined, so that a
+    scale backs off once however many optimizers overflowed.
     """
 
     def __init__(self, policy: ScalingPolicy, state: Any = None) -> None:
@@ -64,7 +64,7 @@ class ScalerState:
         if self._is_host_true():
             self._upload("growth_tracker")
             self._note_versions()
-        return self._placed.growth_tracker  # type: ignore[no-any-return]
+        return self._placed.growth_tracker
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
@@ -136,8 +136,10 @@ class ScalerState:
 
     def _is_host_true(self) -> bool:
         """Return whether the host's scalars count, having noticed whether somebody else has written to a tensor."""
-        if self.is_on_host and self._placed is not None:
-            if self._versions != (self._placed.loss_scale._version, self._placed.growth_tracker._version):
+        placed = self._placed
+        if self.is_on_host and placed is not None:
+            versions = (placed.loss_scale._version, placed.growth_tracker._version)
+            if versions != self._versions:
                 self._trust_device()
         return self.is_on_host
 
@@ -167,8 +169,8 @@ class ScalerState:
         target = getattr(self._placed, name)
         if target.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CallOrderError(
-                f"the {name} of the scaler is still on the host, and a graph that is being captured would write it anew "
-                "at each replay; take one step with this optimizer before capturing one"
+                f"the {name} of the scaler is still on the host, and a graph that is being captured would write it "
+                "anew at each replay; take one step with this optimizer before capturing one"
             )
         target.fill_(value.item())
         self._uploaded = self._uploaded._replace(**{name: value})

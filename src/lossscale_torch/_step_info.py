@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 import lossscale_core
@@ -36,6 +35,11 @@ def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any] | None)
     """
     if any(flag is False for flag in (flags or {}).values()):
         info = info._replace(applied=False)
-    whole = StepInfo._make(each.item() if isinstance(each, np.generic) else each for each in info)
+    whole = StepInfo._make(map(plain, info))
     whole._flags = flags
     return whole
+
+
+def plain(value: Any) -> Any:
+    """Return a host scalar as the plain Python number it is; a tensor stays on its device."""
+    return value if isinstance(value, torch.Tensor) or not hasattr(value, "item") else value.item()

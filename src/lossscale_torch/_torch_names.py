@@ -141,12 +141,12 @@ class TorchNames(torch.amp.GradScaler):
             self._begun_with = (self._begun_with[0], value)
 
     @property
-    def _per_optimizer_states(self) -> defaultdict[int, Any]:
+    def _per_optimizer_states(self) -> Any:
         self._are_flags_shared = True  # a flag may be raised through it, and no version would tell
         return self._records
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, value: defaultdict[int, Any]) -> None:
+    def _per_optimizer_states(self, value: Any) -> None:
         self._records = value
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:

@@ -220,5 +220,5 @@ def test_timm():
         native(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
         assert torch.equal(before, model.weight) == (step in OVERFLOWS)
     assert native.state_dict()["scale"] == 2.0**8
-    native.load_state_dict({**native.state_dict(), "loss_scale": 4.0})
+    native.load_state_dict({**native.state_dict(), "scale": 4.0, "loss_scale": 4.0})
     assert native._scaler.get_scale() == 4.0
