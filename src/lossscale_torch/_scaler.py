@@ -443,6 +443,8 @@ class GradScaler(TorchNames):
     def _clip_all(
         self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, is_deferred: bool = False
     ) -> Tensor:
+        if self._is_replaced("_unscale_grads_"):
+            return self._clip_as_torch(optimizers, records, how)
         scale, may_be_below_one = self._scale_of(records[0])
         on_host = scale.is_cpu or not all(map(is_fused, optimizers))
         gradients = self._gradients(optimizers, self._half_gradients)
@@ -450,7 +452,6 @@ class GradScaler(TorchNames):
             how.needs_torchs(gradients)
             or any(record.captured is not records[0].captured for record in records)
             or any(map(mesh_groups, optimizers))
-            or self._is_replaced("_unscale_grads_")
             or not (on_host or (not may_be_below_one and can_stay_on_device(gradients, how.norm_type, scale.device)))
         ):
             return self._clip_as_torch(optimizers, records, how)

@@ -167,3 +167,75 @@ def test_no_gradients_have_norm_zero():
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
     assert scaler.unscale_and_clip_(SGD["foreach"](params), 1.0).item() == 0.0
+
+
+@EACH
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_in_place_means_in_place(make, max_norm):
+    """After the call `.grad` is unscaled and clipped, for whoever clips by value, adds noise or logs it."""
+    params = _params(torch.full((4,), 1024.0))
+    optimizer = make(params)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_and_clip_(optimizer, max_norm)
+    expected = torch.full((4,), min(1.0, max_norm / 2.0))
+    torch.testing.assert_close(params[0].grad, expected, rtol=1e-5, atol=0.0)
+    torch.nn.utils.clip_grad_value_(params, 0.125)
+    scaler.step(optimizer)
+    torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.125))
+
+
+@EACH
+@pytest.mark.parametrize(("bad", "enabled"), [(False, True), (True, True), (False, False)])
+def test_clip_and_step(make, bad, enabled):
+    """One call in the place of two, with their norm and their result."""
+    grads = [torch.full((4,), 3.0), torch.tensor([float("inf") if bad else 4.0])]
+    params = _params(*(grad * (1024.0 if enabled else 1.0) for grad in grads))
+    optimizer = make(params)
+    scaler = GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    norm = scaler.clip_and_step(optimizer, 1.0)
+    info = scaler.update()
+    expected_norm, expected, _ = _clipped(make, grads, 1.0)
+    torch.testing.assert_close(norm, expected_norm, equal_nan=True)
+    assert bool(info.applied) is not bad
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=0.0)
+
+
+def test_clip_and_step_comes_once():
+    """It is an unscaling and a step, in torch's words when one came before."""
+    params = _params(torch.ones(2))
+    optimizer = SGD["fused"](params)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.clip_and_step(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        scaler.clip_and_step(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("kinds", [("foreach", "foreach"), ("fused", "fused"), ("foreach", "fused")], ids="-".join)
+@pytest.mark.parametrize("bad", [None, 0, 1])
+@pytest.mark.parametrize("norm_type", [2.0, 0.5])
+def test_several_optimizers_are_clipped_by_the_norm_of_all(kinds, bad, norm_type):
+    """As torch clips all parameters together; where one overflowed there is no such norm, and none of them steps."""
+    grads = [torch.full((4,), 3.0), torch.full((1,), 8.0)]
+    params = _params(*(grad * 1024.0 for grad in grads))
+    if bad is not None:
+        params[bad].grad[0] = float("inf")
+    optimizers = [SGD[kind]([param]) for kind, param in zip(kinds, params, strict=True)]
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    norm = scaler.unscale_and_clip_(optimizers, 1.0, norm_type)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    info = scaler.update()
+    if bad is not None:
+        assert not torch.isfinite(norm)
+        assert all((param == 0.0).all() for param in params)
+        assert not any(info.applied_of(optimizer) for optimizer in optimizers)
+        return
+    expected = _params(*grads)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected, 1.0, norm_type))
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(-param.detach(), other.grad, rtol=1e-5, atol=0.0)

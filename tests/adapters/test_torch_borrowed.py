@@ -1,0 +1,290 @@
+"""What others hold, write, replace and override: flags, private names and subclasses of torch's scaler."""
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from lossscale_core.errors import CheckpointWarning
+from lossscale_torch import GradScaler
+
+BOTH = [GradScaler, torch.amp.GradScaler]
+AGAINST_TORCH = pytest.mark.parametrize("make_scaler", BOTH, ids=["ours", "torch"])
+EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
+EACH_BASE = pytest.mark.parametrize("base", BOTH, ids=["ours", "torch"])
+
+
+def _one(fused=False):
+    param = torch.nn.Parameter(torch.ones(1))
+    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
+
+
+def _backward(scaler, param, finite=True):
+    param.grad = None
+    scaler.scale(param.sum()).backward()
+    if not finite:
+        param.grad.fill_(float("inf"))
+
+
+def _raise_flag(scaler, optimizer):
+    """Raise an optimizer's flag as an `all_reduce` over other ranks does: in place, and without a new version."""
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.detach().numpy().fill(1.0)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_a_flag_raised_after_the_step_backs_off(make_scaler, fused):
+    """The step was taken; the scale follows the flag, and the next step is clean."""
+    param, optimizer = _one(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    seen = []
+    for is_raised in (True, False, False):
+        _backward(scaler, param)
+        scaler.step(optimizer)
+        if is_raised:
+            _raise_flag(scaler, optimizer)
+        scaler.update()
+        seen.append((param.item(), scaler.get_scale()))
+    assert seen == [(0.0, 512.0), (-1.0, 512.0), (-2.0, 512.0)]
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_flag_raised_before_the_step_skips(fused, clips):
+    """Between unscaling, clipping and the step."""
+    param, optimizer = _one(fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    _backward(scaler, param)
+    scaler.unscale_and_clip_(optimizer, 10.0) if clips else scaler.unscale_(optimizer)
+    _raise_flag(scaler, optimizer)
+    scaler.step(optimizer)
+    assert not scaler.update().applied
+    assert (param.item(), scaler.get_scale()) == (1.0, 512.0)
+    _backward(scaler, param)
+    scaler.step(optimizer)
+    assert scaler.update().applied
+
+
+def test_a_flag_raised_through_the_records():
+    """`_per_optimizer_states[id(optimizer)]["found_inf_per_device"]` is where other packages find it."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    _backward(scaler, param)
+    scaler.step(optimizer)
+    (flag,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    flag.detach().numpy().fill(1.0)
+    assert scaler.update().applied is False
+    assert scaler.get_scale() == 512.0
+
+
+@AGAINST_TORCH
+def test_two_optimizers_have_flags_of_their_own(make_scaler):
+    """One that is raised leaves the other's alone."""
+    pairs = [_one() for _ in range(2)]
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        for param, _ in pairs:
+            _backward(scaler, param)
+        for _, optimizer in pairs:
+            scaler.unscale_(optimizer)
+        _raise_flag(scaler, pairs[0][1])
+        before = [param.item() for param, _ in pairs]
+        for _, optimizer in pairs:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [old - param.item() for old, (param, _) in zip(before, pairs, strict=True)] == [0.0, 1.0]
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_a_stage_set_back_to_ready_checks_anew(make_scaler, fused):
+    """What was known of the gradients before is forgotten."""
+    param, optimizer = _one(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    _backward(scaler, param)
+    scaler.unscale_(optimizer)
+    param.grad.fill_(float("inf"))
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+    scaler.step(optimizer)
+    scaler.update()
+    assert (param.item(), scaler.get_scale()) == (1.0, 512.0)
+
+
+@AGAINST_TORCH
+def test_records_replaced_by_torchs_own_factory(make_scaler):
+    """As subclasses do that end a step themselves."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    _backward(scaler, param)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.item() == 0.0
+
+
+# -- subclasses and replaced methods -----------------------------------------------------------------------------------
+
+
+@EACH_BASE
+def test_a_subclass_decides_on_the_step(base):
+    """`_maybe_opt_step` is called with the record, as NeMo, Composer and torch_xla override it."""
+
+    class Deciding(base):
+        vetoes = 0
+
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            if sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values()) or self.vetoes:
+                self.vetoes -= 1
+                return None
+            return optimizer.step(*args, **kwargs)
+
+    param, optimizer = _one()
+    scaler = Deciding("cpu", init_scale=1024.0)
+    for vetoes, finite, expected in ((0, True, 1.0), (1, True, 0.0), (0, False, 0.0)):
+        scaler.vetoes = vetoes
+        _backward(scaler, param, finite)
+        before = param.item()
+        scaler.step(optimizer)
+        scaler.update()
+        assert before - param.item() == expected
+    assert scaler.get_scale() == 512.0
+
+
+@EACH_BASE
+def test_a_subclass_updates_with_torchs_own_kernel(base):
+    """`update` writes the persistent tensors itself and replaces the records, as Megatron's and NeMo's do."""
+
+    class Updating(base):
+        def update(self, new_scale=None):
+            scale, tracker = self._check_scale_growth_tracker("update")
+            flags = [f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()]
+            settings = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            torch._amp_update_scale_(scale, tracker, sum(flags), *settings)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    param, optimizer = _one()
+    scaler = Updating("cpu", init_scale=1024.0, growth_interval=2)
+    seen = []
+    for finite in (True, True, True, False, True, True):
+        _backward(scaler, param, finite)
+        before = param.item()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((before - param.item(), scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    assert seen == [(1, 1024, 1), (1, 2048, 0), (1, 2048, 1), (0, 1024, 0), (1, 1024, 1), (1, 2048, 0)]
+
+
+@AGAINST_TORCH
+@pytest.mark.parametrize("clips", [False, True])
+def test_unscaling_that_is_replaced_on_the_instance(make_scaler, clips):
+    """As trainers in full float16 do, which let float16 gradients pass."""
+    model = torch.nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = make_scaler("cpu", init_scale=8.0)
+    original = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda optimizer, inverse, found, _: original(optimizer, inverse, found, True)
+    scaler.scale(torch.ones(()))
+    model.weight.grad = torch.full_like(model.weight, 8.0)
+    if clips and make_scaler is GradScaler:
+        scaler.unscale_and_clip_(optimizer, 0.5)
+        assert model.weight.grad.item() == pytest.approx(0.5, rel=1e-3)
+    else:
+        scaler.unscale_(optimizer)
+        assert model.weight.grad.item() == 1.0
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# -- private names -----------------------------------------------------------------------------------------------------
+
+
+@AGAINST_TORCH
+def test_what_is_written_in_place_is_seen_at_once(make_scaler):
+    """By `get_scale`, by `state_dict` and by the next loss, whatever was updated before."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=4)
+    for _ in range(2):
+        _backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+    scaler._growth_tracker.fill_(3)
+    assert scaler.state_dict()["_growth_tracker"] == 3
+    scaler._scale.fill_(32.0)
+    assert scaler.get_scale() == scaler.state_dict()["scale"] == 32.0
+    assert scaler.scale(torch.ones(())).item() == 32.0
+    _backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), scaler._growth_tracker.item(), param.item()) == (64.0, 0, -2.0)
+
+
+@AGAINST_TORCH
+def test_what_a_scaler_begins_with_can_be_set(make_scaler):
+    """`_init_scale` and `_init_growth_tracker` count until the first loss, and not after it."""
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    scaler._init_scale, scaler._init_growth_tracker = 8.0, 3
+    assert scaler.scale(torch.ones(())).item() == 8.0
+    assert scaler._growth_tracker.item() == 3
+    scaler._init_scale, scaler._init_growth_tracker = 2.0, 1
+    assert (scaler.get_scale(), scaler._init_scale, scaler._init_growth_tracker) == (8.0, 2.0, 1)
+    assert scaler.state_dict()["_growth_tracker"] == 3
+
+
+@AGAINST_TORCH
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_has_a_scale_of_its_own(make_scaler, duplicate):
+    """A shallow one, too."""
+    scaler = make_scaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    twin = duplicate(scaler)
+    twin.scale(torch.ones(()))
+    twin.update(64.0)
+    assert (scaler.get_scale(), twin.get_scale()) == (4.0, 64.0)
+
+
+@AGAINST_TORCH
+@pytest.mark.parametrize("interval", [0, -1, 10**10])
+def test_an_interval_that_is_never_reached(make_scaler, interval):
+    """The scale never grows, the tracker counts, and the interval is given back as it was, through a checkpoint too."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=4.0, growth_interval=interval)
+    for _ in range(3):
+        _backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+    saved = scaler.state_dict()
+    assert (saved["scale"], saved["growth_interval"], saved["_growth_tracker"]) == (4.0, interval, 3)
+    again = make_scaler("cpu")
+    again.load_state_dict(saved)
+    assert again.get_growth_interval() == again.state_dict()["growth_interval"] == interval
+    again.set_growth_interval(5)
+    assert again.get_growth_interval() == again._growth_interval == 5
+
+
+def test_a_parameter_that_joined_a_named_group():
+    """The message about its float16 gradients knows it by its place."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
+    late = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer.param_groups[0]["params"].append(late)
+    late.grad = torch.ones_like(late)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 \(torch\.float16, shape \(2,\)\)"):
+        scaler.unscale_(optimizer)
+
+
+def test_a_checkpoint_whose_keys_contradict_each_other():
+    """torch's keys are taken, and a warning says so."""
+    scaler = GradScaler("cpu")
+    saved = GradScaler("cpu", init_scale=8.0).state_dict()
+    with pytest.warns(CheckpointWarning, match=r"scale=64\.0 and loss_scale=8\.0; .* contradict each other"):
+        scaler.load_state_dict({**saved, "scale": 64.0, "_growth_tracker": 7})
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (64.0, 7)

@@ -1,0 +1,385 @@
+"""Loops that do not call `scale` once before each step: by hand, too early, too late, in another order, or not at all."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from lossscale_core.errors import CallOrderError
+from lossscale_torch import GradScaler
+
+AGAINST_TORCH = pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
+
+
+def _one(fused=False):
+    """Return a parameter of 1.0 and an optimizer that moves it by its gradient."""
+    param = torch.nn.Parameter(torch.ones(1))
+    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
+
+
+def _two(fused=False):
+    return zip(*(_one(fused) for _ in range(2)), strict=True)
+
+
+def _moved(param, call, *args):
+    before = param.item()
+    call(*args)
+    return before - param.item()
+
+
+# -- losses that are multiplied by hand --------------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_a_loss_multiplied_by_a_kept_scale_tensor(make_scaler, fused):
+    """Whoever keeps `_scale` multiplies by what it holds now."""
+    param, optimizer = _one(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(param.sum())
+    kept = scaler._scale
+    for _ in range(3):
+        optimizer.zero_grad()
+        (param.sum() * kept).backward()
+        assert _moved(param, scaler.step, optimizer) == 1.0
+        scaler.update()
+    assert kept.item() == scaler.get_scale() == 2.0**13
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_two_losses_multiplied_by_get_scale(make_scaler, fused):
+    """An update after each: the second optimizer's gradients belong to the scale after the first update."""
+    params, optimizers = _two(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    for _, (param, optimizer) in itertools.product(range(3), zip(params, optimizers, strict=True)):
+        optimizer.zero_grad()
+        (param.sum() * scaler.get_scale()).backward()
+        assert _moved(param, scaler.step, optimizer) == 1.0
+        scaler.update()
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_one_loss_scaled_and_one_by_hand(make_scaler, fused):
+    """In one iteration with two updates, from the second iteration on, when both optimizers are known."""
+    params, optimizers = _two(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=2)
+    for iteration in range(6):
+        for is_first, param, optimizer in zip((True, False), params, optimizers, strict=True):
+            optimizer.zero_grad()
+            if is_first:
+                scaler.scale(param.sum()).backward()
+            else:
+                (param.sum() * scaler.get_scale()).backward()
+            assert _moved(param, scaler.step, optimizer) == 1.0, iteration
+            scaler.update()
+
+
+@AGAINST_TORCH
+def test_a_loss_by_hand_after_a_step_that_the_user_left_out(make_scaler):
+    """What was known of the gradients that nobody stepped is forgotten."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    (param.sum() * scaler.get_scale()).backward()
+    assert _moved(param, scaler.step, optimizer) == 1.0
+
+
+@EITHER_KIND
+def test_a_stage_that_never_scales_a_loss(fused):
+    """`place_on` is all that a stage of a pipeline needs, whose gradients another's loss has made."""
+    param, optimizer = _one(fused)
+    last, stage = (GradScaler("cpu", init_scale=1024.0, growth_interval=1) for _ in range(2))
+    other, other_optimizer = _one(fused)
+    stage.place_on("cpu")
+    for _ in range(3):
+        for each in (optimizer, other_optimizer):
+            each.zero_grad()
+        last.scale((param * other).sum()).backward()
+        true_gradient = other.item()
+        assert _moved(param, stage.step, optimizer) == true_gradient
+        last.step(other_optimizer)
+        assert stage.update() == last.update()
+
+
+# -- gradients that were there before an update ------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_optimizer_that_is_stepped_after_the_others_update(fused, overflows):
+    """One loss for two optimizers, an update after each: torch doubles or halves what the second gets."""
+    params, optimizers = _two(fused)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(params).sum()).backward()
+        if overflows:
+            params[0].grad.fill_(float("inf"))
+        assert _moved(params[0], scaler.step, optimizers[0]) == (0.0 if overflows else 1.0)
+        scaler.update()
+        assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+        scaler.update()
+    assert scaler.metrics()["steps"] == 3
+
+
+def test_torch_doubles_what_waits_over_an_update():
+    """The other side of the row in the table of differences."""
+    params, optimizers = _two()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(sum(params).sum()).backward()
+    params[0].grad.fill_(float("inf"))
+    scaler.step(optimizers[0])
+    scaler.update()
+    assert _moved(params[1], scaler.step, optimizers[1]) == 2.0
+
+
+def _second_waits_over_an_update(make_scaler):
+    """Return two parameters and optimizers, and a scaler; the second's gradients are of the scale before the last."""
+    params, optimizers = _two()
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    for stepped in (optimizers, optimizers[:1]):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(params).sum()).backward()
+        for optimizer in stepped:
+            scaler.step(optimizer)
+        scaler.update()
+    optimizers[0].zero_grad()
+    return params, optimizers, scaler
+
+
+@pytest.mark.parametrize(("make_scaler", "expected"), [(GradScaler, 1.0), (torch.amp.GradScaler, 0.5)])
+def test_gradients_that_wait_over_the_next_loss(make_scaler, expected):
+    """They keep their scale while nobody writes to them, whatever is scaled meanwhile; torch divides by the new one."""
+    params, optimizers, scaler = _second_waits_over_an_update(make_scaler)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    assert _moved(params[1], scaler.step, optimizers[1]) == expected
+
+
+def test_gradients_of_two_scales_that_were_added_up():
+    """No factor unscales them, so the step is refused; zeroed in place first, they are the new loss's alone."""
+    params, optimizers, scaler = _second_waits_over_an_update(GradScaler)
+    scaler.scale(sum(params).sum()).backward()
+    with pytest.raises(CallOrderError, match="nothing tells which"):
+        scaler.step(optimizers[1])
+    params, optimizers, scaler = _second_waits_over_an_update(GradScaler)
+    optimizers[1].zero_grad(set_to_none=False)
+    scaler.scale(sum(params).sum()).backward()
+    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+def test_what_nothing_tells_is_an_error():
+    """A scaled and a hand-made loss, an update between them that changed the scale, and an optimizer never seen."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    (params[1].sum() * scaler.get_scale()).backward()
+    with pytest.raises(CallOrderError, match=r"by 1024, before the last update\(\), or from a later one at 2048"):
+        scaler.step(optimizers[1])
+
+
+def test_what_nothing_tells_does_not_matter_while_the_scale_is_unchanged():
+    """The same loop with a scale that stays is torch's."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    (params[1].sum() * scaler.get_scale()).backward()
+    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+@pytest.mark.parametrize("clips_by_value", [False, True])
+def test_unscaled_gradients_that_wait_may_be_written_to(clips_by_value):
+    """Noise or clipping by value between the other's update and the step does not unscale them again."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(sum(params).sum()).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizers[0])
+    scaler.update()
+    if clips_by_value:
+        torch.nn.utils.clip_grad_value_(params[1], 0.5)
+    assert _moved(params[1], scaler.step, optimizers[1]) == (0.5 if clips_by_value else 1.0)
+
+
+# -- too early, too late -----------------------------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("clips", [False, True])
+def test_unscale_before_there_are_gradients(fused, clips):
+    """It finds nothing, so the optimizer stays ready: its gradients are unscaled and checked when they are there."""
+    param, optimizer = _one(fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    loss = scaler.scale(param.sum())
+    scaler.unscale_and_clip_(optimizer, 10.0) if clips else scaler.unscale_(optimizer)
+    loss.backward()
+    assert _moved(param, scaler.step, optimizer) == 1.0
+    scaler.update()
+    optimizer.zero_grad()
+    loss = scaler.scale(param.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    param.grad.fill_(float("inf"))
+    assert _moved(param, scaler.step, optimizer) == 0.0
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_backward_of_a_loss_scaled_before_an_update_is_refused(is_compiled):
+    """torch refuses it too, since its scale is written in place; here the error names the call."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+
+    def scaled_loss():
+        return scaler.scale(param.sum())
+
+    late = torch.compile(scaled_loss, backend="eager")() if is_compiled else scaled_loss()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"^backward\(\) of a loss that scale\(\) multiplied before the last update"):
+        late.backward()
+    assert param.grad is None
+
+
+def test_torch_refuses_a_late_backward():
+    """In words that name no call."""
+    param, optimizer = _one()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    late = scaler.scale(param.sum())
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def test_a_scale_written_between_loss_and_step():
+    """The gradients keep the scale that multiplied their loss; torch divides by the new one."""
+    for make_scaler, expected in ((GradScaler, 1.0), (torch.amp.GradScaler, 2.0)):
+        param, optimizer = _one()
+        scaler = make_scaler("cpu", init_scale=1024.0)
+        scaler.scale(param.sum()).backward()
+        scaler._scale.fill_(512.0)
+        assert _moved(param, scaler.step, optimizer) == expected
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_optimizer_tells_whether_it_moved(fused, bad):
+    """`applied_of` is what a schedule or an average of one optimizer's parameters asks."""
+    params, optimizers = _two(fused)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for is_spoilt in (False, True, False):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(params).sum()).backward()
+        if is_spoilt:
+            params[bad].grad.fill_(float("nan"))
+        before = [param.item() for param in params]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        info = scaler.update()
+        assert bool(info.applied) is not is_spoilt
+        for old, param, optimizer, scheduler in zip(before, params, optimizers, schedulers, strict=True):
+            assert bool(info.applied_of(optimizer)) == (param.item() != old)
+            if info.applied_of(optimizer):
+                scheduler.step()
+    assert schedulers[bad].get_last_lr() == [0.25]
+    assert schedulers[1 - bad].get_last_lr() == [0.125]
+
+
+def test_an_optimizer_that_took_no_step_was_not_applied():
+    """Neither one that was left out nor one that nobody knows; in a disabled scaler every step is applied."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu")
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    info = scaler.update()
+    assert info.applied_of(optimizers[0]) is True
+    assert info.applied_of(optimizers[1]) is False
+    assert GradScaler("cpu", enabled=False).update().applied_of(optimizers[1]) is True
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("looks_first", [False, True])
+def test_a_user_decides_to_skip(fused, looks_first):
+    """`skip` ends the step: nothing moves, `update` goes on, and the next gradients are new ones."""
+    param, optimizer = _one(fused)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for skips in (True, False, True):
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        if looks_first:
+            scaler.unscale_(optimizer)
+        assert _moved(param, scaler.skip if skips else scaler.step, optimizer) == (0.0 if skips else 1.0)
+        info = scaler.update()
+        assert bool(info.applied) is not skips
+        assert bool(info.applied_of(optimizer)) is not skips
+    assert scaler.get_scale() == (2.0**13 if looks_first else 2.0**11)
+    scaler.scale(param.sum()).backward()
+    scaler.skip(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+    GradScaler("cpu", enabled=False).skip(optimizer)
+
+
+def test_an_overflow_that_was_looked_at_and_skipped_backs_off():
+    """What `unscale_` found counts, whoever decides."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    scaler.skip(optimizer)
+    info = scaler.update()
+    assert (info.applied, info.overflow_streak, scaler.get_scale()) == (False, 1, 512.0)
+
+
+# -- what is reported --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_host_knows_is_plain_numbers():
+    """`json.dumps` takes it, and `applied is True`."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert info.applied is True
+    assert json.loads(json.dumps(info)) == [True, 1024.0, 1024.0, 0]
+    assert json.loads(json.dumps(scaler.metrics()))["applied_steps"] == 1
+    assert {type(number) for number in scaler.metrics().values()} == {int, float}
+
+
+def test_what_a_device_knows_stays_what_it_was():
+    """The numbers of a fused step are tensors, and no later step changes them."""
+    param, optimizer = _one(fused=True)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    infos, numbers = [], []
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        infos.append(scaler.update())
+        numbers.append(scaler.metrics())
+    assert [info.loss_scale_after.item() for info in infos] == [2048.0, 4096.0, 8192.0]
+    assert [each["steps"].item() for each in numbers] == [1, 2, 3]

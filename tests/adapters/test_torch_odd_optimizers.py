@@ -1,0 +1,165 @@
+"""Optimizers that are not torch's: odd states, little more than `step`, wrappers, and steps that only rehearse."""
+
+import warnings
+
+import pytest
+import torch
+
+from lossscale_core.errors import CheckpointWarning
+from lossscale_torch import GradScaler
+
+AGAINST_TORCH = pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+
+
+def _param():
+    return torch.nn.Parameter(torch.ones(1))
+
+
+class _Counting(torch.optim.Optimizer):
+    """Counts its steps for all parameters together, under a name, as MADGRAD does."""
+
+    def __init__(self, params, steps=0):
+        super().__init__(params, {"lr": 1.0})
+        self.state["k"] = torch.tensor([steps])
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    def step(self, closure=None):
+        self.state["k"] += 1
+        for param in self.param_groups[0]["params"]:
+            param.data -= param.grad
+
+
+class _CountingByElement(_Counting):
+    """Keeps a vector of steps for each parameter."""
+
+    def __init__(self, params, steps=0):
+        super().__init__(params)
+        del self.state["k"]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["step"] = torch.full((3,), steps)
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["step"] += 1
+            param.data -= param.grad
+
+
+class _Duck:
+    """No more than the two names that a scaler needs, and room for nothing else."""
+
+    __slots__ = ("param_groups",)
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.data -= param.grad
+
+
+class _Delegating:
+    """Passes on what it is asked for."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def _train(optimizer, param, scaler, clips=False):
+    """Take three steps, the second of which overflows; return how far each moved."""
+    moves = []
+    for value in (1.0, float("inf"), 1.0):
+        param.grad = None
+        scaler.scale((param * value).sum()).backward()
+        if clips:
+            scaler.unscale_and_clip_(optimizer, 0.5)
+        before = param.item()
+        scaler.step(optimizer)
+        scaler.update()
+        moves.append(before - param.item())
+    return moves
+
+
+OPTIMIZERS = {
+    "counts for all": _Counting,
+    "counts by element": _CountingByElement,
+    "no more than step": _Duck,
+    "delegates": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0)),
+    "delegates to a fused one": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_strange_optimizers(make, clips):
+    """They are unscaled, clipped, stepped and skipped as any other, and nothing warns."""
+    param = _param()
+    moves = _train(make([param]), param, GradScaler("cpu", init_scale=1024.0), clips)
+    assert moves == pytest.approx([0.5, 0.0, 0.5] if clips else [1.0, 0.0, 1.0], rel=1e-5)
+
+
+def test_torch_applies_scaled_gradients_through_a_delegating_wrapper():
+    """The flag and the factor land on the wrapper, where the fused optimizer inside does not look."""
+    param = _param()
+    optimizer = _Delegating(torch.optim.SGD([param], lr=1.0, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.item() == 1.0 - 1024.0
+
+
+@pytest.mark.parametrize("make", [_Counting, _CountingByElement])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_warning_about_a_scaler_that_begins_anew(make, steps):
+    """Given where the optimizer has counted steps, however it counts; never raised by a state of another shape."""
+    param = _param()
+    optimizer = make([param], steps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train(optimizer, param, GradScaler("cpu", init_scale=1024.0))
+    assert [warning.category for warning in caught] == ([CheckpointWarning] if steps else [])
+
+
+def test_a_warning_never_raises():
+    """Whatever somebody keeps under `state`."""
+    for state in (None, [], {"name": "text", 3: None, "nested": {"step": "many"}, "empty": {}}):
+        param = _param()
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        optimizer.state = state
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(param.sum()).backward()
+        scaler._warn_if_resumed(optimizer)
+
+
+# -- steps that only make an optimizer allocate its state --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("make_scaler", "expected"), [(GradScaler, 1024.0), (torch.amp.GradScaler, 2048.0)])
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_rehearsal_is_no_step(make_scaler, expected, fused, rate):
+    """Gradients and rates of exactly zero say nothing about the scale; torch counts them, and may grow it."""
+    param = _param()
+    optimizer = torch.optim.AdamW([param], lr=rate, fused=fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    param.grad = torch.zeros_like(param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == expected
+    assert optimizer.state[param]["exp_avg"].shape == param.shape
+
+
+@AGAINST_TORCH
+def test_the_first_step_of_a_warm_up_counts(make_scaler):
+    """Its rate is zero, its gradients are not."""
+    param = _param()
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2048.0
