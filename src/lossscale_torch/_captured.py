@@ -93,6 +93,8 @@ class _Waiting(NamedTuple):
     seen: GradientsSeen
     record: OptimizerRecord | None
     """What was known of them, where they are unscaled already."""
+    is_doubtful: bool
+    """Whether a backward may have run after they were unscaled."""
 
     def is_unused(self, optimizer: Any, present_scale: Tensor) -> bool:
         """Return whether the gradients still are those; raise `CallOrderError` where new ones were added to them."""
@@ -100,6 +102,8 @@ class _Waiting(NamedTuple):
         if writes is None:
             return False
         if writes == 0 or self.captured.is_latest_backward():
+            if self.is_doubtful:
+                _require_same(1.0, self.captured.scale)
             return True
         if writes == 1:  # by a backward that added to them; more writes begin with one that zeroed them
             _require_same(1.0 if self.record else self.captured.scale, present_scale)
@@ -154,6 +158,10 @@ class ScaledLosses:
         self.present.end()
         self._past, self.present = self.present, None
 
+    def moment(self) -> tuple[int, int | None]:
+        """Return a mark that stays the same while no operation is recorded and no scaled loss runs backward."""
+        return _graphs_built(), None if self.present is None else self.present.last_backward
+
     def origin(self, optimizer: Any, present_scale: Tensor) -> Origin:
         """Return where an optimizer's gradients come from; raise `CallOrderError` where nothing tells.
 
@@ -189,8 +197,10 @@ class ScaledLosses:
             earlier = self._waiting.get(key)
             if earlier is None or earlier.seen.writes_since(optimizer) != 0:
                 seen = GradientsSeen.of(optimizer)
+                record = unscaled.get(key)
                 if seen.references:
-                    self._waiting[key] = _Waiting(captured, seen, unscaled.get(key))
+                    is_doubtful = record is not None and record.moment != self.moment()
+                    self._waiting[key] = _Waiting(captured, seen, record, is_doubtful)
                 else:
                     self._used_up.add(key)
 

@@ -28,6 +28,10 @@ class OptimizerRecord(dict[str, Any]):
     """Whether it has been asked where its gradients come from."""
     flag: Any = False
     """Once stepped: True where the step was applied, or a tensor, which nobody has waited for, that holds 0.0 there."""
+    is_carried: bool = False
+    """Whether its gradients were unscaled before the last update, which was another optimizer's."""
+    moment: Any = None
+    """When they were checked: a mark of `ScaledLosses.moment`."""
     had_none: bool = False
     """Whether there were no gradients to check."""
 

@@ -142,7 +142,7 @@ class GradScaler(TorchNames):
         is. Does not synchronise.
         """
         if self._enabled:
-            self._unscale(optimizer, self._record_to_unscale(optimizer, "unscale_"))
+            self._unscale_once(optimizer, self._record_to_unscale(optimizer, "unscale_"))
 
     @torch.compiler.disable
     def unscale_and_clip_(
@@ -359,6 +359,7 @@ class GradScaler(TorchNames):
             origin = self._losses.origin(optimizer, present_scale)
             if origin.record is not None:
                 record = self._records[key] = origin.record
+                record.is_carried = True
             record.captured, record.is_admitted = origin.captured, True
             if not origin.is_same_step and self._losses.present is None:
                 self._state.begin_step()
@@ -371,7 +372,7 @@ class GradScaler(TorchNames):
 
     def _record_to_unscale(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerRecord:
         record = self._record_of(optimizer, caller)
-        if record["stage"] is UNSCALED:
+        if record["stage"] is UNSCALED and not record.is_carried:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if record["stage"] is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
@@ -396,6 +397,13 @@ class GradScaler(TorchNames):
         if not allow_half and torch.float16 in gradients.dtypes:
             raise ValueError(half_gradients_message(optimizers))
         return gradients
+
+    def _unscale_once(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
+        """Unscale, unless that was done before an `update` that was another optimizer's."""
+        if record.is_carried:
+            record.is_carried = False
+        else:
+            self._unscale(optimizer, record)
 
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         scale, may_be_below_one = self._scale_of(record)
@@ -430,7 +438,7 @@ class GradScaler(TorchNames):
     ) -> None:
         """Record what a check found, combined over the ranks that must decide alike; nothing found leaves it ready."""
         groups = self._groups(optimizer)
-        record.had_none = not found
+        record.had_none, record.moment = not found, self._losses.moment()
         if groups:
             found, known = combined(found, groups, self._require_scale("step").device), None
         if found:
@@ -443,7 +451,7 @@ class GradScaler(TorchNames):
     def _clip_all(
         self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, is_deferred: bool = False
     ) -> Tensor:
-        if self._is_replaced("_unscale_grads_"):
+        if self._is_replaced("_unscale_grads_") or any(record.is_carried for record in records):
             return self._clip_as_torch(optimizers, records, how)
         scale, may_be_below_one = self._scale_of(records[0])
         on_host = scale.is_cpu or not all(map(is_fused, optimizers))
@@ -468,7 +476,7 @@ class GradScaler(TorchNames):
     def _clip_as_torch(self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping) -> Tensor:
         """Unscale, then clip in a second pass: for gradients whose norm one read cannot both take and trust."""
         for optimizer, record in zip(optimizers, records, strict=True):
-            self._unscale(optimizer, record)
+            self._unscale_once(optimizer, record)
         if len(records) > 1:
             flag = found_inf(records, self._require_scale("step").device)
             for record in records:

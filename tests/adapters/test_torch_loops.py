@@ -1,4 +1,4 @@
-"""Loops that do not call `scale` once before each step: by hand, too early, too late, in another order, or not at all."""
+"""Loops that do not call `scale` once before each step: by hand, too early or late, in another order, or not at all."""
 
 import itertools
 import json
@@ -214,6 +214,37 @@ def test_unscaled_gradients_that_wait_may_be_written_to(clips_by_value):
     if clips_by_value:
         torch.nn.utils.clip_grad_value_(params[1], 0.5)
     assert _moved(params[1], scaler.step, optimizers[1]) == (0.5 if clips_by_value else 1.0)
+
+
+def test_gradients_that_were_renewed_after_they_were_unscaled():
+    """Zeroed and made anew before the other's update: nothing tells them from the unscaled ones."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(sum(params).sum()).backward()
+    scaler.unscale_(optimizers[1])
+    optimizers[1].zero_grad()
+    scaler.scale(params[1].sum()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    with pytest.raises(CallOrderError):
+        scaler.step(optimizers[1])
+    optimizers[1].zero_grad()
+    scaler.scale(params[1].sum()).backward()
+    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_unscaled_gradients_that_wait_may_be_unscaled_again(clips):
+    """A second call after the other's update finds that there is nothing left to do; torch divides once more."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(sum(params).sum()).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizers[0])
+    scaler.update()
+    scaler.unscale_and_clip_(optimizers[1], 0.5) if clips else scaler.unscale_(optimizers[1])
+    assert _moved(params[1], scaler.step, optimizers[1]) == pytest.approx(0.5 if clips else 1.0, rel=1e-5)
 
 
 # -- too early, too late -----------------------------------------------------------------------------------------------
