@@ -1,0 +1,337 @@
+"""Every row of the table of differences in docs/torch.md, shown on both sides: torch's own scaler and ours."""
+
+import re
+import warnings
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from lossscale_torch import GradScaler
+
+PAGE = Path(__file__).parents[2] / "docs/torch.md"
+DIFFERENCES = {}
+NEVER = -1
+
+
+def difference(row, torchs, ours):
+    """Register a program that ends in `torchs` with torch's scaler and in `ours` with ours, under a row of the table."""
+
+    def register(program):
+        DIFFERENCES.setdefault(row, []).append((program, torchs, ours))
+        return program
+
+    return register
+
+
+def _one(grad=None, **kwargs):
+    grad = torch.full((1,), 1024.0) if grad is None else grad
+    param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    param.grad = grad
+    return param, torch.optim.SGD([param], lr=1.0, **kwargs)
+
+
+def _ready(make_scaler, **kwargs):
+    scaler = make_scaler("cpu", **{"init_scale": 1024.0, **kwargs})
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def _step(make_scaler, grad, **kwargs):
+    """Return the parameters after a step, from zero, with this gradient."""
+    param, optimizer = _one(grad)
+    scaler = _ready(make_scaler, **kwargs)
+    scaler.step(optimizer)
+    scaler.update()
+    return param.tolist()
+
+
+def _two(make_scaler):
+    """Return two parameters, their optimizers and a scaler that grows at each finite update, after backward of a loss."""
+    pairs = [_one() for _ in range(2)]
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    for param, _ in pairs:
+        param.grad = None
+    scaler.scale(sum(param.sum() for param, _ in pairs)).backward()
+    return *pairs[0], *pairs[1], scaler
+
+
+@difference("sums flags; a fused optimizer takes a sum of 2 for no overflow", float("-inf"), 0.0)
+def _flags(make_scaler):
+    param, optimizer = _one(torch.tensor([float("inf")]), fused=True)
+    scaler = _ready(make_scaler)
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(2.0)
+    scaler.step(optimizer)
+    return param.item()
+
+
+@difference("the scale may reach 0 or infinity", (0.0, float("inf")), (2.0**-126, 2.0**126))
+def _bounds(make_scaler):
+    reached = []
+    for init_scale, grad in ((2.0**-140, float("inf")), (2.0**127, 1.0)):
+        scaler = make_scaler("cpu", init_scale=init_scale, growth_interval=1)
+        for _ in range(12):
+            scaler.scale(torch.ones(()))
+            scaler.step(_one(torch.tensor([grad]))[1])
+            scaler.update()
+        reached.append(scaler.get_scale())
+    return reached[0], float("inf") if reached[1] == 2.0**127 else reached[1]
+
+
+@difference("below a scale of 1, unscaling may overflow after the check", [float("-inf")], [0.0])
+def _below_one(make_scaler):
+    return _step(make_scaler, torch.tensor([3e37]), init_scale=2.0**-20)
+
+
+@difference("a growth interval lowered below the count is never reached", 1024.0, 2048.0)
+def _lowered(make_scaler):
+    scaler = _ready(make_scaler, growth_interval=10)
+    for step in range(6):
+        scaler.set_growth_interval(2 if step == 4 else scaler.get_growth_interval())
+        scaler.scale(torch.ones(()))
+        scaler.step(_one()[1])
+        scaler.update()
+    return scaler.get_scale()
+
+
+@difference("sparse duplicates are checked one by one (float32)", [float("-inf"), 0.0], [0.0, 0.0])
+def _sparse(make_scaler):
+    grad = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,), check_invariants=True)
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = grad
+    scaler = _ready(make_scaler, init_scale=1.0)
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    return param.tolist()
+
+
+@difference("complex and lazily negated gradients are not implemented, nor bfloat16 ones on CUDA", "NotImpl", [-1 - 2j])
+def _complex(make_scaler):
+    return _step(make_scaler, torch.tensor([1024 + 2048j]))
+
+
+@difference(
+    "complex and lazily negated gradients are not implemented, nor bfloat16 ones on CUDA", "RuntimeError", [2.0]
+)
+def _negated(make_scaler):
+    return _step(make_scaler, torch.tensor([2048j]).conj().imag)
+
+
+@difference("expanded and float8 gradients are refused in the words of a kernel", "RuntimeError: unsupported", "ValueE")
+def _expanded(make_scaler):
+    return _step(make_scaler, torch.ones(()).expand(3))
+
+
+@difference("float16 gradients are refused without a name", NEVER, "param 0")
+def _half(make_scaler):
+    _, optimizer = _one(torch.ones(1, dtype=torch.float16))
+    with pytest.raises(ValueError, match="^Attempting to unscale FP16 gradients") as caught:
+        _ready(make_scaler).step(optimizer)
+    return "param 0" if "parameter 0 of group 0" in str(caught.value) else NEVER
+
+
+@difference("a float16 loss with a dimension stays float16", (torch.float16, float("inf")), (torch.float32, 2.0**17))
+def _half_loss(make_scaler):
+    scaled = make_scaler("cpu").scale(torch.full((1,), 2, dtype=torch.float16))
+    return scaled.dtype, scaled.item()
+
+
+@difference("of a dict of losses the keys are scaled, and a named tuple is an error", "TypeError", 1024.0)
+def _nested(make_scaler):
+    losses = namedtuple("Losses", "first second")(torch.ones(()), {"a": torch.ones(())})  # noqa: PYI024
+    return make_scaler("cpu", init_scale=1024.0).scale(losses).second["a"].item()
+
+
+@difference("an optimizer without gradients is an `AssertionError`", "AssertionError: No inf checks", 1024.0)
+def _no_gradients(make_scaler):
+    scaler = _ready(make_scaler)
+    _, optimizer = _one()
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+@difference("`unscale_` before there are gradients makes the step an error", "AssertionError: No inf checks", -1.0)
+def _early(make_scaler):
+    param, optimizer = _one()
+    optimizer.zero_grad()
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    loss = scaler.scale(param.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    scaler.step(optimizer)
+    return param.item()
+
+
+@difference("a positional closure slips through", [-1.0], "RuntimeError: Closure use")
+def _closure(make_scaler):
+    param, optimizer = _one()
+    _ready(make_scaler).step(optimizer, lambda: 1)
+    return param.tolist()
+
+
+@difference("a disabled scaler has no getters", "AttributeError", 2.0)
+def _disabled(make_scaler):
+    return make_scaler("cpu", enabled=False).get_growth_factor()
+
+
+@difference("multiplies a scale and a factor in float64", 1.2000001668930054, 1.2000000476837158)
+def _factor(make_scaler):
+    scaler = make_scaler("cpu", init_scale=1.0909091234207153, growth_factor=1.1, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    scaler.step(_one()[1])
+    scaler.update()
+    return scaler.get_scale()
+
+
+@difference("before the first loss the scale is a float64", 1 / 3, 0.3333333432674408)
+def _unrounded(make_scaler):
+    return make_scaler("cpu", init_scale=1 / 3).get_scale()
+
+
+@difference("takes a scale of 0 or NaN, a negative factor, a fractional interval", (0.0, -1.0), "PolicyError")
+def _settings(make_scaler):
+    scaler = make_scaler("cpu", init_scale=0.0, backoff_factor=-1.0)
+    return scaler.get_scale(), scaler.get_backoff_factor()
+
+
+@difference("`update` takes no whole number", "AttributeError", 4.0)
+def _whole(make_scaler):
+    scaler = _ready(make_scaler)
+    scaler.update(4)
+    return scaler.get_scale()
+
+
+@difference("`update` returns None", NEVER, True)
+def _update(make_scaler):
+    scaler = _ready(make_scaler)
+    scaler.step(_one()[1])
+    info = scaler.update()
+    return NEVER if info is None else info.applied
+
+
+@difference("a look at `_found_inf_per_device` makes a scaler one that cannot be pickled", "AssertionError", True)
+def _look(make_scaler):
+    scaler = _ready(make_scaler)
+    scaler._found_inf_per_device(_one()[1])
+    return bool(scaler.__getstate__())
+
+
+@difference(
+    "gradients that were there before another optimizer's update are divided by the new scale",
+    (-1.0, -0.5),
+    (-1.0, -1.0),
+)
+def _waiting(make_scaler):
+    first, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
+    scaler.step(first_optimizer)
+    scaler.update()
+    scaler.step(second_optimizer)
+    return first.item(), second.item()
+
+
+@difference("gradients that were unscaled before another optimizer's update are unscaled again", -(2.0**-11), -1.0)
+def _unscaled(make_scaler):
+    _, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
+    scaler.unscale_(first_optimizer)
+    scaler.unscale_(second_optimizer)
+    scaler.step(first_optimizer)
+    scaler.update()
+    scaler.step(second_optimizer)
+    return second.item()
+
+
+@difference("gradients that may be of two scales are divided by the last", -1.0, "CallOrderError")
+def _doubtful(make_scaler):
+    first, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
+    second_optimizer.zero_grad()
+    scaler.step(first_optimizer)
+    scaler.update()
+    (second.sum() * scaler.get_scale()).backward()
+    scaler.step(second_optimizer)
+    return second.item()
+
+
+@difference("optimizers updated one by one after one loss count as many steps", 4096.0, 2048.0)
+def _counted(make_scaler):
+    _, first_optimizer, _, second_optimizer, scaler = _two(make_scaler)
+    for optimizer in (first_optimizer, second_optimizer):
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@difference("a scale written between loss and step divides the gradients", [-2.0], [-1.0])
+def _written(make_scaler):
+    param, optimizer = _one()
+    optimizer.zero_grad()
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler._scale.fill_(512.0)
+    scaler.step(optimizer)
+    return param.tolist()
+
+
+@difference("a late `backward` is refused in words about versions", "RuntimeError: one of", "RuntimeError: backward()")
+def _late(make_scaler):
+    param, optimizer = _one()
+    scaler = _ready(make_scaler)
+    late = scaler.scale(param.sum())
+    scaler.step(optimizer)
+    scaler.update()
+    return late.backward()
+
+
+class _Delegating:
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@difference("around a fused optimizer, a wrapper that delegates applies scaled gradients", -1024.0, -1.0)
+def _wrapper(make_scaler):
+    param, optimizer = _one(fused=True)
+    _ready(make_scaler).step(_Delegating(optimizer))
+    return param.item()
+
+
+@difference("gradients and rates of zero count as a step", 2048.0, 1024.0)
+def _rehearsal(make_scaler):
+    param, optimizer = _one(torch.zeros(1))
+    optimizer.param_groups[0]["lr"] = 0.0
+    scaler = _ready(make_scaler, growth_interval=1)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def _outcome(program, make_scaler, expected):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return program(make_scaler)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return text[: len(expected)] if isinstance(expected, str) else text
+
+
+CASES = [(row, *case) for row, cases in DIFFERENCES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("row", "program", "torchs", "ours"), CASES, ids=[case[1].__name__[1:] for case in CASES])
+def test_both_sides(row, program, torchs, ours):
+    """torch's scaler does the one, ours the other."""
+    assert _outcome(program, torch.amp.GradScaler, torchs) == torchs, row
+    assert _outcome(program, GradScaler, ours) == ours, row
+
+
+def test_the_table_has_these_rows():
+    """No more and no fewer, in this order."""
+    _, _, table = PAGE.read_text().partition("| torch's scaler | here |\n|---|---|\n")
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", table.partition("\n\n")[0], flags=re.MULTILINE)
+    assert rows == list(DIFFERENCES)
