@@ -52,11 +52,17 @@ def _is_overwritten_by_torch(saved: Mapping[str, Any]) -> bool:
 
     `torch.distributed.checkpoint` does so, with a planner that allows it, for a checkpoint of torch's scaler.
     """
-    pairs = (("scale", "loss_scale"), ("_growth_tracker", "growth_tracker"))
-    return any(
-        ours in saved and theirs in saved and np.float32(saved[ours]) != np.float32(saved[theirs])
-        for theirs, ours in pairs
-    )
+    if "scale" not in saved:
+        return False
+    config = saved["policy"] if isinstance(saved.get("policy"), Mapping) else {}
+    pairs = [
+        (np.float32(saved["scale"]), np.float32(saved.get("loss_scale", saved["scale"]))),
+        (saved.get("_growth_tracker"), saved.get("growth_tracker")),
+        *((saved.get(name), config.get(name)) for name in ("growth_factor", "backoff_factor")),
+    ]
+    if "growth_interval" in saved:
+        pairs.append((reachable_interval(saved["growth_interval"]), config.get("growth_interval")))
+    return any(theirs is not None and ours is not None and theirs != ours for theirs, ours in pairs)
 
 
 def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
