@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,21 +38,34 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     Then they were loaded over a dict of ours, and the rest of it is what the scaler had before:
     `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler, where its planner allows missing keys.
     """
-    pairs = (("scale", "loss_scale"), ("_growth_tracker", "growth_tracker"))
     differing = [
-        f"{theirs}={saved[theirs]} and {ours}={saved[ours]}"
-        for theirs, ours in pairs
-        if ours in saved and theirs in saved and not math.isclose(saved[theirs], saved[ours], rel_tol=1e-6)
+        f"{name}={theirs!r} and {ours!r}"
+        for name, theirs, ours in _said_twice(saved)
+        if not math.isclose(theirs, ours, rel_tol=1e-6)
     ]
     if not differing:
         return saved
     warnings.warn(
-        f"{'; '.join(differing)} of the saved state contradict each other; "
-        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
+        f"the saved state contradicts itself ({'; '.join(differing)}); torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
         CheckpointWarning,
         stacklevel=3,
     )
     return {key: saved[key] for key in _TORCHS_KEYS}
+
+
+def _said_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and the two values of what torch's keys and ours both say."""
+    if "scale" not in saved:
+        return
+    config = saved["policy"] if isinstance(saved.get("policy"), Mapping) else {}
+    said = [
+        ("scale", saved["scale"], saved.get("loss_scale")),
+        ("_growth_tracker", saved.get("_growth_tracker"), saved.get("growth_tracker")),
+        *((name, saved.get(name), config.get(name)) for name in ("growth_factor", "backoff_factor")),
+    ]
+    if "growth_interval" in saved:
+        said.append(("growth_interval", reachable_interval(saved["growth_interval"]), config.get("growth_interval")))
+    yield from (each for each in said if None not in each)
 
 
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from lossscale_torch._gradients import is_dtensor, moved, params_of
+from lossscale_torch._join import JoinedScaler
 
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
 
@@ -104,7 +105,10 @@ def combined(found: dict[Any, Tensor], groups: Iterable[Any], device: torch.devi
 def reduce_max(flag: Tensor, groups: Iterable[Any]) -> None:
     """Combine a flag over the ranks of each group, in place; every rank of a group must call."""
     for group in groups:
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+        if isinstance(group, JoinedScaler):
+            group.reduce_max(flag)
+        else:
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from lossscale_torch._decision import (
     reduce_max,
 )
 from lossscale_torch._gradients import Gradients, grads_of, half_gradients_message, moved
+from lossscale_torch._join import JoinedScaler
 from lossscale_torch._norm import can_stay_on_device
 from lossscale_torch._optimizers import (
     has_zero_rates,
@@ -73,6 +74,9 @@ class GradScaler(TorchNames):
 
     An ordinary optimizer costs one host synchronisation a step, in `step`; a fused one costs none.
     """
+
+    _joined: JoinedScaler | None = None
+    _join_config: Any  # set by Join
 
     def __init__(
         self,
@@ -202,12 +206,12 @@ class GradScaler(TorchNames):
         record = self._record_of(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if not self._has_begun:
-            self._warn_if_resumed(optimizer)
         if self._is_rehearsal(optimizer, record):
             record.flag = True
             result = optimizer.step(*args, **kwargs)
         else:
+            if not self._has_begun:
+                self._warn_if_resumed(optimizer)
             step = self._step_fused if is_fused(optimizer) else self._step_plain
             result = step(optimizer, record, *args, **kwargs)
         record["stage"] = STEPPED
@@ -277,6 +281,25 @@ class GradScaler(TorchNames):
             )
         return answer
 
+    def join_hook(self, **kwargs: Any) -> JoinedScaler:
+        """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
+
+        A rank without inputs answers the others where they combine flags over `process_group`; then each forward pass
+        of the model needs exactly one `update`. At the end every rank goes on from the state of the last that had some.
+        """
+        self._joined = JoinedScaler(self, self._enabled and self._process_group is not None)
+        return self._joined
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the loss scale, for `Join`."""
+        return torch.device(self._device) if self._scale is None else self._scale.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group whose ranks decide alike, for `Join`; all ranks where none was given."""
+        return torch.distributed.group.WORLD if self._process_group is None else self._process_group
+
     def check_sync(self) -> None:
         """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
 
@@ -316,8 +339,9 @@ class GradScaler(TorchNames):
         if self._follows_checkpoint:
             policy = _checkpoint.saved_policy(saved, policy)
         self._state.restore(policy, _checkpoint.saved_state(saved, policy))
-        if self._follows_checkpoint and "growth_interval" in saved:
-            self._interval_as_given = given_interval(saved["growth_interval"])
+        if self._follows_checkpoint:
+            interval = saved.get("growth_interval")
+            self._interval_as_given = None if interval is None else given_interval(interval)
         self._has_begun = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,7 +352,8 @@ class GradScaler(TorchNames):
             )
         fresh = {"_records": new_records(), "_losses": ScaledLosses(), "_are_flags_shared": False, "_joint": []}
         own_state = ScalerState(self.policy, self._state.read())
-        return {**self.__dict__, **fresh, "_state": own_state, "_process_group": None, "_last_step": None}
+        alone = {"_process_group": None, "_joined": None}
+        return {**self.__dict__, **fresh, **alone, "_state": own_state, "_last_step": None}
 
     def __copy__(self) -> "GradScaler":
         copy = type(self).__new__(type(self))
@@ -446,7 +471,12 @@ class GradScaler(TorchNames):
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         groups = mesh_groups(optimizer)
-        return groups if self._process_group is None else (*groups, self._process_group)
+        if self._process_group is None:
+            return groups
+        return (*groups, self._process_group if self._active_join() is None else self._joined)
+
+    def _active_join(self) -> JoinedScaler | None:
+        return self._joined if self._joined is not None and self._joined.is_enabled() else None
 
     def _clip_all(
         self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, is_deferred: bool = False
@@ -574,6 +604,8 @@ class GradScaler(TorchNames):
         if new_scale is None and not checked and all(record["stage"] is READY for record in records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
         self._had_no_gradients = not checked
+        if (joined := self._active_join()) is not None:
+            joined.end_step()
         if self._are_flags_shared:
             for record in checked:
                 record.read_again()
