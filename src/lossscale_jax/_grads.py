@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
+from lossscale_jax._debug import unchecked
 
 _EXPONENT_OF_FLOAT16 = 0x7C00
 
@@ -16,10 +17,11 @@ _EXPONENT_OF_FLOAT16 = 0x7C00
 def scale(loss: Any, state: Any) -> Any:
     """Return `loss` times the loss scale: what to differentiate.
 
-    `loss` is an array of any shape and dtype, or a pytree of them. Everything below float32 is lifted to it first,
-    since a scale of 2**16 is already infinite in float16. Does not synchronise.
+    `loss` is an array of any shape and numeric dtype, a Python number, or a pytree of them. Everything below float32 is
+    lifted to it first, since a scale of 2**16 is already infinite in float16. Does not synchronise. Raises `TypeError`
+    for what is not a number.
     """
-    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), jnp.asarray(state.loss_scale)), loss)
+    return jax.tree.map(lambda leaf: _times(_number(leaf), jnp.asarray(state.loss_scale)), loss)
 
 
 def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
@@ -33,6 +35,7 @@ def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
     return _axes.all_true(finite_when_unscaled(grads, None), axis_name)
 
 
+@unchecked
 def unscale(grads: Any, state: Any) -> Any:
     """Return `grads` divided by the loss scale, that is multiplied by its reciprocal, which is always a normal float32.
 
@@ -78,6 +81,7 @@ def is_gradient(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
+@unchecked
 def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     """Return whether every element is finite, and stays so when unscaled in float32 or wider.
 
@@ -85,8 +89,12 @@ def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
     leaves = gradient_leaves(grads)
-    is_traced = any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
-    return _all_finite(leaves, loss_scale) if is_traced else _all_finite_at_once(leaves, loss_scale)
+    return (_all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once)(leaves, loss_scale)
+
+
+def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
+    """Return whether any of these arrays stands for a value that is not there yet."""
+    return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
 
 
 def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
@@ -178,6 +186,15 @@ def lifted(array: Array) -> Array:
 def _times(array: Array, factor: Array) -> Array:
     wide = lifted(array)
     return wide * factor.astype(wide.dtype)
+
+
+def _number(leaf: Any) -> Array:
+    if isinstance(leaf, str | bytes):  # which JAX would take for the name of a dtype
+        raise TypeError(f"the loss {leaf!r} is not a number; pass what the model computes")
+    array = jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"a loss of dtype {array.dtype} is not a number; pass what the model computes, not a PRNG key")
+    return array
 
 
 def _is_array(leaf: Any) -> bool:

@@ -98,6 +98,69 @@ def test_what_does_not_count():
         all_finite({"a": "w"})
 
 
+FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu]
+
+
+def test_python_scalars():
+    """A number is a leaf like any other, in every verb."""
+    state = init_state(2.0**10)
+    assert scale(1.0, state) == 2.0**10
+    assert scale(1, state).dtype == jnp.float32
+    assert scale({"loss": 1j}, state)["loss"] == 2.0**10 * 1j
+    assert unscale(1.0, state) == 2.0**-10
+    assert unscale(3, state) == 3
+    assert all_finite(1.0)
+    assert not all_finite({"a": float("nan"), "n": 1})
+    assert not all_finite(float("-inf"))
+    assert select(jnp.asarray(False), 1.0, 2.0) == 2.0
+    assert overflow_report(float("nan"))[0].nan == 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3)])
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8])
+def test_empty_and_float8_leaves(dtype, shape):
+    """Every verb takes them, eagerly and compiled; float8 is lifted to float32 as float16 is."""
+    state, leaf = init_state(2.0), jnp.ones(shape, dtype)
+    for wrap in (lambda f: f, jax.jit):
+        assert wrap(all_finite)(leaf)
+        for out, value in ((wrap(unscale)(leaf, state), 0.5), (wrap(scale)(leaf, state), 2.0)):
+            assert out.dtype == jnp.float32
+            assert out.shape == shape
+            assert (out == value).all()
+        assert wrap(select)(jnp.asarray(True), leaf, leaf).dtype == dtype
+    assert overflow_report(leaf) == []
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_a_nan_of_float8_is_found(dtype):
+    """In dtypes that have no infinity as well as in those that have one."""
+    bad = jnp.ones(5, dtype).at[3].set(jnp.nan)
+    assert not all_finite(bad)
+    assert not jax.jit(all_finite)([bad, jnp.ones(2)])
+    assert overflow_report({"w": bad})[0][:2] == ("['w']", 1)
+
+
+def test_what_is_not_a_loss_is_named():
+    """A PRNG key in place of a loss, or a string."""
+    with pytest.raises(TypeError, match=r"a loss of dtype key<fry> is not a number"):
+        scale(jax.random.key(0), init_state(2.0))
+    with pytest.raises(TypeError, match="the loss 'a' is not a number"):
+        scale("a", init_state(2.0))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_overflow_is_one_while_nans_are_debugged(bad):
+    """The verbs take what overflowed without the error of `jax_debug_nans`, which is for NaNs that nobody expects."""
+    grads, state = {"w": np.array([bad, 1.0], np.float32)}, init_state("dynamic")
+    with jax.debug_nans(True), jax.debug_infs(True):
+        finite = all_finite(grads)
+        unscale(grads, state)
+        state = DynamicScaling().update(state, finite)
+        assert overflow_report(grads)[0].name == "['w']"
+    assert not finite
+    assert state.skipped_steps == 1
+
+
 def test_sparse_duplicates_are_summed_first():
     """Two finite halves of an infinite sum are an overflow."""
     halves = sparse.BCOO((jnp.array([3e38, 3e38]), jnp.array([[1], [1]])), shape=(4,))
