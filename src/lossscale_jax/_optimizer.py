@@ -29,8 +29,13 @@ class LossScaledState(NamedTuple):
     """None without gradient accumulation."""
 
     def __getattr__(self, name: str) -> Any:
-        hint = f"; did you mean get_scale_state(opt_state).{name}?" if hasattr(self.scale_state, name) else ""
-        raise AttributeError(f"an optimizer state has no {name}{hint}")
+        if hasattr(self.scale_state, name):
+            hint = f"did you mean get_scale_state(opt_state).{name}?"
+        elif hasattr(self.inner_state, name):
+            hint = f"did you mean opt_state.inner_state.{name}?"
+        else:
+            hint = "what the wrapped optimizer keeps is in opt_state.inner_state"
+        raise AttributeError(f"the optimizer state of loss_scaled has no {name}; {hint}")
 
 
 class _Pair(NamedTuple):
@@ -91,8 +96,10 @@ def loss_scaled(
 def get_scale_state(opt_state: Any) -> Any:
     """Return the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    Raises `ScaleStateError` where there is none, or where there are several: the message lists their paths.
+    Raises `ScaleStateError` where there is none, or where there are several (the message lists their paths), and where
+    a wrapper of optax around `loss_scaled` drops overflows before they can lower the scale.
     """
+    _require_overflows_seen(opt_state)
     found = _find(opt_state)
     if len(found) == 1:
         (state,) = found.values()
@@ -268,3 +275,31 @@ def _find(opt_state: Any) -> dict[str, Any]:
         for path, node in nodes
         if isinstance(node, LossScaledState)
     }
+
+
+def _require_overflows_seen(opt_state: Any) -> None:
+    """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_end)
+    droppers = [_dropper(node) for node in nodes if _dropper(node) and _find(node)]
+    if droppers:
+        raise ScaleStateError(
+            f"{droppers[0]} stands around loss_scaled and drops overflows before they can lower the loss scale; "
+            "leave it out, since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
+        )
+
+
+def _is_end(node: Any) -> bool:
+    return isinstance(node, LossScaledState) or _dropper(node) is not None
+
+
+def _dropper(node: Any) -> str | None:
+    """Return the name of the wrapper of optax that keeps what is not finite from the optimizer within."""
+    optax = sys.modules.get("optax")
+    if optax is None:
+        return None
+    if isinstance(node, optax.ApplyIfFiniteState):
+        return "optax.apply_if_finite"
+    # `skip_not_finite` and `skip_large_updates` both say so under this key; without such a function there is none.
+    if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
+        return "optax.MultiSteps with a should_skip_update_fn"
+    return None

@@ -1,8 +1,10 @@
 """`loss_scaled`: atomic skips, clipping, accumulation, and optax's own wrappers around and inside it."""
 
+import functools
 import pickle
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,10 +13,10 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, state_from_dict, state_to_dict, step_info
+from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
-from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
+from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -451,3 +453,81 @@ def test_accumulation_equals_its_definition(finite):
             if len(good) == 3 or (drop == "micro_batch" and good):
                 expected -= sum(good) / len(good)
         np.testing.assert_allclose(params, expected, rtol=1e-6)
+
+
+def _dropping_wrappers():
+    scaled = loss_scaled(optax.adam(0.1), POLICY)
+    skips_large = functools.partial(optax.skip_large_updates, max_squared_norm=1e30)
+    return {
+        "apply_if_finite": optax.apply_if_finite(scaled, 100),
+        "skip_not_finite": optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),
+        "skip_large_updates": optax.MultiSteps(scaled, 2, should_skip_update_fn=skips_large),
+        "in a chain": optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(scaled), 100)),
+    }
+
+
+@pytest.mark.parametrize("name", _dropping_wrappers())
+def test_a_wrapper_that_hides_overflows_is_refused(name):
+    """After 50 of them the scale would still be at its start; the loss cannot be scaled there, traced or not."""
+    opt_state = _dropping_wrappers()[name].init(PARAMS)
+    for find in (get_scale_state, jax.jit(get_scale_state)):
+        with pytest.raises(ScaleStateError, match="drops overflows before they can lower the loss scale; leave it out"):
+            find(opt_state)
+    with pytest.raises(ScaleStateError, match="drops overflows"):
+        load_scale_state(opt_state, state_to_dict(POLICY.init_state(), POLICY), POLICY)
+
+
+def test_the_same_wrappers_may_stand_inside():
+    """What they see there is finite, and the scale backs off once an overflow."""
+    skipping = optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=optax.skip_not_finite)
+    for inner in (optax.apply_if_finite(optax.adam(0.1), 3), skipping.gradient_transformation()):
+        _, opt_state = _run(loss_scaled(inner, POLICY), [BAD, BAD, GRADS])
+        assert get_scale_state(opt_state).loss_scale == SCALE / 4
+
+
+def test_an_attribute_that_is_elsewhere():
+    """The message says where it is: in the scale state, in the wrapped optimizer's, or in neither by that name."""
+    opt_state = loss_scaled(optax.inject_hyperparams(optax.adam)(0.1), POLICY).init(PARAMS)
+    with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).skipped_steps\?"):
+        opt_state.skipped_steps  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean opt_state.inner_state.hyperparams\?"):
+        opt_state.hyperparams  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no mu; what the wrapped optimizer keeps is in opt_state.inner_state"):
+        opt_state.mu  # noqa: B018
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@WAYS
+@WRAPS
+def test_an_overflow_is_one_while_nans_are_debugged(way, wrap, bad, settings):
+    """`jax_debug_nans` raises where a NaN is made, and a skipped step makes none, eagerly or compiled."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    params, start = PARAMS, optimizer.init(PARAMS)
+    grads = {**GRADS, "w": np.array([1.0, bad, 0.5, 4.0], np.float32)}
+    with jax.debug_nans(True):
+        step = wrap(way(optimizer))
+        after, opt_state = step(params, start, grads)
+        after, opt_state = step(after, opt_state, GRADS)
+        assert _bits(after) == _bits(PARAMS) or not settings.get("accumulation_steps")
+    assert get_scale_state(opt_state).skipped_steps == 1
+    assert jnp.isfinite(after["w"]).all()
+
+
+def test_a_nan_of_the_optimizers_own_is_still_found():
+    """What `jax_debug_nans` is for: the step that is taken is checked."""
+    optimizer = loss_scaled(optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates)), POLICY)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        optimizer.update(_times(GRADS, -SCALE), optimizer.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("policy", [POLICY, TolerantScaling()])
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
+def test_a_step_is_exported(policy, settings):
+    """`jax.export` writes and reads it back: our state types have names there."""
+    inner = optax.GradientTransformation(lambda _: (), lambda updates, state, _: (updates, state))
+    optimizer = loss_scaled(inner, policy, **settings)
+    arguments = GRADS, optimizer.init(PARAMS), PARAMS
+    written = jax.export.export(jax.jit(optimizer.apply_gradients))(*arguments).serialize()
+    again = jax.export.deserialize(bytearray(written))
+    assert _bits(again.call(*arguments)) == _bits(jax.jit(optimizer.apply_gradients)(*arguments))
