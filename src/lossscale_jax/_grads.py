@@ -82,14 +82,14 @@ def is_gradient(leaf: Any) -> bool:
 
 
 @unchecked
-def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
-    """Return whether every element is finite, and stays so when unscaled in float32 or wider.
+def finite_when_unscaled(grads: Any, loss_scale: Array | None, keep_dtypes: bool = False) -> Array:
+    """Return whether every element is finite, and stays so when unscaled in float32 or wider, or in its own dtype.
 
     bfloat16 and float32 or wider are proven finite by their sum of squares, which costs one read at memory speed; only
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
     leaves = gradient_leaves(grads)
-    return (_all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once)(leaves, loss_scale)
+    return (_all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once)(leaves, loss_scale, keep_dtypes)
 
 
 def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
@@ -97,7 +97,7 @@ def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
     return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
 
 
-def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
+def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool) -> Array:
     summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
     proven = each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     if summed:
@@ -107,19 +107,20 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
     if loss_scale is not None:
         proven &= loss_scale >= 1.0
     known = _axes.varying_as(jnp.asarray(True), (leaves, loss_scale))
-    exact = functools.partial(each_element_finite, loss_scale=loss_scale)
+    exact = functools.partial(each_element_finite, loss_scale=loss_scale, keep_dtypes=keep_dtypes)
     return lax.cond(proven, lambda _: known, exact, leaves)
 
 
-_all_finite_at_once = jax.jit(_all_finite)  # eagerly, `cond` would be compiled anew at every call
+_all_finite_at_once = jax.jit(_all_finite, static_argnums=2)  # eagerly, `cond` would be compiled anew at every call
 
 
-def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) -> Array:
+def each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:
     """Look at every element, one by one: on a CPU, XLA's min and max may lose a NaN."""
     flags = []
     for array in arrays:
         if loss_scale is not None:
-            array = _times(array, 1.0 / loss_scale)
+            unscaled = _times(array, 1.0 / loss_scale)
+            array = unscaled.astype(array.dtype) if keep_dtypes else unscaled
         if array.dtype == jnp.float16:  # compared as integers: an exponent of ones is an infinity or a NaN
             bits = lax.bitcast_convert_type(array, jnp.uint16)
             flags.append((bits & _EXPONENT_OF_FLOAT16 != _EXPONENT_OF_FLOAT16).all())
@@ -169,6 +170,13 @@ def multiplied(grads: Any, factor: Array | None) -> Any:
     if factor is None:
         return grads
     return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), factor) if is_gradient(leaf) else leaf, grads)
+
+
+def cast_to(grads: Any, like: Any) -> Any:
+    """Return gradients in the dtypes of those in `like`."""
+    return jax.tree.map(
+        lambda leaf, other: leaf.astype(jnp.result_type(other)) if is_gradient(other) else leaf, grads, like
+    )
 
 
 def lifted_leaves(tree: Any) -> Any:

@@ -12,9 +12,9 @@ from lossscale_core import as_policy, state_from_dict
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Window, empty_window, extended, mean
-from lossscale_jax._grads import finite_when_unscaled, lifted_leaves, multiplied, select, unscale
+from lossscale_jax._grads import cast_to, finite_when_unscaled, lifted_leaves, multiplied, select, unscale
 from lossscale_jax._norm import clip_factor, global_norm
-from lossscale_jax._state import init_state
+from lossscale_jax._state import beside, init_state
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
 
 
@@ -55,6 +55,7 @@ def loss_scaled(
     max_norm: float | None = None,
     accumulation_steps: int = 1,
     drop: Literal["window", "micro_batch"] = "window",
+    keep_dtypes: bool = False,
 ) -> Any:
     """Return `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
 
@@ -79,12 +80,16 @@ def loss_scaled(
     `drop="micro_batch"` leaves out only those that overflowed and divides by the number of the others; then every
     micro-batch counts, and the scale may change within a window.
 
+    Of half-precision parameters, too, updates and inner state are float32. With `keep_dtypes` they are what they are
+    without us: `inner` is initialised with the parameters as they are, and gets each gradient in the dtype in which it
+    came, unscaled in float32 first. That halves the memory of the state, and loses what is too small for float16.
+
     The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
     saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
     in one go; with parameters and state donated to `jit`, a step costs little more than reading the gradients once.
     Pure; never synchronises with the host. Raises `PolicyError` for settings that make no sense.
     """
-    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, inner)
+    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, keep_dtypes, inner)
     optimizer.validate()
     optax = sys.modules.get("optax")
     shape: Any = Transformation if optax is None else optax.GradientTransformationExtraArgs
@@ -156,6 +161,7 @@ class _LossScaled(NamedTuple):
     max_norm: float | None
     accumulation_steps: int
     drop: str
+    keep_dtypes: bool
     inner: Any
 
     def validate(self) -> None:
@@ -168,16 +174,19 @@ class _LossScaled(NamedTuple):
             )
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
+        if not isinstance(self.keep_dtypes, bool):
+            raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
         if self.drop not in ("window", "micro_batch"):
             raise PolicyError(f"drop={self.drop!r} must be 'window' or 'micro_batch'")
 
     def init(self, params: Any) -> LossScaledState:
         """Return the optimizer state before the first step."""
-        inner_state = self.inner.init(lifted_leaves(params))  # in the dtypes of the gradients that it will be given
+        # in the dtypes of the gradients that it will be given
+        inner_state = self.inner.init(params if self.keep_dtypes else lifted_leaves(params))
         if _find(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = None if self.accumulation_steps == 1 else empty_window(params)
-        return LossScaledState(init_state(self.policy), inner_state, window)
+        return beside(LossScaledState(init_state(self.policy), inner_state, window), params)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
         """Return the updates for scaled gradients `updates`, zero where the step is skipped, and the state after it."""
@@ -221,14 +230,15 @@ class _LossScaled(NamedTuple):
     def _take_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         before, clip = state.scale_state, None
         if self.max_norm is None:
-            finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+            finite = self._decision(self._finite(grads, before), before)
         else:
             norm = global_norm(grads, before.loss_scale)
-            finite = self._decision(jnp.isfinite(norm), before)
+            fits = self._finite(grads, before) if self.keep_dtypes else True
+            finite = self._decision(jnp.isfinite(norm) & fits, before)
             clip = clip_factor(norm, self.max_norm)
 
         def unscaled_step(grads: Any, inner_state: Any) -> Any:
-            return step(multiplied(unscale(grads, before), clip), inner_state)
+            return step(self._for_inner(multiplied(unscale(grads, before), clip), grads), inner_state)
 
         def unscaled_kept(grads: Any, inner_state: Any) -> Any:
             return kept(unscale(grads, before), inner_state)
@@ -238,7 +248,7 @@ class _LossScaled(NamedTuple):
 
     def _take_micro_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         before = state.scale_state
-        finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+        finite = self._decision(self._finite(grads, before), before)
         window = extended(state.window, grads, finite, before, self.accumulation_steps)
         is_full = window.seen >= self.accumulation_steps
         if self.drop == "window":
@@ -249,9 +259,9 @@ class _LossScaled(NamedTuple):
             after = self.policy.update(before, finite, xp=jnp)
 
         def mean_step(window: Any, inner_state: Any) -> Any:
-            grads = mean(window, self.accumulation_steps)
-            clip = None if self.max_norm is None else clip_factor(global_norm(grads), self.max_norm)
-            return step(multiplied(grads, clip), inner_state)
+            average = mean(window, self.accumulation_steps)
+            clip = None if self.max_norm is None else clip_factor(global_norm(average), self.max_norm)
+            return step(self._for_inner(multiplied(average, clip), grads), inner_state)
 
         def window_kept(window: Any, inner_state: Any) -> Any:
             return kept(window.total, inner_state)
@@ -259,6 +269,13 @@ class _LossScaled(NamedTuple):
         result, inner_state = apply_or_skip(is_full & applies, mean_step, window_kept, window, state.inner_state)
         window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)._replace(stepped=is_full & applies)
         return result, LossScaledState(after, inner_state, window)
+
+    def _finite(self, grads: Any, scale_state: Any) -> Array:
+        return finite_when_unscaled(grads, scale_state.loss_scale, self.keep_dtypes)
+
+    def _for_inner(self, unscaled: Any, grads: Any) -> Any:
+        """Return `unscaled` in the dtypes of `grads` where they are to be kept."""
+        return cast_to(unscaled, grads) if self.keep_dtypes else unscaled
 
     def _decision(self, finite: Array, scale_state: Any) -> Array:
         """Return `finite` combined over the axis; raise where devices would decide differently."""

@@ -386,6 +386,7 @@ def test_it_is_an_optax_transformation():
         ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
         ({"accumulation_steps": 1.5}, r"accumulation_steps=1\.5"),
+        ({"keep_dtypes": "float16"}, "keep_dtypes=.float16. must be True or False"),
         ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),
     ],
 )
@@ -531,3 +532,55 @@ def test_a_step_is_exported(policy, settings):
     written = jax.export.export(jax.jit(optimizer.apply_gradients))(*arguments).serialize()
     again = jax.export.deserialize(bytearray(written))
     assert _bits(again.call(*arguments)) == _bits(jax.jit(optimizer.apply_gradients)(*arguments))
+
+
+def _dtypes(tree):
+    return jax.tree.map(lambda leaf: leaf.dtype, tree)
+
+
+HALVES = {"h": jnp.ones(3, jnp.float16), "b": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
+
+
+def test_updates_and_state_of_half_parameters_are_float32():
+    """By default nothing that the inner optimizer keeps or returns is in half precision."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    updates, opt_state = jax.jit(optimizer.update)(HALVES, optimizer.init(HALVES), HALVES)
+    assert set(jax.tree.leaves(_dtypes((updates, opt_state.inner_state[0].mu)))) == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.5, momentum=0.5)], ids=["adam", "sgd"])
+@WRAPS
+def test_dtypes_are_optaxs_if_asked(wrap, inner, settings):
+    """With `keep_dtypes` updates and state are of the dtypes that they have without us, from the first state on."""
+    optimizer = loss_scaled(inner, POLICY, keep_dtypes=True, **settings)
+    plain, opt_state = inner.init(HALVES), optimizer.init(HALVES)
+    expected, plain = inner.update(HALVES, plain, HALVES)
+    for grads in (HALVES, {**HALVES, "h": jnp.full(3, jnp.inf, jnp.float16)}, HALVES, HALVES):
+        assert _dtypes(opt_state.inner_state) == _dtypes(plain)
+        updates, opt_state = wrap(optimizer.update)(_times(grads, 8.0), opt_state, HALVES)
+        assert _dtypes(updates) == _dtypes(expected)
+    assert get_scale_state(opt_state).skipped_steps == 1
+
+
+def test_kept_dtypes_take_the_same_steps():
+    """Powers of two are exact in float16: the parameters are those of the optimizer alone."""
+    inner = optax.sgd(0.5, momentum=0.5)
+    optimizer, step = loss_scaled(inner, 8.0, keep_dtypes=True), jax.jit(_in_two(inner))
+    params, opt_state, expected, plain = HALVES, optimizer.init(HALVES), HALVES, inner.init(HALVES)
+    for _ in range(3):
+        params, opt_state = jax.jit(_in_two(optimizer))(params, opt_state, _times(HALVES, 8.0))
+        expected, plain = step(expected, plain, HALVES)
+    assert _bits(params) == _bits(expected)
+    assert _bits(opt_state.inner_state) == _bits(plain)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 2.0**30}, {"accumulation_steps": 1}])
+@WRAPS
+def test_kept_dtypes_below_a_scale_of_one(wrap, settings):
+    """What is too large for float16 once unscaled is an overflow there, and not in float32."""
+    grads, params = jnp.full(2, 2.0**14, jnp.float16), jnp.zeros(2, jnp.float16)
+    for keep_dtypes in (True, False):
+        optimizer = loss_scaled(optax.sgd(1.0), 2.0**-4, keep_dtypes=keep_dtypes, **settings)
+        _, opt_state = wrap(optimizer.update)(grads, optimizer.init(params), params)
+        assert get_scale_state(opt_state).skipped_steps == keep_dtypes
