@@ -181,8 +181,7 @@ class _LossScaled(NamedTuple):
 
     def init(self, params: Any) -> LossScaledState:
         """Return the optimizer state before the first step."""
-        # in the dtypes of the gradients that it will be given
-        inner_state = self.inner.init(params if self.keep_dtypes else lifted_leaves(params))
+        inner_state = self.inner.init(self._shown(params))
         if _find(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = None if self.accumulation_steps == 1 else empty_window(params)
@@ -193,7 +192,7 @@ class _LossScaled(NamedTuple):
         inner_update = with_extra_args(self.inner.update)
 
         def step(grads: Any, inner_state: Any) -> Any:
-            return inner_update(grads, inner_state, params, **extra_args)
+            return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
         def kept(grads: Any, inner_state: Any) -> Any:
             return no_updates(grads), inner_state
@@ -202,9 +201,10 @@ class _LossScaled(NamedTuple):
 
     def apply_gradients(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, LossScaledState]:
         """Return the parameters and the state after a step with scaled gradients; as they were where it is skipped."""
+        inner_update = with_extra_args(self.inner.update)
 
         def step(grads: Any, inner_state: Any) -> Any:
-            updates, inner_state = with_extra_args(self.inner.update)(grads, inner_state, params, **extra_args)
+            updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
         def kept(_: Any, inner_state: Any) -> Any:
@@ -272,6 +272,10 @@ class _LossScaled(NamedTuple):
 
     def _finite(self, grads: Any, scale_state: Any) -> Array:
         return finite_when_unscaled(grads, scale_state.loss_scale, self.keep_dtypes)
+
+    def _shown(self, params: Any) -> Any:
+        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
+        return params if self.keep_dtypes else lifted_leaves(params)
 
     def _for_inner(self, unscaled: Any, grads: Any) -> Any:
         """Return `unscaled` in the dtypes of `grads` where they are to be kept."""

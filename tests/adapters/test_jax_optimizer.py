@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
-from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale
+from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale, unscale
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -584,3 +584,21 @@ def test_kept_dtypes_below_a_scale_of_one(wrap, settings):
         optimizer = loss_scaled(optax.sgd(1.0), 2.0**-4, keep_dtypes=keep_dtypes, **settings)
         _, opt_state = wrap(optimizer.update)(grads, optimizer.init(params), params)
         assert get_scale_state(opt_state).skipped_steps == keep_dtypes
+
+
+@pytest.mark.parametrize("inner", [optax.inject_hyperparams(optax.adam)(0.1), optax.adamw(0.1, weight_decay=0.1)])
+def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
+    """Hyperparameters that follow the parameters' dtype, and weight decay, are not rounded to half precision."""
+    optimizer = loss_scaled(inner, POLICY)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), HALVES)
+    for params in (HALVES, {"b": HALVES["b"]}):
+        grads = _times(params, 8.0)
+        start = optimizer.init(params)
+        step = lambda carry, grads, way=_in_one(optimizer): (way(*carry, grads), None)  # noqa: E731
+        (_, opt_state), _ = jax.lax.scan(step, (params, start), jax.tree.map(lambda grad: grad[None], grads))
+        expected = inner.update(
+            unscale(grads, get_scale_state(start)), start.inner_state, {name: wide[name] for name in params}
+        )
+        assert _bits(opt_state.inner_state) == _bits(expected[1])
+        updates, _ = jax.jit(optimizer.update)(grads, start, params)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected[0])
