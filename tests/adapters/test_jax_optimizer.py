@@ -586,6 +586,13 @@ def test_kept_dtypes_below_a_scale_of_one(wrap, settings):
         assert get_scale_state(opt_state).skipped_steps == keep_dtypes
 
 
+def _scanned(optimizer, params, opt_state, grads):
+    """Return the optimizer state after one step under `lax.scan`, which refuses dtypes that change."""
+    step = _in_one(optimizer)
+    xs = jax.tree.map(lambda grad: grad[None], grads)
+    return jax.lax.scan(lambda carry, grads: (step(*carry, grads), None), (params, opt_state), xs)[0][1]
+
+
 @pytest.mark.parametrize("inner", [optax.inject_hyperparams(optax.adam)(0.1), optax.adamw(0.1, weight_decay=0.1)])
 def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
     """Hyperparameters that follow the parameters' dtype, and weight decay, are not rounded to half precision."""
@@ -594,8 +601,7 @@ def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
     for params in (HALVES, {"b": HALVES["b"]}):
         grads = _times(params, 8.0)
         start = optimizer.init(params)
-        step = lambda carry, grads, way=_in_one(optimizer): (way(*carry, grads), None)  # noqa: E731
-        (_, opt_state), _ = jax.lax.scan(step, (params, start), jax.tree.map(lambda grad: grad[None], grads))
+        opt_state = _scanned(optimizer, params, start, grads)
         expected = inner.update(
             unscale(grads, get_scale_state(start)), start.inner_state, {name: wide[name] for name in params}
         )
