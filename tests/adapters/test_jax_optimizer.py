@@ -17,6 +17,7 @@ from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, sta
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
 from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale, unscale
+from tests.adapters.jax_reading import late_gradients, reading_refused
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -157,13 +158,30 @@ def test_complex_parameters():
     assert jnp.isfinite(after).all()
 
 
-def test_nothing_synchronises():
-    """Neither a step in one nor in two."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY, max_norm=1.0)
+@WAYS
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+def test_a_compiled_step_does_not_wait(way, settings):
+    """It returns while the device still computes the gradients."""
+    params = jnp.ones(4)
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    step, opt_state = jax.jit(way(optimizer)), optimizer.init(params)
+    step(params, opt_state, params)
+    grads = late_gradients()
+    step(params, opt_state, grads)
+    assert not grads.is_ready()
+
+
+@WAYS
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+def test_an_eager_step_reads_nothing(way, settings, monkeypatch):
+    """No array becomes a number of the host, whether it overflowed or not."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
     carry = PARAMS, optimizer.init(PARAMS)
-    for way in (_in_one, _in_two):
-        with jax.transfer_guard_device_to_host("disallow"):
-            jax.jit(way(optimizer))(*carry, GRADS)
+    with reading_refused(monkeypatch):
+        for grads in (GRADS, BAD):
+            carry = way(optimizer)(*carry, grads)
+        with pytest.raises(AssertionError, match="the host read an array"):
+            bool(get_scale_state(carry[1]).loss_scale > 0)
 
 
 def test_with_x64_and_strict_promotion():

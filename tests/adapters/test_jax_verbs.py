@@ -13,6 +13,7 @@ from jax.experimental import sparse
 from lossscale_core import DynamicScaling, diagnose, metrics
 from lossscale_core.testing import assert_traces_equal, overflow_traces, policies, simulate
 from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
+from tests.adapters.jax_reading import late_gradients, reading_refused
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
@@ -279,15 +280,31 @@ def test_jit_knows_its_parameters_by_name():
     assert out.grads.tolist() == [2.0, 2.0]
 
 
-def test_nothing_synchronises():
-    """No value travels to the host, eagerly or compiled."""
+def test_the_verbs_read_nothing(monkeypatch):
+    """No array becomes a number of the host, eagerly or compiled."""
     state, policy, params = init_state("dynamic"), DynamicScaling(), _params()
     for wrap in (lambda f: f, jax.jit):
-        with jax.transfer_guard_device_to_host("disallow"):
+        with reading_refused(monkeypatch):
             out = wrap(value_and_grad(_loss))(state, params, INPUTS)
+            assert all_finite(out.grads).shape == ()
             state = policy.update(state, out.grads_finite)
             select(out.grads_finite, out.grads, params)
             metrics(state)
+
+
+def test_the_compiled_verbs_do_not_wait():
+    """They return while the device still computes what they are about."""
+
+    @jax.jit
+    def step(state, grads):
+        finite = all_finite(grads)
+        return select(finite, unscale(grads, state), grads), DynamicScaling().update(state, finite)
+
+    state = init_state("dynamic")
+    step(state, jnp.ones(4))
+    grads = late_gradients()
+    step(state, grads)
+    assert not grads.is_ready()
 
 
 def test_float16_needs_the_scale():
