@@ -87,7 +87,8 @@ def loss_scaled(
     The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
     saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
     in one go; with parameters and state donated to `jit`, a step costs little more than reading the gradients once.
-    Pure; never synchronises with the host. Raises `PolicyError` for settings that make no sense.
+    Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`. Raises `PolicyError`
+    for settings that make no sense.
     """
     optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, keep_dtypes, inner)
     optimizer.validate()
@@ -140,12 +141,15 @@ def load_scale_state(opt_state: Any, saved: Any, policy: Any) -> Any:
                 f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
                 "pass the policy that loss_scaled was given"
             )
-        placed = [
-            jnp.asarray(value, device=getattr(old, "sharding", None)) for value, old in zip(state, leaves, strict=True)
-        ]
+        placed = [jnp.asarray(value, device=_place(old)) for value, old in zip(state, leaves, strict=True)]
         return node._replace(scale_state=jax.tree.unflatten(structure, placed))
 
     return jax.tree.map(restored, opt_state, is_leaf=lambda node: isinstance(node, LossScaledState))
+
+
+def _place(array: Any) -> Any:
+    """Return where `array` has to stay; None where JAX may move it, as to the mesh of what it meets under `jit`."""
+    return array.sharding if getattr(array, "committed", False) else None
 
 
 _REDUCE = "reduce them first, as with jax.lax.pmean"

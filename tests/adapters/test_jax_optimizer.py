@@ -626,3 +626,19 @@ def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
         assert _bits(opt_state.inner_state) == _bits(expected[1])
         updates, _ = jax.jit(optimizer.update)(grads, start, params)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected[0])
+
+
+def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
+    """It stays on a device where its place was given, and is otherwise as free as the one before it."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+    opt_state = optimizer.init(PARAMS)
+    saved = state_to_dict(get_scale_state(opt_state), POLICY)
+    step = jax.jit(_in_one(optimizer))
+    for each in (opt_state, load_scale_state(opt_state, saved, POLICY)):
+        step(PARAMS, each, GRADS)
+    assert step._cache_size() == 1
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step(jax.device_put(PARAMS, everywhere), load_scale_state(opt_state, saved, POLICY), GRADS)
+    placed = load_scale_state(jax.device_put(opt_state, jax.devices()[3]), saved, POLICY)
+    assert get_scale_state(placed).loss_scale.devices() == {jax.devices()[3]}
