@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 def is_checked() -> bool:
     """Return whether the results of eager operations are searched for NaN or infinity, each on the host."""
-    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+    flags: Any = jax.config  # whose attributes JAX makes as it starts
+    return bool(flags.jax_debug_nans or flags.jax_debug_infs)
 
 
 def unchecked(function: Callable[P, T]) -> Callable[P, T]:
