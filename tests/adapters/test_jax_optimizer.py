@@ -611,7 +611,9 @@ def _scanned(optimizer, params, opt_state, grads):
     return jax.lax.scan(lambda carry, grads: (step(*carry, grads), None), (params, opt_state), xs)[0][1]
 
 
-@pytest.mark.parametrize("inner", [optax.inject_hyperparams(optax.adam)(0.1), optax.adamw(0.1, weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "inner", [optax.inject_hyperparams(optax.adam)(lambda count: 0.1), optax.adamw(0.1, weight_decay=0.1)]
+)
 def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
     """Hyperparameters that follow the parameters' dtype, and weight decay, are not rounded to half precision."""
     optimizer = loss_scaled(inner, POLICY)
