@@ -13,7 +13,7 @@ import pytest
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_to_dict
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
 
-PROGRAMS = 24
+PROGRAMS = 16
 TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
 INNERS = {
     "sgd": lambda: optax.sgd(0.125),
