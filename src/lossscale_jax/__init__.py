@@ -5,6 +5,7 @@ Everything is pure and works eagerly and under every transform; the state is a p
 
 from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
+from lossscale_jax._export import register_state_types as _register_state_types
 from lossscale_jax._grads import all_finite, scale, select, unscale
 from lossscale_jax._optimizer import LossScaledState, get_scale_state, load_scale_state, loss_scaled
 from lossscale_jax._report import overflow_report
@@ -29,3 +30,4 @@ __all__ = [
 for _type in (LossScaledState, ScaledGradients):  # a pickle names the face, so that rooms behind it may move
     _type.__module__ = __name__
 del _type
+_register_state_types()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lossscale_jax._debug import unchecked
 from lossscale_jax._grads import lifted_leaves, multiplied, select, unscale
 
 
@@ -27,6 +28,7 @@ def empty_window(params: Any) -> Window:
     return Window(jax.tree.map(jnp.zeros_like, lifted_leaves(params)), jnp.int32(0), jnp.int32(0), jnp.asarray(False))
 
 
+@unchecked
 def extended(window: Window, grads: Any, grads_finite: Array, scale_state: Any, size: int) -> Window:
     """Return `window` with one more micro-batch of scaled gradients, which only counts if it is finite.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
+from lossscale_jax._debug import unchecked
 
 _EXPONENT_OF_FLOAT16 = 0x7C00
 
@@ -16,10 +17,11 @@ _EXPONENT_OF_FLOAT16 = 0x7C00
 def scale(loss: Any, state: Any) -> Any:
     """Return `loss` times the loss scale: what to differentiate.
 
-    `loss` is an array of any shape and dtype, or a pytree of them. Everything below float32 is lifted to it first,
-    since a scale of 2**16 is already infinite in float16. Does not synchronise.
+    `loss` is an array of any shape and numeric dtype, a Python number, or a pytree of them. Everything below float32 is
+    lifted to it first, since a scale of 2**16 is already infinite in float16. Does not synchronise. Raises `TypeError`
+    for what is not a number.
     """
-    return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), jnp.asarray(state.loss_scale)), loss)
+    return jax.tree.map(lambda leaf: _times(_number(leaf), jnp.asarray(state.loss_scale)), loss)
 
 
 def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
@@ -33,6 +35,7 @@ def all_finite(grads: Any, *, axis_name: Any = None) -> Array:
     return _axes.all_true(finite_when_unscaled(grads, None), axis_name)
 
 
+@unchecked
 def unscale(grads: Any, state: Any) -> Any:
     """Return `grads` divided by the loss scale, that is multiplied by its reciprocal, which is always a normal float32.
 
@@ -78,18 +81,23 @@ def is_gradient(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
-def finite_when_unscaled(grads: Any, loss_scale: Array | None) -> Array:
-    """Return whether every element is finite, and stays so when unscaled in float32 or wider.
+@unchecked
+def finite_when_unscaled(grads: Any, loss_scale: Array | None, keep_dtypes: bool = False) -> Array:
+    """Return whether every element is finite, and stays so when unscaled in float32 or wider, or in its own dtype.
 
     bfloat16 and float32 or wider are proven finite by their sum of squares, which costs one read at memory speed; only
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
     """
     leaves = gradient_leaves(grads)
-    is_traced = any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
-    return _all_finite(leaves, loss_scale) if is_traced else _all_finite_at_once(leaves, loss_scale)
+    return (_all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once)(leaves, loss_scale, keep_dtypes)
 
 
-def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
+def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
+    """Return whether any of these arrays stands for a value that is not there yet."""
+    return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
+
+
+def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool) -> Array:
     summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
     proven = each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     if summed:
@@ -99,19 +107,20 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None) -> Array:
     if loss_scale is not None:
         proven &= loss_scale >= 1.0
     known = _axes.varying_as(jnp.asarray(True), (leaves, loss_scale))
-    exact = functools.partial(each_element_finite, loss_scale=loss_scale)
+    exact = functools.partial(each_element_finite, loss_scale=loss_scale, keep_dtypes=keep_dtypes)
     return lax.cond(proven, lambda _: known, exact, leaves)
 
 
-_all_finite_at_once = jax.jit(_all_finite)  # eagerly, `cond` would be compiled anew at every call
+_all_finite_at_once = jax.jit(_all_finite, static_argnums=2)  # eagerly, `cond` would be compiled anew at every call
 
 
-def each_element_finite(arrays: list[Array], loss_scale: Array | None = None) -> Array:
+def each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:
     """Look at every element, one by one: on a CPU, XLA's min and max may lose a NaN."""
     flags = []
     for array in arrays:
         if loss_scale is not None:
-            array = _times(array, 1.0 / loss_scale)
+            unscaled = _times(array, 1.0 / loss_scale)
+            array = unscaled.astype(array.dtype) if keep_dtypes else unscaled
         if array.dtype == jnp.float16:  # compared as integers: an exponent of ones is an infinity or a NaN
             bits = lax.bitcast_convert_type(array, jnp.uint16)
             flags.append((bits & _EXPONENT_OF_FLOAT16 != _EXPONENT_OF_FLOAT16).all())
@@ -163,6 +172,13 @@ def multiplied(grads: Any, factor: Array | None) -> Any:
     return jax.tree.map(lambda leaf: _times(jnp.asarray(leaf), factor) if is_gradient(leaf) else leaf, grads)
 
 
+def cast_to(grads: Any, like: Any) -> Any:
+    """Return gradients in the dtypes of those in `like`."""
+    return jax.tree.map(
+        lambda leaf, other: leaf.astype(jnp.result_type(other)) if is_gradient(other) else leaf, grads, like
+    )
+
+
 def lifted_leaves(tree: Any) -> Any:
     """Return a pytree with its floats in float32 or wider, as unscaled gradients are."""
     return jax.tree.map(lambda leaf: lifted(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
@@ -178,6 +194,15 @@ def lifted(array: Array) -> Array:
 def _times(array: Array, factor: Array) -> Array:
     wide = lifted(array)
     return wide * factor.astype(wide.dtype)
+
+
+def _number(leaf: Any) -> Array:
+    if isinstance(leaf, str | bytes):  # which JAX would take for the name of a dtype
+        raise TypeError(f"the loss {leaf!r} is not a number; pass what the model computes")
+    array = jnp.asarray(leaf)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"a loss of dtype {array.dtype} is not a number; pass what the model computes, not a PRNG key")
+    return array
 
 
 def _is_array(leaf: Any) -> bool:

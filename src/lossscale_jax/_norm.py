@@ -2,21 +2,36 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import each_element_finite, gradient_leaves, lifted, real_parts, sum_of_squares
+from lossscale_jax._debug import unchecked
+from lossscale_jax._grads import (
+    each_element_finite,
+    gradient_leaves,
+    is_traced,
+    lifted,
+    real_parts,
+    sum_of_squares,
+)
 
 
+@unchecked
 def global_norm(grads: Any, loss_scale: Any = None) -> Array:
     """Return the 2-norm of all leaves together, divided by `loss_scale`; not finite exactly where an element is not.
 
     Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest.
     """
-    leaves = [lifted(leaf) for leaf in gradient_leaves(grads)]
+    leaves = gradient_leaves(grads)
     if not leaves:
         return jnp.zeros((), jnp.float32)
+    return (_global_norm if is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale)
+
+
+def _global_norm(leaves: list[Array], loss_scale: Any) -> Array:
+    leaves = [lifted(leaf) for leaf in leaves]
     squares = sum_of_squares(leaves)
     inverse = (jnp.float32(1.0) if loss_scale is None else 1.0 / loss_scale).astype(squares.dtype)
 
@@ -34,6 +49,9 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
         return _axes.varying_as(jnp.where(finite, norm, jnp.inf), (leaves, inverse))
 
     return lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
+
+
+_global_norm_at_once = jax.jit(_global_norm)  # eagerly, `cond` would be compiled anew at every call
 
 
 def clip_factor(norm: Array, max_norm: float) -> Array:

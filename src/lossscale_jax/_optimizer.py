@@ -12,9 +12,9 @@ from lossscale_core import as_policy, state_from_dict
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Window, empty_window, extended, mean
-from lossscale_jax._grads import finite_when_unscaled, lifted_leaves, multiplied, select, unscale
+from lossscale_jax._grads import cast_to, finite_when_unscaled, lifted_leaves, multiplied, select, unscale
 from lossscale_jax._norm import clip_factor, global_norm
-from lossscale_jax._state import init_state
+from lossscale_jax._state import beside, init_state
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
 
 
@@ -29,8 +29,13 @@ class LossScaledState(NamedTuple):
     """None without gradient accumulation."""
 
     def __getattr__(self, name: str) -> Any:
-        hint = f"; did you mean get_scale_state(opt_state).{name}?" if hasattr(self.scale_state, name) else ""
-        raise AttributeError(f"an optimizer state has no {name}{hint}")
+        if hasattr(self.scale_state, name):
+            hint = f"did you mean get_scale_state(opt_state).{name}?"
+        elif hasattr(self.inner_state, name):
+            hint = f"did you mean opt_state.inner_state.{name}?"
+        else:
+            hint = "what the wrapped optimizer keeps is in opt_state.inner_state"
+        raise AttributeError(f"the optimizer state of loss_scaled has no {name}; {hint}")
 
 
 class _Pair(NamedTuple):
@@ -50,6 +55,7 @@ def loss_scaled(
     max_norm: float | None = None,
     accumulation_steps: int = 1,
     drop: Literal["window", "micro_batch"] = "window",
+    keep_dtypes: bool = False,
 ) -> Any:
     """Return `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
 
@@ -74,12 +80,17 @@ def loss_scaled(
     `drop="micro_batch"` leaves out only those that overflowed and divides by the number of the others; then every
     micro-batch counts, and the scale may change within a window.
 
+    Of half-precision parameters, too, updates and inner state are float32. With `keep_dtypes` they are what they are
+    without us: `inner` is initialised with the parameters as they are, and gets each gradient in the dtype in which it
+    came, unscaled in float32 first. That halves the memory of the state, and loses what is too small for float16.
+
     The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
     saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
     in one go; with parameters and state donated to `jit`, a step costs little more than reading the gradients once.
-    Pure; never synchronises with the host. Raises `PolicyError` for settings that make no sense.
+    Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`. Raises `PolicyError`
+    for settings that make no sense.
     """
-    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, inner)
+    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, keep_dtypes, inner)
     optimizer.validate()
     optax = sys.modules.get("optax")
     shape: Any = Transformation if optax is None else optax.GradientTransformationExtraArgs
@@ -91,8 +102,10 @@ def loss_scaled(
 def get_scale_state(opt_state: Any) -> Any:
     """Return the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    Raises `ScaleStateError` where there is none, or where there are several: the message lists their paths.
+    Raises `ScaleStateError` where there is none, or where there are several (the message lists their paths), and where
+    a wrapper of optax around `loss_scaled` drops overflows before they can lower the scale.
     """
+    _require_overflows_seen(opt_state)
     found = _find(opt_state)
     if len(found) == 1:
         (state,) = found.values()
@@ -128,12 +141,15 @@ def load_scale_state(opt_state: Any, saved: Any, policy: Any) -> Any:
                 f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
                 "pass the policy that loss_scaled was given"
             )
-        placed = [
-            jnp.asarray(value, device=getattr(old, "sharding", None)) for value, old in zip(state, leaves, strict=True)
-        ]
+        placed = [jnp.asarray(value, device=_place(old)) for value, old in zip(state, leaves, strict=True)]
         return node._replace(scale_state=jax.tree.unflatten(structure, placed))
 
     return jax.tree.map(restored, opt_state, is_leaf=lambda node: isinstance(node, LossScaledState))
+
+
+def _place(array: Any) -> Any:
+    """Return where `array` has to stay; None where JAX may move it, as to the mesh of what it meets under `jit`."""
+    return array.sharding if getattr(array, "committed", False) else None
 
 
 _REDUCE = "reduce them first, as with jax.lax.pmean"
@@ -149,6 +165,7 @@ class _LossScaled(NamedTuple):
     max_norm: float | None
     accumulation_steps: int
     drop: str
+    keep_dtypes: bool
     inner: Any
 
     def validate(self) -> None:
@@ -161,23 +178,25 @@ class _LossScaled(NamedTuple):
             )
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
+        if not isinstance(self.keep_dtypes, bool):
+            raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
         if self.drop not in ("window", "micro_batch"):
             raise PolicyError(f"drop={self.drop!r} must be 'window' or 'micro_batch'")
 
     def init(self, params: Any) -> LossScaledState:
         """Return the optimizer state before the first step."""
-        inner_state = self.inner.init(lifted_leaves(params))  # in the dtypes of the gradients that it will be given
+        inner_state = self.inner.init(self._shown(params))
         if _find(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = None if self.accumulation_steps == 1 else empty_window(params)
-        return LossScaledState(init_state(self.policy), inner_state, window)
+        return beside(LossScaledState(init_state(self.policy), inner_state, window), params)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
         """Return the updates for scaled gradients `updates`, zero where the step is skipped, and the state after it."""
         inner_update = with_extra_args(self.inner.update)
 
         def step(grads: Any, inner_state: Any) -> Any:
-            return inner_update(grads, inner_state, params, **extra_args)
+            return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
         def kept(grads: Any, inner_state: Any) -> Any:
             return no_updates(grads), inner_state
@@ -186,9 +205,10 @@ class _LossScaled(NamedTuple):
 
     def apply_gradients(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, LossScaledState]:
         """Return the parameters and the state after a step with scaled gradients; as they were where it is skipped."""
+        inner_update = with_extra_args(self.inner.update)
 
         def step(grads: Any, inner_state: Any) -> Any:
-            updates, inner_state = with_extra_args(self.inner.update)(grads, inner_state, params, **extra_args)
+            updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
         def kept(_: Any, inner_state: Any) -> Any:
@@ -214,14 +234,15 @@ class _LossScaled(NamedTuple):
     def _take_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         before, clip = state.scale_state, None
         if self.max_norm is None:
-            finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+            finite = self._decision(self._finite(grads, before), before)
         else:
             norm = global_norm(grads, before.loss_scale)
-            finite = self._decision(jnp.isfinite(norm), before)
+            fits = self._finite(grads, before) if self.keep_dtypes else True
+            finite = self._decision(jnp.isfinite(norm) & fits, before)
             clip = clip_factor(norm, self.max_norm)
 
         def unscaled_step(grads: Any, inner_state: Any) -> Any:
-            return step(multiplied(unscale(grads, before), clip), inner_state)
+            return step(self._for_inner(multiplied(unscale(grads, before), clip), grads), inner_state)
 
         def unscaled_kept(grads: Any, inner_state: Any) -> Any:
             return kept(unscale(grads, before), inner_state)
@@ -231,7 +252,7 @@ class _LossScaled(NamedTuple):
 
     def _take_micro_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
         before = state.scale_state
-        finite = self._decision(finite_when_unscaled(grads, before.loss_scale), before)
+        finite = self._decision(self._finite(grads, before), before)
         window = extended(state.window, grads, finite, before, self.accumulation_steps)
         is_full = window.seen >= self.accumulation_steps
         if self.drop == "window":
@@ -242,9 +263,9 @@ class _LossScaled(NamedTuple):
             after = self.policy.update(before, finite, xp=jnp)
 
         def mean_step(window: Any, inner_state: Any) -> Any:
-            grads = mean(window, self.accumulation_steps)
-            clip = None if self.max_norm is None else clip_factor(global_norm(grads), self.max_norm)
-            return step(multiplied(grads, clip), inner_state)
+            average = mean(window, self.accumulation_steps)
+            clip = None if self.max_norm is None else clip_factor(global_norm(average), self.max_norm)
+            return step(self._for_inner(multiplied(average, clip), grads), inner_state)
 
         def window_kept(window: Any, inner_state: Any) -> Any:
             return kept(window.total, inner_state)
@@ -252,6 +273,17 @@ class _LossScaled(NamedTuple):
         result, inner_state = apply_or_skip(is_full & applies, mean_step, window_kept, window, state.inner_state)
         window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)._replace(stepped=is_full & applies)
         return result, LossScaledState(after, inner_state, window)
+
+    def _finite(self, grads: Any, scale_state: Any) -> Array:
+        return finite_when_unscaled(grads, scale_state.loss_scale, self.keep_dtypes)
+
+    def _shown(self, params: Any) -> Any:
+        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
+        return params if self.keep_dtypes else lifted_leaves(params)
+
+    def _for_inner(self, unscaled: Any, grads: Any) -> Any:
+        """Return `unscaled` in the dtypes of `grads` where they are to be kept."""
+        return cast_to(unscaled, grads) if self.keep_dtypes else unscaled
 
     def _decision(self, finite: Array, scale_state: Any) -> Array:
         """Return `finite` combined over the axis; raise where devices would decide differently."""
@@ -268,3 +300,31 @@ def _find(opt_state: Any) -> dict[str, Any]:
         for path, node in nodes
         if isinstance(node, LossScaledState)
     }
+
+
+def _require_overflows_seen(opt_state: Any) -> None:
+    """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_end)
+    droppers = [_dropper(node) for node in nodes if _dropper(node) and _find(node)]
+    if droppers:
+        raise ScaleStateError(
+            f"{droppers[0]} stands around loss_scaled and drops overflows before they can lower the loss scale; "
+            "leave it out, since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
+        )
+
+
+def _is_end(node: Any) -> bool:
+    return isinstance(node, LossScaledState) or _dropper(node) is not None
+
+
+def _dropper(node: Any) -> str | None:
+    """Return the name of the wrapper of optax that keeps what is not finite from the optimizer within."""
+    optax = sys.modules.get("optax")
+    if optax is None:
+        return None
+    if isinstance(node, optax.ApplyIfFiniteState):
+        return "optax.apply_if_finite"
+    # `skip_not_finite` and `skip_large_updates` both say so under this key; without such a function there is none.
+    if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
+        return "optax.MultiSteps with a should_skip_update_fn"
+    return None

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from lossscale_core import GradientReport
+from lossscale_jax._debug import unchecked
 from lossscale_jax._grads import named_gradients, real_parts
 
 
+@unchecked
 def overflow_report(grads: Any) -> list[GradientReport]:
     """Return a report on each leaf that holds NaN or infinity, named by its path in the pytree.
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lossscale_core import as_policy
 
@@ -21,3 +22,31 @@ def init_state(policy: Any, *, device: Any = None) -> Any:
         return jnp.asarray(value, dtype, device=device)
 
     return jax.tree.map(placed, as_policy(policy).init_state())
+
+
+def beside(state: Any, params: Any) -> Any:
+    """Return a new optimizer state with what lies on one device replicated over the mesh of `params`, if they have one.
+
+    A step under `jit` returns it so; given it otherwise, the second step would be compiled once more.
+    """
+    mesh = _mesh(params)
+    if mesh is None:
+        return state
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> Any:
+        on_one_device = isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)
+        return jax.device_put(leaf, replicated) if on_one_device else leaf
+
+    return jax.tree.map(placed, state)
+
+
+def _mesh(params: Any) -> Any:
+    """Return the mesh over which all of `params` lie, in this process alone; None where there is no such mesh."""
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    meshes = {sharding.mesh if isinstance(sharding, NamedSharding) else None for sharding in shardings}
+    is_local = all(sharding is not None and sharding.is_fully_addressable for sharding in shardings)
+    return meshes.pop() if len(meshes) == 1 and is_local else None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
+from lossscale_jax._debug import is_checked, unchecked
 from lossscale_jax._grads import lifted, select
 
 
@@ -24,6 +25,8 @@ def apply_or_skip(finite: Array, apply: Callable[..., Any], kept: Callable[..., 
 
     if isinstance(finite, jax.core.Tracer):
         return lax.cond(finite, apply, skip, *operands)
+    if is_checked():  # the step that is not taken would raise, and every operation is waited for anyway
+        return apply(*operands) if finite else unchecked(skip)(*operands)
     return select(finite, apply(*operands), skip(*operands))
 
 

@@ -202,6 +202,35 @@ def test_parameters_sharded_inside_shard_map():
         assert np.array_equal(before, rows) == (victim < DEVICES)
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+def test_one_compilation_serves_a_sharded_run(settings):
+    """The state before the first step lies where a step leaves it, what the wrapped optimizer keeps included."""
+    mesh = _mesh()
+    params = {
+        "rows": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data"))),
+        "all": jax.device_put(jnp.ones(3), NamedSharding(mesh, P())),
+    }
+    optimizer = loss_scaled(ADAM, POLICY, **settings)
+    opt_state = optimizer.init(params)
+    step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
+    for _ in range(3):
+        params, opt_state = step(jax.tree.map(jnp.ones_like, params), opt_state, params)
+    assert step._cache_size() == 1
+    assert get_scale_state(opt_state).loss_scale.sharding == NamedSharding(mesh, P())
+
+
+def test_one_compilation_serves_a_run_on_a_mesh_of_explicit_axes():
+    """Where the specs of the parameters name every dimension, as those that a step returns do."""
+    mesh = _mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
+        optimizer = loss_scaled(ADAM, POLICY)
+        opt_state, step = optimizer.init(params), jax.jit(optimizer.apply_gradients)
+        for _ in range(3):
+            params, opt_state = step(jnp.ones_like(params), opt_state, params)
+    assert step._cache_size() == 1
+
+
 def test_all_finite_over_axes():
     """One axis or several."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -1,8 +1,10 @@
 """`loss_scaled`: atomic skips, clipping, accumulation, and optax's own wrappers around and inside it."""
 
+import functools
 import pickle
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,10 +13,11 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, state_from_dict, state_to_dict, step_info
+from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
-from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
+from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale, unscale
+from tests.adapters.jax_reading import late_gradients, reading_refused
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -155,13 +158,30 @@ def test_complex_parameters():
     assert jnp.isfinite(after).all()
 
 
-def test_nothing_synchronises():
-    """Neither a step in one nor in two."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY, max_norm=1.0)
+@WAYS
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+def test_a_compiled_step_does_not_wait(way, settings):
+    """It returns while the device still computes the gradients."""
+    params = jnp.ones(4)
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    step, opt_state = jax.jit(way(optimizer)), optimizer.init(params)
+    step(params, opt_state, params)
+    grads = late_gradients()
+    step(params, opt_state, grads)
+    assert not grads.is_ready()
+
+
+@WAYS
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+def test_an_eager_step_reads_nothing(way, settings, monkeypatch):
+    """No array becomes a number of the host, whether it overflowed or not."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
     carry = PARAMS, optimizer.init(PARAMS)
-    for way in (_in_one, _in_two):
-        with jax.transfer_guard_device_to_host("disallow"):
-            jax.jit(way(optimizer))(*carry, GRADS)
+    with reading_refused(monkeypatch):
+        for grads in (GRADS, BAD):
+            carry = way(optimizer)(*carry, grads)
+        with pytest.raises(AssertionError, match="the host read an array"):
+            bool(get_scale_state(carry[1]).loss_scale > 0)
 
 
 def test_with_x64_and_strict_promotion():
@@ -384,6 +404,7 @@ def test_it_is_an_optax_transformation():
         ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
         ({"accumulation_steps": 1.5}, r"accumulation_steps=1\.5"),
+        ({"keep_dtypes": "float16"}, "keep_dtypes=.float16. must be True or False"),
         ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),
     ],
 )
@@ -451,3 +472,175 @@ def test_accumulation_equals_its_definition(finite):
             if len(good) == 3 or (drop == "micro_batch" and good):
                 expected -= sum(good) / len(good)
         np.testing.assert_allclose(params, expected, rtol=1e-6)
+
+
+def _dropping_wrappers():
+    scaled = loss_scaled(optax.adam(0.1), POLICY)
+    skips_large = functools.partial(optax.skip_large_updates, max_squared_norm=1e30)
+    return {
+        "apply_if_finite": optax.apply_if_finite(scaled, 100),
+        "skip_not_finite": optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),
+        "skip_large_updates": optax.MultiSteps(scaled, 2, should_skip_update_fn=skips_large),
+        "in a chain": optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(scaled), 100)),
+    }
+
+
+@pytest.mark.parametrize("name", _dropping_wrappers())
+def test_a_wrapper_that_hides_overflows_is_refused(name):
+    """After 50 of them the scale would still be at its start; the loss cannot be scaled there, traced or not."""
+    opt_state = _dropping_wrappers()[name].init(PARAMS)
+    for find in (get_scale_state, jax.jit(get_scale_state)):
+        with pytest.raises(ScaleStateError, match="drops overflows before they can lower the loss scale; leave it out"):
+            find(opt_state)
+    with pytest.raises(ScaleStateError, match="drops overflows"):
+        load_scale_state(opt_state, state_to_dict(POLICY.init_state(), POLICY), POLICY)
+
+
+def test_the_same_wrappers_may_stand_inside():
+    """What they see there is finite, and the scale backs off once an overflow."""
+    skipping = optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=optax.skip_not_finite)
+    for inner in (optax.apply_if_finite(optax.adam(0.1), 3), skipping.gradient_transformation()):
+        _, opt_state = _run(loss_scaled(inner, POLICY), [BAD, BAD, GRADS])
+        assert get_scale_state(opt_state).loss_scale == SCALE / 4
+
+
+def test_an_attribute_that_is_elsewhere():
+    """The message says where it is: in the scale state, in the wrapped optimizer's, or in neither by that name."""
+    opt_state = loss_scaled(optax.inject_hyperparams(optax.adam)(0.1), POLICY).init(PARAMS)
+    with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).skipped_steps\?"):
+        opt_state.skipped_steps  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean opt_state.inner_state.hyperparams\?"):
+        opt_state.hyperparams  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no mu; what the wrapped optimizer keeps is in opt_state.inner_state"):
+        opt_state.mu  # noqa: B018
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@WAYS
+@WRAPS
+def test_an_overflow_is_one_while_nans_are_debugged(way, wrap, bad, settings):
+    """`jax_debug_nans` raises where a NaN is made, and a skipped step makes none, eagerly or compiled."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    params, start = PARAMS, optimizer.init(PARAMS)
+    grads = {**GRADS, "w": np.array([1.0, bad, 0.5, 4.0], np.float32)}
+    with jax.debug_nans(True):
+        step = wrap(way(optimizer))
+        after, opt_state = step(params, start, grads)
+        after, opt_state = step(after, opt_state, GRADS)
+        assert _bits(after) == _bits(PARAMS) or not settings.get("accumulation_steps")
+    assert get_scale_state(opt_state).skipped_steps == 1
+    assert jnp.isfinite(after["w"]).all()
+
+
+def test_a_nan_of_the_optimizers_own_is_still_found():
+    """What `jax_debug_nans` is for: the step that is taken is checked."""
+    optimizer = loss_scaled(optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates)), POLICY)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        optimizer.update(_times(GRADS, -SCALE), optimizer.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("policy", [POLICY, TolerantScaling()])
+@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
+def test_a_step_is_exported(policy, settings):
+    """`jax.export` writes and reads it back: our state types have names there."""
+    inner = optax.GradientTransformation(lambda _: (), lambda updates, state, _: (updates, state))
+    optimizer = loss_scaled(inner, policy, **settings)
+    arguments = GRADS, optimizer.init(PARAMS), PARAMS
+    written = jax.export.export(jax.jit(optimizer.apply_gradients))(*arguments).serialize()
+    again = jax.export.deserialize(bytearray(written))
+    assert _bits(again.call(*arguments)) == _bits(jax.jit(optimizer.apply_gradients)(*arguments))
+
+
+def _dtypes(tree):
+    return jax.tree.map(lambda leaf: leaf.dtype, tree)
+
+
+HALVES = {"h": jnp.ones(3, jnp.float16), "b": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
+
+
+def test_updates_and_state_of_half_parameters_are_float32():
+    """By default nothing that the inner optimizer keeps or returns is in half precision."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    updates, opt_state = jax.jit(optimizer.update)(HALVES, optimizer.init(HALVES), HALVES)
+    assert set(jax.tree.leaves(_dtypes((updates, opt_state.inner_state[0].mu)))) == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.5, momentum=0.5)], ids=["adam", "sgd"])
+@WRAPS
+def test_dtypes_are_optaxs_if_asked(wrap, inner, settings):
+    """With `keep_dtypes` updates and state are of the dtypes that they have without us, from the first state on."""
+    optimizer = loss_scaled(inner, POLICY, keep_dtypes=True, **settings)
+    plain, opt_state = inner.init(HALVES), optimizer.init(HALVES)
+    expected, plain = inner.update(HALVES, plain, HALVES)
+    for grads in (HALVES, {**HALVES, "h": jnp.full(3, jnp.inf, jnp.float16)}, HALVES, HALVES):
+        assert _dtypes(opt_state.inner_state) == _dtypes(plain)
+        updates, opt_state = wrap(optimizer.update)(_times(grads, 8.0), opt_state, HALVES)
+        assert _dtypes(updates) == _dtypes(expected)
+    assert get_scale_state(opt_state).skipped_steps == 1
+
+
+def test_kept_dtypes_take_the_same_steps():
+    """Powers of two are exact in float16: the parameters are those of the optimizer alone."""
+    inner = optax.sgd(0.5, momentum=0.5)
+    optimizer, step = loss_scaled(inner, 8.0, keep_dtypes=True), jax.jit(_in_two(inner))
+    params, opt_state, expected, plain = HALVES, optimizer.init(HALVES), HALVES, inner.init(HALVES)
+    for _ in range(3):
+        params, opt_state = jax.jit(_in_two(optimizer))(params, opt_state, _times(HALVES, 8.0))
+        expected, plain = step(expected, plain, HALVES)
+    assert _bits(params) == _bits(expected)
+    assert _bits(opt_state.inner_state) == _bits(plain)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 2.0**30}, {"accumulation_steps": 1}])
+@WRAPS
+def test_kept_dtypes_below_a_scale_of_one(wrap, settings):
+    """What is too large for float16 once unscaled is an overflow there, and not in float32."""
+    grads, params = jnp.full(2, 2.0**14, jnp.float16), jnp.zeros(2, jnp.float16)
+    for keep_dtypes in (True, False):
+        optimizer = loss_scaled(optax.sgd(1.0), 2.0**-4, keep_dtypes=keep_dtypes, **settings)
+        _, opt_state = wrap(optimizer.update)(grads, optimizer.init(params), params)
+        assert get_scale_state(opt_state).skipped_steps == keep_dtypes
+
+
+def _scanned(optimizer, params, opt_state, grads):
+    """Return the optimizer state after one step under `lax.scan`, which refuses dtypes that change."""
+    step = _in_one(optimizer)
+    xs = jax.tree.map(lambda grad: grad[None], grads)
+    return jax.lax.scan(lambda carry, grads: (step(*carry, grads), None), (params, opt_state), xs)[0][1]
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.inject_hyperparams(optax.adam)(lambda count: 0.1), optax.adamw(0.1, weight_decay=0.1)]
+)
+def test_the_inner_optimizer_sees_half_parameters_in_float32(inner):
+    """Hyperparameters that follow the parameters' dtype, and weight decay, are not rounded to half precision."""
+    optimizer = loss_scaled(inner, POLICY)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), HALVES)
+    for params in (HALVES, {"b": HALVES["b"]}):
+        grads = _times(params, 8.0)
+        start = optimizer.init(params)
+        opt_state = _scanned(optimizer, params, start, grads)
+        expected = inner.update(
+            unscale(grads, get_scale_state(start)), start.inner_state, {name: wide[name] for name in params}
+        )
+        assert _bits(opt_state.inner_state) == _bits(expected[1])
+        updates, _ = jax.jit(optimizer.update)(grads, start, params)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected[0])
+
+
+def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
+    """It stays on a device where its place was given, and is otherwise as free as the one before it."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+    opt_state = optimizer.init(PARAMS)
+    saved = state_to_dict(get_scale_state(opt_state), POLICY)
+    step = jax.jit(_in_one(optimizer))
+    for each in (opt_state, load_scale_state(opt_state, saved, POLICY)):
+        step(PARAMS, each, GRADS)
+    assert step._cache_size() == 1
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step(jax.device_put(PARAMS, everywhere), load_scale_state(opt_state, saved, POLICY), GRADS)
+    placed = load_scale_state(jax.device_put(opt_state, jax.devices()[3]), saved, POLICY)
+    assert get_scale_state(placed).loss_scale.devices() == {jax.devices()[3]}

@@ -13,6 +13,7 @@ from jax.experimental import sparse
 from lossscale_core import DynamicScaling, diagnose, metrics
 from lossscale_core.testing import assert_traces_equal, overflow_traces, policies, simulate
 from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
+from tests.adapters.jax_reading import late_gradients, reading_refused
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
@@ -96,6 +97,69 @@ def test_what_does_not_count():
     assert all_finite(jnp.array([1e30 + 1e30j]))
     with pytest.raises(TypeError, match="'w' is no array"):
         all_finite({"a": "w"})
+
+
+FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu]
+
+
+def test_python_scalars():
+    """A number is a leaf like any other, in every verb."""
+    state = init_state(2.0**10)
+    assert scale(1.0, state) == 2.0**10
+    assert scale(1, state).dtype == jnp.float32
+    assert scale({"loss": 1j}, state)["loss"] == 2.0**10 * 1j
+    assert unscale(1.0, state) == 2.0**-10
+    assert unscale(3, state) == 3
+    assert all_finite(1.0)
+    assert not all_finite({"a": float("nan"), "n": 1})
+    assert not all_finite(float("-inf"))
+    assert select(jnp.asarray(False), 1.0, 2.0) == 2.0
+    assert overflow_report(float("nan"))[0].nan == 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3)])
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8])
+def test_empty_and_float8_leaves(dtype, shape):
+    """Every verb takes them, eagerly and compiled; float8 is lifted to float32 as float16 is."""
+    state, leaf = init_state(2.0), jnp.ones(shape, dtype)
+    for wrap in (lambda f: f, jax.jit):
+        assert wrap(all_finite)(leaf)
+        for out, value in ((wrap(unscale)(leaf, state), 0.5), (wrap(scale)(leaf, state), 2.0)):
+            assert out.dtype == jnp.float32
+            assert out.shape == shape
+            assert (out == value).all()
+        assert wrap(select)(jnp.asarray(True), leaf, leaf).dtype == dtype
+    assert overflow_report(leaf) == []
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_a_nan_of_float8_is_found(dtype):
+    """In dtypes that have no infinity as well as in those that have one."""
+    bad = jnp.ones(5, dtype).at[3].set(jnp.nan)
+    assert not all_finite(bad)
+    assert not jax.jit(all_finite)([bad, jnp.ones(2)])
+    assert overflow_report({"w": bad})[0][:2] == ("['w']", 1)
+
+
+def test_what_is_not_a_loss_is_named():
+    """A PRNG key in place of a loss, or a string."""
+    with pytest.raises(TypeError, match=r"a loss of dtype key<fry> is not a number"):
+        scale(jax.random.key(0), init_state(2.0))
+    with pytest.raises(TypeError, match="the loss 'a' is not a number"):
+        scale("a", init_state(2.0))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_overflow_is_one_while_nans_are_debugged(bad):
+    """The verbs take what overflowed without the error of `jax_debug_nans`, which is for NaNs that nobody expects."""
+    grads, state = {"w": np.array([bad, 1.0], np.float32)}, init_state("dynamic")
+    with jax.debug_nans(True), jax.debug_infs(True):
+        finite = all_finite(grads)
+        unscale(grads, state)
+        state = DynamicScaling().update(state, finite)
+        assert overflow_report(grads)[0].name == "['w']"
+    assert not finite
+    assert state.skipped_steps == 1
 
 
 def test_sparse_duplicates_are_summed_first():
@@ -216,15 +280,31 @@ def test_jit_knows_its_parameters_by_name():
     assert out.grads.tolist() == [2.0, 2.0]
 
 
-def test_nothing_synchronises():
-    """No value travels to the host, eagerly or compiled."""
+def test_the_verbs_read_nothing(monkeypatch):
+    """No array becomes a number of the host, eagerly or compiled."""
     state, policy, params = init_state("dynamic"), DynamicScaling(), _params()
     for wrap in (lambda f: f, jax.jit):
-        with jax.transfer_guard_device_to_host("disallow"):
+        with reading_refused(monkeypatch):
             out = wrap(value_and_grad(_loss))(state, params, INPUTS)
+            assert all_finite(out.grads).shape == ()
             state = policy.update(state, out.grads_finite)
             select(out.grads_finite, out.grads, params)
             metrics(state)
+
+
+def test_the_compiled_verbs_do_not_wait():
+    """They return while the device still computes what they are about."""
+
+    @jax.jit
+    def step(state, grads):
+        finite = all_finite(grads)
+        return select(finite, unscale(grads, state), grads), DynamicScaling().update(state, finite)
+
+    state = init_state("dynamic")
+    step(state, jnp.ones(4))
+    grads = late_gradients()
+    step(state, grads)
+    assert not grads.is_ready()
 
 
 def test_float16_needs_the_scale():

@@ -1,0 +1,29 @@
+"""JAX's debugging flags, under which an eager operation raises where its result holds NaN or infinity."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def is_checked() -> bool:
+    """Return whether the results of eager operations are searched for NaN or infinity, each on the host."""
+    flags: Any = jax.config  # whose attributes JAX makes as it starts
+    return bool(flags.jax_debug_nans or flags.jax_debug_infs)
+
+
+def unchecked(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` so that it may meet NaN and infinity: to handle an overflow is not a mistake."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not is_checked():
+            return function(*args, **kwargs)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,19 @@
+"""The names under which `jax.export` writes the state types, so that a serialized step takes and returns them."""
+
+import contextlib
+from typing import Any
+
+from jax.export import register_namedtuple_serialization
+
+from lossscale_core import ScaleState, TolerantScaleState
+from lossscale_jax._accumulation import Window
+from lossscale_jax._autodiff import ScaledGradients
+from lossscale_jax._optimizer import LossScaledState
+
+
+def register_state_types() -> None:
+    """Register every state type once; a registration of the user's own stands."""
+    kinds: tuple[Any, ...] = (ScaleState, TolerantScaleState, LossScaledState, Window, ScaledGradients)
+    for kind in kinds:
+        with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported anew
+            register_namedtuple_serialization(kind, serialized_name=f"lossscale.{kind.__name__}")

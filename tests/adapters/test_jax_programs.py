@@ -1,0 +1,227 @@
+"""Random programs through `loss_scaled`, beside a plain loop of the bare optimizer on gradients that need no scale."""
+
+import dataclasses
+import pickle
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_to_dict
+from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+
+PROGRAMS = 16
+TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
+INNERS = {
+    "sgd": lambda: optax.sgd(0.125),
+    "momentum": lambda: optax.sgd(0.125, momentum=0.5),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.01),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-0.1)),
+    "schedule": lambda: optax.sgd(lambda count: 0.5 / (count + 1)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda count: 0.1 / (count + 1)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.125), 2).gradient_transformation(),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+AROUND = {
+    "nothing": lambda scaled: scaled,
+    "chain": lambda scaled: optax.chain(optax.identity(), scaled),
+    "masked": lambda scaled: optax.masked(scaled, lambda tree: jax.tree.map(lambda _: True, tree)),
+    "partition": lambda scaled: optax.partition({"all": scaled}, lambda tree: jax.tree.map(lambda _: "all", tree)),
+    "injected": lambda scaled: optax.inject_hyperparams(lambda unused: scaled)(unused=1.0),
+}
+POLICIES = [
+    DynamicScaling(init_scale=16.0, growth_interval=2, max_scale=2.0**8),
+    DynamicScaling(init_scale=64.0, growth_interval=1, hysteresis=2, max_scale=2.0**8),
+    TolerantScaling(tolerance=0.3, init_scale=64.0, growth_interval=3, max_scale=2.0**8),
+    FixedScaling(2.0**-3),
+    NoScaling(),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is drawn."""
+
+    params: dict
+    inner: str
+    around: str
+    policy: object
+    settings: dict
+    mode: str
+    batches: list
+    """Pairs of the true gradients and whether they overflow."""
+    bad: float
+
+
+def _leaf(draw, kind):
+    numbers = np.random.default_rng(draw.getrandbits(32)).choice([-2.0, -0.5, 0.25, 1.0], size=(2, 3))
+    match kind:
+        case "none":
+            return None
+        case "empty":
+            return jnp.zeros((0, 3))
+        case "scalar":
+            return jnp.float32(numbers[0, 0])
+        case "integer":
+            return jnp.arange(3)
+        case "nested":
+            return [jnp.asarray(numbers), {"half": jnp.asarray(numbers[0], jnp.float16)}]
+        case _:
+            return jnp.asarray(numbers, kind)
+
+
+def _gradients(draw, params):
+    def gradient(param):
+        if not _is_float(param):
+            return jnp.zeros_like(param)
+        numbers = np.random.default_rng(draw.getrandbits(32)).choice([-1.0, -0.5, 0.25, 1.0], size=param.shape)
+        return jnp.asarray(numbers, param.dtype)
+
+    return jax.tree.map(gradient, params)
+
+
+def _program(seed):
+    draw = random.Random(seed)
+    kinds = ["float32", "float16", "bfloat16", "empty", "none", "scalar", "nested", "integer"]
+    inner = draw.choice(list(INNERS))
+    chosen = draw.sample(kinds if inner == "sgd" else kinds[:-1], draw.randint(0, 3))  # others make floats of integers
+    params = {"first": _leaf(draw, draw.choice(kinds[:3]))} | {kind: _leaf(draw, kind) for kind in chosen}
+    settings = {
+        "accumulation_steps": draw.choice([1, 1, 2, 3]),
+        "drop": draw.choice(["window", "micro_batch"]),
+        "max_norm": draw.choice([None, None, 0.5]),
+    }
+    batches = [(_gradients(draw, params), draw.random() < 0.3) for _ in range(draw.randint(3, 8))]
+    mode = draw.choice(["jit", "two calls", "eager", "donated", "scan", "vmap", "checkpoint", "resumed"])
+    bad = draw.choice([np.inf, -np.inf, np.nan])
+    return Program(params, inner, draw.choice(list(AROUND)), draw.choice(POLICIES), settings, mode, batches, bad)
+
+
+def _is_float(leaf):
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _in_float32(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_float(leaf) else leaf, tree)
+
+
+def _moved(params, updates):
+    """Return `params` with `updates` added in float32, in their own dtypes."""
+    return jax.tree.map(
+        lambda param, wide, update: (wide + update).astype(param.dtype), params, _in_float32(params), updates
+    )
+
+
+class Reference:
+    """The same training without loss scaling: a Python loop, a list for a window, and the policy on the host."""
+
+    def __init__(self, program):
+        self.program, self.inner, self.params = program, INNERS[program.inner](), program.params
+        self.inner_state = self.inner.init(_in_float32(program.params))
+        self.scale_state, self.window = program.policy.init_state(), []
+
+    def step(self, grads, overflows):
+        settings, policy = self.program.settings, self.program.policy
+        self.window.append(None if overflows else _in_float32(grads))
+        if settings["drop"] == "micro_batch" and settings["accumulation_steps"] > 1:
+            self.scale_state = policy.update(self.scale_state, not overflows)
+        if len(self.window) < settings["accumulation_steps"]:
+            return
+        good, complete = [grads for grads in self.window if grads is not None], None not in self.window
+        if settings["drop"] == "window" or settings["accumulation_steps"] == 1:
+            self.scale_state = policy.update(self.scale_state, complete)
+            good = good if complete else []
+        self.window = []
+        if good:
+            self._apply(jax.tree.map(lambda *each: sum(each) / len(each) if _is_float(each[0]) else each[0], *good))
+
+    def _apply(self, grads):
+        if self.program.settings["max_norm"] is not None:
+            squares = [np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(grads) if _is_float(leaf)]
+            shrink = np.float32(min(1.0, self.program.settings["max_norm"] / max(np.sqrt(sum(squares)), 1e-30)))
+            grads = jax.tree.map(lambda leaf: leaf * shrink if _is_float(leaf) else leaf, grads)
+        updates, self.inner_state = self.inner.update(grads, self.inner_state, _in_float32(self.params))
+        self.params = _moved(self.params, updates)
+
+
+def _optimizer(program):
+    scaled = loss_scaled(INNERS[program.inner](), program.policy, **program.settings)
+    return AROUND[program.around](scaled)
+
+
+def _spoilt(grads, overflows, bad):
+    """Return gradients with one element that is not finite where they overflow."""
+    first = grads["first"].ravel()
+    return {**grads, "first": jnp.where(overflows, first.at[-1].set(bad), first).reshape(grads["first"].shape)}
+
+
+def _step(program, optimizer):
+    def scaled(grads, opt_state):
+        loss_scale = get_scale_state(opt_state).loss_scale
+        return jax.tree.map(lambda leaf: leaf * loss_scale.astype(leaf.dtype) if _is_float(leaf) else leaf, grads)
+
+    def step(carry, batch):
+        (params, opt_state), (grads, overflows) = carry, batch
+        grads = _spoilt(scaled(grads, opt_state), overflows, program.bad)
+        if hasattr(optimizer, "apply_gradients") and program.mode != "two calls":
+            return optimizer.apply_gradients(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return _moved(params, updates), opt_state
+
+    return step
+
+
+def _resumed(program, carry):
+    """Return `carry` after a pickle, its scale state after the core's plain dict."""
+    saved = state_to_dict(get_scale_state(carry[1]), program.policy)
+    params, opt_state = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(carry))))
+    return params, load_scale_state(opt_state, saved, program.policy)
+
+
+def _run(program):
+    """Yield parameters and scale state after each step, as the program's mode runs it."""
+    optimizer = _optimizer(program)
+    step, params = _step(program, optimizer), jax.tree.map(jnp.copy, program.params)
+    carry = params, optimizer.init(params)
+    seen = lambda carry: (carry[0], get_scale_state(carry[1]))  # noqa: E731
+    stacked = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    batches = [(grads, jnp.asarray(overflows)) for grads, overflows in program.batches]
+    if program.mode == "scan":
+        every = lambda carry, batch: (lambda after: (after, seen(after)))(step(carry, batch))  # noqa: E731
+        _, results = jax.jit(lambda carry: jax.lax.scan(every, carry, stacked(*batches)))(carry)
+        yield from (jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(batches)))
+        return
+    if program.mode == "vmap":  # beside a member whose gradients are always finite
+        both, carry = jax.jit(jax.vmap(step)), stacked(carry, carry)
+        for grads, overflows in batches:
+            carry = both(carry, stacked((grads, overflows), (grads, jnp.asarray(False))))
+            yield seen(jax.tree.map(lambda leaf: leaf[0], carry))
+        return
+    wraps = {"eager": lambda f: f, "donated": lambda f: jax.jit(f, donate_argnums=0)}
+    wraps["checkpoint"] = lambda f: jax.jit(jax.checkpoint(f))
+    wrapped = wraps.get(program.mode, jax.jit)(step)
+    for batch in batches:
+        carry = wrapped(carry, batch)
+        yield jax.device_get(seen(carry))
+        carry = _resumed(program, carry) if program.mode == "resumed" else carry
+    assert program.mode == "eager" or wrapped._cache_size() == 1
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_a_program_is_the_bare_optimizers(seed):
+    """Step by step the same parameters, in the same dtypes, and the scale state that the policy gives on the host."""
+    program = _program(seed)
+    reference = Reference(program)
+    for (grads, overflows), (params, scale_state) in zip(program.batches, _run(program), strict=True):
+        reference.step(grads, overflows)
+        assert [float(number) for number in scale_state] == [float(number) for number in reference.scale_state]
+        assert jax.tree.structure(params) == jax.tree.structure(reference.params)
+        for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(reference.params), strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            tolerance = TOLERANCE.get(str(ours.dtype), 2e-5)
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float64), np.asarray(theirs, np.float64), rtol=tolerance, atol=tolerance
+            )
