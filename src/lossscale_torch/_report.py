@@ -12,8 +12,8 @@ from lossscale_torch._gradients import values_of
 def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[GradientReport]:
     """Return a report on each parameter whose gradient holds NaN or infinity, in the order given.
 
-    Call it after a skipped step, with `model.named_parameters()`; where nothing overflowed the list is empty. A
-    gradient with NaN but no infinity points to the forward pass, one with infinities to a scale that is too large.
+    Call it after a skipped step, with `model.named_parameters()`; where nothing overflowed the list is empty. Look
+    at the loss beside it: with a finite loss the scale was too large, also where gradients hold NaN and no infinity.
     Reads every gradient and synchronises with the host.
     """
     return [

@@ -647,6 +647,24 @@ def test_overflow_report_names_the_parameters():
     assert overflow_report(model.named_parameters())[1] == ("bias", 0, 0, 3, 0.0)
 
 
+def test_nan_without_infinity_may_be_a_scale_that_is_too_large():
+    """In float16 attention the backward pass of the softmax subtracts two infinities; half the scale mends it."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16, bias=False) for name in ("query", "key")})
+    images, values = torch.randn(8, 16), 300.0 * torch.randn(8, 16)
+    reports = {}
+    for init_scale in (4096.0, 2048.0):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            weights = torch.softmax(model["query"](images) @ model["key"](images).T / 4, dim=-1)
+            loss = (weights.half() @ values.half()).float().mean()
+        GradScaler("cpu", init_scale=init_scale).scale(loss).backward()
+        assert loss.isfinite()
+        reports[init_scale] = overflow_report(model.named_parameters())
+    assert reports[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
+    assert reports[2048.0] == []
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
