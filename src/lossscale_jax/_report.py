@@ -14,9 +14,9 @@ from lossscale_jax._grads import named_gradients, real_parts
 def overflow_report(grads: Any) -> list[GradientReport]:
     """Return a report on each leaf that holds NaN or infinity, named by its path in the pytree.
 
-    Call it with the gradients of a skipped step, outside of `jit`; where nothing overflowed the list is empty. Look at the
-    loss beside it: with a finite loss the scale was too large, also where gradients hold NaN and no infinity.
-    Reads every gradient and synchronises with the host.
+    Call it with the gradients of a skipped step, outside of `jit`; where nothing overflowed the list is empty. Look at
+    the loss beside it: with a finite loss the scale was too large, also where gradients hold NaN and no infinity. Reads
+    every gradient and synchronises with the host.
     """
     return [_report(name, leaf) for name, leaf in named_gradients(grads) if not bool(jnp.isfinite(leaf).all())]
 

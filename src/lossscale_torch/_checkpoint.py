@@ -46,7 +46,8 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if not differing:
         return saved
     warnings.warn(
-        f"the saved state contradicts itself ({'; '.join(differing)}); torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
+        f"the saved state contradicts itself ({'; '.join(differing)}); "
+        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
         CheckpointWarning,
         stacklevel=3,
     )

@@ -16,7 +16,7 @@ NEVER = -1
 
 
 def difference(row, torchs, ours):
-    """Register a program that ends in `torchs` with torch's scaler and in `ours` with ours, under a row of the table."""
+    """Register a program under a row of the table: with torch's scaler it ends in `torchs`, with ours in `ours`."""
 
     def register(program):
         DIFFERENCES.setdefault(row, []).append((program, torchs, ours))
@@ -48,7 +48,7 @@ def _step(make_scaler, grad, **kwargs):
 
 
 def _two(make_scaler):
-    """Return two parameters, their optimizers and a scaler that grows at each finite update, after backward of a loss."""
+    """Return two parameters, an optimizer of each, and a scaler that grows at each update, after backward of a loss."""
     pairs = [_one() for _ in range(2)]
     scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
     for param, _ in pairs:
@@ -127,7 +127,7 @@ def _expanded(make_scaler):
 @difference("float16 gradients are refused without a name", NEVER, "param 0")
 def _half(make_scaler):
     _, optimizer = _one(torch.ones(1, dtype=torch.float16))
-    with pytest.raises(ValueError, match="^Attempting to unscale FP16 gradients") as caught:
+    with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients") as caught:
         _ready(make_scaler).step(optimizer)
     return "param 0" if "parameter 0 of group 0" in str(caught.value) else NEVER
 
@@ -140,7 +140,7 @@ def _half_loss(make_scaler):
 
 @difference("of a dict of losses the keys are scaled, and a named tuple is an error", "TypeError", 1024.0)
 def _nested(make_scaler):
-    losses = namedtuple("Losses", "first second")(torch.ones(()), {"a": torch.ones(())})  # noqa: PYI024
+    losses = namedtuple("Losses", "first second")(torch.ones(()), {"a": torch.ones(())})
     return make_scaler("cpu", init_scale=1024.0).scale(losses).second["a"].item()
 
 
@@ -246,7 +246,7 @@ def _unscaled(make_scaler):
 
 @difference("gradients that may be of two scales are divided by the last", -1.0, "CallOrderError")
 def _doubtful(make_scaler):
-    first, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
+    _, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
     second_optimizer.zero_grad()
     scaler.step(first_optimizer)
     scaler.update()
@@ -302,7 +302,7 @@ def _wrapper(make_scaler):
 
 @difference("gradients and rates of zero count as a step", 2048.0, 1024.0)
 def _rehearsal(make_scaler):
-    param, optimizer = _one(torch.zeros(1))
+    _, optimizer = _one(torch.zeros(1))
     optimizer.param_groups[0]["lr"] = 0.0
     scaler = _ready(make_scaler, growth_interval=1)
     scaler.step(optimizer)
