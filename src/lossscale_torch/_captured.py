@@ -17,6 +17,7 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._decision import STEPPED, UNSCALED, OptimizerRecord
 from lossscale_torch._gradients import grads_of
+from lossscale_torch._optimizers import weak_reference
 
 _LATE = (
     "backward() of a loss that scale() multiplied before the last update() cannot be told from one of the present loss "
@@ -169,7 +170,7 @@ class ScaledLosses:
         """
         key = id(optimizer)
         was_known = _is(self._known.get(key), optimizer)
-        _remember(self._known, optimizer)
+        self._known[key] = weak_reference(optimizer)
         waiting = self._waiting.pop(key, None)
         if waiting is not None and was_known:
             if waiting.is_unused(optimizer, present_scale):
@@ -214,13 +215,6 @@ def _require_same(scale: float | Tensor, present_scale: Tensor) -> None:
             f"update(), or from a later one at {now:g}, and nothing tells which; step every optimizer before update(), "
             "or call scale() on each loss after it"
         )
-
-
-def _remember(known: dict[int, Any], optimizer: Any) -> None:
-    try:
-        known[id(optimizer)] = ref(optimizer)
-    except TypeError:  # a class with __slots__ may have no room for a weak reference
-        known.pop(id(optimizer), None)
 
 
 def _is(reference: Any, optimizer: Any) -> bool:

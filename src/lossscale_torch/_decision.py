@@ -1,5 +1,7 @@
 """One answer for all: flags of devices, ranks, mesh axes and joint optimizers become one decision on a step."""
 
+import math
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from lossscale_core.errors import SyncError
 from lossscale_torch._gradients import is_dtensor, moved, params_of
 from lossscale_torch._join import JoinedScaler
+from lossscale_torch._optimizers import weak_reference
 
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
 
@@ -33,6 +37,8 @@ class OptimizerRecord(dict[str, Any]):
     """Whether its gradients were unscaled before the last update, which was another optimizer's."""
     moment: Any = None
     """When they were checked: a mark of `ScaledLosses.moment`."""
+    is_combined: bool = False
+    """Whether its flag was combined over ranks."""
     had_none: bool = False
     """Whether there were no gradients to check."""
 
@@ -68,10 +74,13 @@ class OptimizerRecord(dict[str, Any]):
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
-        record.finite = True
-        for flag in record["found_inf_per_device"].values():
-            if flag.item() != 0.0:
-                record.finite = False
+        found = [flag.item() for flag in record["found_inf_per_device"].values()]
+        if record.is_combined and math.inf in found:
+            raise SyncError(
+                "ranks unscale or step different optimizers at the same time, so that one's overflow would skip "
+                "another's step; call unscale_() and step() on the optimizers in the same order on every rank"
+            )
+        record.finite = not any(value != 0.0 for value in found)
     return record.finite
 
 
@@ -94,12 +103,53 @@ def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tenso
     return (torch.stack([flag.reshape(()) for flag in flags]) != 0.0).any().float()
 
 
-def combined(found: dict[Any, Tensor], groups: Iterable[Any], device: torch.device) -> dict[Any, Tensor]:
-    """Return the flags of one check combined over the ranks of `groups`, all of which must call, on `device`."""
-    flags = [moved(flag, device) for flag in found.values()]
-    flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
-    reduce_max(flag, groups)
-    return {device: flag}
+class Order:
+    """The order in which a scaler's optimizers are checked, so that ranks notice where theirs differ.
+
+    Each flag is reduced together with the number of its optimizer and a number made of its parameters' shapes. Ranks
+    whose numbers differ check different optimizers at once, and would decide crosswise. The shapes alone may differ, as
+    between stages of a pipeline: only two optimizers that meet each other both ways are crossed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Tensor]] = {}
+        self._met: dict[int, Tensor] = {}
+
+    def combine(self, optimizer: Any, found: dict[Any, Tensor], groups: Iterable[Any], device: torch.device) -> Tensor:
+        """Return the flags of one check combined over the ranks of each group, all of which must call, on `device`.
+
+        It is infinite where ranks check different optimizers. Does not synchronise.
+        """
+        flags = [moved(flag, device) for flag in found.values()]
+        flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
+        message = self._message_of(optimizer, device).clone()
+        message[0] = flag
+        for group in groups:
+            reduce_max(message[0] if isinstance(group, JoinedScaler) else message, [group])
+        differs = message[1] != -message[2]
+        pair = message[3:]
+        for key, met in self._met.items():
+            if key != id(optimizer):
+                differs = differs | ((met == pair).all() & (pair[0] != -pair[1]))
+        self._met[id(optimizer)] = pair
+        return torch.where(differs, torch.inf, message[0])
+
+    def _message_of(self, optimizer: Any, device: torch.device) -> Tensor:
+        reference, message = self._known.get(id(optimizer), (None, None))
+        if message is None or reference() is not optimizer:
+            number, shapes = float(len(self._known)), _number_of_shapes(optimizer)
+            message = torch.tensor([0.0, number, -number, shapes, -shapes], dtype=torch.float32).to(device)
+            self._known[id(optimizer)] = (weak_reference(optimizer), message)
+        return message
+
+
+def require_member(group: Any) -> None:
+    """Raise `SyncError` in a process that a group does not contain: nobody would answer it."""
+    if torch.distributed.get_rank(group) < 0:
+        raise SyncError(
+            f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide alone; "
+            "make the scaler of each rank with a group that contains it, or without one"
+        )
 
 
 def reduce_max(flag: Tensor, groups: Iterable[Any]) -> None:
@@ -109,6 +159,12 @@ def reduce_max(flag: Tensor, groups: Iterable[Any]) -> None:
             group.reduce_max(flag)
         else:
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def _number_of_shapes(optimizer: Any) -> float:
+    """Return a number made of the class of an optimizer and its parameters' shapes, which float32 holds exactly."""
+    text = repr((type(optimizer).__name__, [tuple(param.shape) for param in params_of(optimizer)]))
+    return float(zlib.crc32(text.encode()) & 0xFFFFFF)
 
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

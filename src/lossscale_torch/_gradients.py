@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
 Bucket = list[Tensor]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from lossscale_torch._gradients import moved
 
 _FUSED = "_step_supports_amp_scaling"
+_in_a_step: dict[int, Any] = {}  # fused optimizers that hold a factor and a flag of ours
 
 
 def is_fused(optimizer: Any) -> bool:
@@ -22,6 +24,14 @@ def is_fused(optimizer: Any) -> bool:
     if _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED):
         return bool(getattr(optimizer, _FUSED))
     return False
+
+
+def weak_reference(optimizer: Any) -> Callable[[], Any]:
+    """Return a reference that does not keep an optimizer alive; a class with `__slots__` may have no room for one."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
 
 
 @functools.cache
@@ -46,7 +56,41 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def zero_unwritten_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
+def call_fused_step(
+    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a fused optimizer's step with the factor to divide its gradients by, or None, and the flag.
+
+    Both are attributes of the optimizer, as torch's own scaler sets them, and are gone again whatever interrupts the
+    step. A factor that the user has set before is multiplied in.
+    """
+    preset = _take_preset(optimizer)
+    if preset is not None:
+        grad_scale = preset if grad_scale is None else grad_scale * preset
+    known_states = len(optimizer.state)
+    _in_a_step[id(optimizer)] = optimizer
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    try:
+        result = optimizer.step(*args, **kwargs)
+    finally:
+        # Nothing is called before these are gone: CPython handles Ctrl-C only when a call begins or ends.
+        del optimizer.grad_scale, optimizer.found_inf
+        _in_a_step.pop(id(optimizer), None)
+    if len(optimizer.state) > known_states:
+        _zero_unwritten_momentum(list(optimizer.state.values())[known_states:], found_inf)
+    return result
+
+
+def _take_preset(optimizer: Any) -> Any:
+    """Return the factor that the user has set; what a step that was interrupted has left is removed instead."""
+    if _in_a_step.pop(id(optimizer), None) is optimizer:
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
+    return getattr(optimizer, "grad_scale", None)
+
+
+def _zero_unwritten_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
     """Zero the momentum that a parameter's first step, if skipped, has left uninitialised; without waiting to know.
 
     torch's fused SGD allocates its momentum before its kernel decides to skip, and would use it as it is from then on.

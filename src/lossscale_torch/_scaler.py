@@ -1,6 +1,5 @@
 """`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,22 +19,23 @@ from lossscale_torch._decision import (
     STEPPED,
     UNSCALED,
     OptimizerRecord,
+    Order,
     all_finite,
-    combined,
     found_inf,
     known_on_host,
     mesh_groups,
     reduce_max,
+    require_member,
 )
 from lossscale_torch._gradients import Gradients, grads_of, half_gradients_message, moved
 from lossscale_torch._join import JoinedScaler
 from lossscale_torch._norm import can_stay_on_device
 from lossscale_torch._optimizers import (
+    call_fused_step,
     has_zero_rates,
     is_capturing,
     is_fused,
     takes_scaler,
-    zero_unwritten_momentum,
 )
 from lossscale_torch._state import ScalerState
 from lossscale_torch._step_info import StepInfo, plain, with_optimizers
@@ -116,6 +116,7 @@ class GradScaler(TorchNames):
         """Forget what is known between two updates."""
         self._records: defaultdict[int, Any] = new_records()
         self._losses = ScaledLosses()
+        self._order = Order()
         self._are_flags_shared = False
         self._joint: list[OptimizerRecord] = []
         self._had_no_gradients = False
@@ -303,8 +304,11 @@ class GradScaler(TorchNames):
     def check_sync(self) -> None:
         """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
 
-        Compares over `process_group`, or over all ranks. Synchronises with the host.
+        Compares over `process_group`, or over all ranks. Synchronises with the host. Also for a rank that is not in
+        `process_group`. Call it once after loading: a rank that kept another loss scale takes other steps from then on.
         """
+        if self._process_group is not None:
+            require_member(self._process_group)
         _checkpoint.require_same_on_ranks(state_to_dict(self._state.read(), self.policy), self._process_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -350,7 +354,8 @@ class GradScaler(TorchNames):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        fresh = {"_records": new_records(), "_losses": ScaledLosses(), "_are_flags_shared": False, "_joint": []}
+        fresh = {"_records": new_records(), "_losses": ScaledLosses(), "_order": Order()}
+        fresh.update(_are_flags_shared=False, _joint=[])
         own_state = ScalerState(self.policy, self._state.read())
         alone = {"_process_group": None, "_joined": None}
         return {**self.__dict__, **fresh, **alone, "_state": own_state, "_last_step": None}
@@ -463,16 +468,20 @@ class GradScaler(TorchNames):
     ) -> None:
         """Record what a check found, combined over the ranks that must decide alike; nothing found leaves it ready."""
         groups = self._groups(optimizer)
-        record.had_none, record.moment = not found, self._losses.moment()
+        record.had_none, record.moment, record.is_combined = not found, self._losses.moment(), bool(groups)
         if groups:
-            found, known = combined(found, groups, self._require_scale("step").device), None
+            device = self._require_scale("step").device
+            found, known = {device: self._order.combine(optimizer, found, groups, device)}, None
         if found:
             record.note(found, known)
+        if groups and device.type == "cpu":
+            known_on_host(record)  # nobody waits, so ranks that differ are told at once
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         groups = mesh_groups(optimizer)
         if self._process_group is None:
             return groups
+        require_member(self._process_group)
         return (*groups, self._process_group if self._active_join() is None else self._joined)
 
     def _active_join(self) -> JoinedScaler | None:
@@ -555,18 +564,7 @@ class GradScaler(TorchNames):
         if record["stage"] is READY:
             self._check(optimizer, record)
         record.flag = found_inf(self._deciding(record), self._require_scale("step").device)
-        factors = [
-            factor for factor in (record.grad_scale, getattr(optimizer, "grad_scale", None)) if factor is not None
-        ]
-        optimizer.grad_scale = math.prod(factors[1:], start=factors[0]) if factors else None
-        optimizer.found_inf = record.flag
-        known_states = len(optimizer.state)
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            if len(optimizer.state) > known_states:
-                zero_unwritten_momentum(list(optimizer.state.values())[known_states:], record.flag)
-            del optimizer.grad_scale, optimizer.found_inf
+        return call_fused_step(optimizer, record.grad_scale, record.flag, args, kwargs)
 
     def _is_rehearsal(self, optimizer: Any, record: OptimizerRecord) -> bool:
         """Return whether this step only makes an optimizer allocate its state, and says nothing about the loss scale.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lossscale_core import as_policy, tree
 from lossscale_torch._decision import reduce_max
-from lossscale_torch._gradients import HALF, buckets, found_inf_in, moved, values_of
+from lossscale_torch._gradients import buckets, found_inf_in, moved, values_of
 
 
 def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
@@ -22,20 +22,25 @@ def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
 def scale(loss: Any, state: Any) -> Any:
     """Return `loss` times the loss scale: what to call `.backward()` on.
 
-    `loss` is a tensor of any shape and dtype, or a nested structure of them. float16 and bfloat16 are lifted to float32
-    first, since a scale of 2**16 is already infinite in float16. Differentiable; does not synchronise.
+    `loss` is a tensor of any shape and dtype, a Python number, or a nested structure of them. float16, bfloat16 and
+    float8 are lifted to float32 first, since a scale of 2**16 is already infinite in float16. Differentiable; does not
+    synchronise.
     """
-    return tree.map_leaves(lambda leaf: None if leaf is None else scaled(leaf, state.loss_scale), loss)
+
+    def scale_leaf(leaf: Any) -> Any:
+        return None if leaf is None else scaled(_as_tensor(leaf), state.loss_scale)
+
+    return tree.map_leaves(scale_leaf, loss)
 
 
 def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     """Return whether every gradient element is finite, as a bool tensor of shape `()`.
 
-    `grads` is a nested structure of tensors, dense or sparse, real or complex. `None` and integer leaves do not count,
-    and nothing at all is finite. With `process_group` the flag is combined over its ranks, all of which must call.
-    Does not synchronise with the host.
+    `grads` is a nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
+    empty leaves do not count, and nothing at all is finite. With `process_group` the flag is combined over its ranks,
+    all of which must call. Does not synchronise with the host.
     """
-    local = [values for leaf in tree.leaves(grads) if is_gradient(leaf) for values in [values_of(leaf)]]
+    local = [_readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
     device = local[0].device if local else None
     found = torch.zeros((), dtype=torch.float32, device=device)
     for bucket in buckets(local):
@@ -48,12 +53,16 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
 def unscale(grads: Any, state: Any) -> Any:
     """Return `grads` divided by the loss scale, as new tensors.
 
-    `grads` is a nested structure of tensors. float16 and bfloat16 leaves come back in float32; others keep their dtype,
-    and sparse ones stay sparse; `None` and integer leaves pass through. Does not synchronise.
+    `grads` is a nested structure of tensors and Python numbers. float16, bfloat16 and float8 leaves come back in
+    float32; others keep their dtype, and sparse ones stay sparse; `None` and integer leaves pass through. Does not
+    synchronise.
     """
 
     def unscale_leaf(leaf: Any) -> Any:
-        return _lifted(leaf) / _beside(state.loss_scale, leaf) if is_gradient(leaf) else leaf
+        if not is_gradient(leaf):
+            return leaf
+        lifted = _lifted(_as_tensor(leaf))
+        return lifted / _beside(state.loss_scale, lifted)
 
     return tree.map_leaves(unscale_leaf, grads)
 
@@ -89,11 +98,29 @@ def is_gradient(leaf: Any) -> bool:
         return leaf.is_floating_point() or leaf.is_complex()
     if leaf is None or isinstance(leaf, (bool, int)):
         return False
-    raise TypeError(f"{leaf!r} is no tensor; pass tensors, integers or None, in dicts, lists and tuples")
+    if isinstance(leaf, (float, complex)):
+        return True
+    raise TypeError(f"{leaf!r} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    """Return a tensor as it is, and a Python number in float32, complex64 or int64, whatever the default dtype."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float32)
+    return torch.tensor(leaf, dtype=torch.complex64 if isinstance(leaf, complex) else None)
+
+
+def _readable(values: Tensor) -> Tensor:
+    """Return values that a kernel takes which could also write to them, though nobody does."""
+    values = _lifted(values) if values.dtype.itemsize < 2 else values
+    return values.contiguous()
 
 
 def _lifted(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+    """Return floats of less than four bytes in float32."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
 def _beside(loss_scale: Any, tensor: Tensor) -> Any:

@@ -106,7 +106,9 @@ def test_a_distributed_checkpoint_of_torchs_scaler(scale, tracker, interval, tmp
     dcp.load({"scaler": torchs}, checkpoint_id=tmp_path)
     ours.load_state_dict(torchs.state_dict())
     partially = GradScaler("cpu")
-    dcp.load({"scaler": partially}, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    with pytest.warns(CheckpointWarning, match="torch's keys .* are taken"):
+        dcp.load({"scaler": partially}, checkpoint_id=tmp_path, planner=planner)
     for scaler in (ours, partially):
         state = scaler.state_dict()
         assert (state["scale"], state["growth_tracker"], state["growth_interval"]) == (scale, tracker, interval)
@@ -480,3 +482,82 @@ def _train_with_hooks(rank, world_size):
 def test_which_communication_hooks_need_a_group():
     """Compressed gradients are alike on all ranks; post-local SGD's are not, and PowerSGD remembers an overflow."""
     _on_ranks(2, _train_with_hooks)
+
+
+# -- whose flag it is --------------------------------------------------------------------------------------------------
+
+
+def _two_optimizers(fused=False):
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    return params, [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
+
+
+def _step_in_order(scaler, params, optimizers, order):
+    for param in params:
+        param.grad = None
+    scaler.scale(sum(param.sum() for param in params)).backward()
+    for i in order:
+        scaler.step(optimizers[i])
+    scaler.update()
+
+
+def _step_in_other_orders(rank, world_size, first_orders):
+    for fused in (False, True):
+        params, optimizers = _two_optimizers(fused)
+        scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+        for orders in first_orders:
+            _step_in_order(scaler, params, optimizers, orders[rank])
+        with pytest.raises(SyncError, match="different optimizers at the same time"):
+            _step_in_order(scaler, params, optimizers, ((0, 1), (1, 0))[rank])
+
+
+@pytest.mark.parametrize("first_orders", [[], [((0, 1), (0, 1))]], ids=["from the start", "later"])
+def test_ranks_that_step_their_optimizers_in_different_orders(first_orders):
+    """One's overflow would skip the other's step, so every rank raises."""
+    _on_ranks(2, partial(_step_in_other_orders, first_orders=first_orders))
+
+
+def _step_stages(rank, world_size):
+    params = [torch.nn.Parameter(torch.ones(size + rank)) for size in (2, 3)]
+    optimizers = [torch.optim.SGD([params[0]], lr=1.0), torch.optim.AdamW([params[1]], lr=1.0)]
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    for _ in range(3):
+        _step_in_order(scaler, params, optimizers, (0, 1))
+    assert scaler.metrics()["steps"] == 3
+
+
+def test_ranks_may_hold_other_parameters():
+    """As stages of a pipeline do, which decide together on optimizers of different shapes."""
+    _on_ranks(2, _step_stages)
+
+
+def _stand_outside(rank, world_size):
+    group = dist.new_group([0])
+    scaler = GradScaler("cpu", init_scale=2.0 ** (3 + rank), process_group=group)
+    params, optimizers = _two_optimizers()
+    if rank == 0:
+        _step_in_order(scaler, params, optimizers, (0, 1))
+        scaler.check_sync()
+        return
+    with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
+        _step_in_order(scaler, params, optimizers, (0, 1))
+    with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
+        scaler.check_sync()
+
+
+def test_a_rank_outside_of_the_group():
+    """It would step alone, and a comparison would compare nothing."""
+    _on_ranks(2, _stand_outside)
+
+
+def _load_on_one_rank(rank, world_size):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    if rank == 1:
+        scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
+    with pytest.raises(SyncError, match=r"rank 0: 8, rank 1: 64"):
+        scaler.check_sync()
+
+
+def test_a_state_loaded_on_one_rank_alone():
+    """One call after loading tells, before the ranks' steps differ."""
+    _on_ranks(2, _load_on_one_rank)

@@ -1,5 +1,6 @@
 """Optimizers that are not torch's: odd states, little more than `step`, wrappers, and steps that only rehearse."""
 
+import sys
 import warnings
 
 import pytest
@@ -132,6 +133,85 @@ def test_a_warning_never_raises():
         scaler = GradScaler("cpu", init_scale=1024.0)
         scaler.scale(param.sum()).backward()
         scaler._warn_if_resumed(optimizer)
+
+
+# -- steps that are interrupted ----------------------------------------------------------------------------------------
+
+
+class _Interruption(KeyboardInterrupt):
+    """Ctrl-C, told from a real one."""
+
+
+def _interrupted(call, number):
+    """Run `call` and raise at the `number`-th line of Python that the scaler runs; return whether there was one."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if "lossscale_torch" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                sys.settrace(None)
+                raise _Interruption
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except _Interruption:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("has_fresh_scaler", [False, True])
+def test_a_fused_step_may_be_interrupted_anywhere(has_fresh_scaler):
+    """The next step is what it should be: no factor and no flag of the interrupted one stay on the optimizer."""
+    number, was_interrupted = 0, True
+    while was_interrupted:
+        number += 1
+        param = _param()
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(param.sum()).backward()
+        was_interrupted = _interrupted(lambda: scaler.step(optimizer), number)  # noqa: B023
+        if has_fresh_scaler:
+            scaler = GradScaler("cpu", init_scale=2.0)
+        elif was_interrupted:
+            scaler._per_optimizer_states.clear()
+        else:
+            scaler.update()
+        param.data.fill_(1.0)
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        assert param.item() == 0.0, number
+        assert not hasattr(optimizer, "grad_scale")
+        assert not hasattr(optimizer, "found_inf")
+    assert number > 30
+
+
+def test_a_fused_step_that_fails():
+    """Its error is the user's, and the optimizer is as it was."""
+    param = _param()
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+    handle.remove()
+    scaler.step(optimizer)
+    assert param.item() == 0.0
 
 
 # -- steps that only make an optimizer allocate its state --------------------------------------------------------------

@@ -186,6 +186,41 @@ def test_a_changing_scale_does_not_recompile(fused):
     assert counts[-1] == counts[3], counts
 
 
+def test_the_verbs_on_python_numbers():
+    """A number is a leaf of float32, beside tensors or alone; integers and None do not count."""
+    state = init_state("dynamic")
+    assert scale(1.0, state).item() == scale(1, state).item() == 2.0**16
+    assert scale({"loss": 2.0, "none": None}, state)["loss"].dtype == torch.float32
+    assert unscale([2.0**16, 3, None], state) == [1.0, 3, None]
+    assert all_finite(1.0)
+    assert all_finite(1 + 2j)
+    assert not all_finite({"a": torch.ones(2), "b": float("nan")})
+    with pytest.raises(TypeError, match="'1' is not a tensor"):
+        all_finite("1")
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_the_verbs_on_tensors_that_cannot_be_written_to(bad):
+    """Expanded, conjugated and negated lazily, float8, and empty ones."""
+    state = init_state(2.0)
+    value = 4.0 if bad is None else bad
+    complexes = torch.full((3,), complex(1.0, value))
+    leaves = {
+        "expanded": torch.tensor(value).expand(3),
+        "conjugated": complexes.conj(),
+        "negated": complexes.conj().imag,
+        "float8": torch.full((3,), value).to(torch.float8_e5m2),
+    }
+    for name, leaf in leaves.items():
+        assert bool(all_finite([torch.ones(0), leaf])) == (bad is None), name
+        if bad is None:
+            before = leaf.clone()
+            unscaled = unscale(leaf, state)
+            assert torch.equal(leaf, before), name
+            assert unscaled.dtype == (torch.complex64 if leaf.is_complex() else torch.float32)
+            torch.testing.assert_close(unscaled, (leaf if leaf.is_complex() else leaf.float()) / 2.0)
+
+
 def test_the_verbs_on_real_tensors():
     """The functional verbs: values, dtypes, sparse and complex gradients, structures."""
     state = init_state("dynamic")
