@@ -136,7 +136,7 @@ class Order:
 
     def _message_of(self, optimizer: Any, device: torch.device) -> Tensor:
         reference, message = self._known.get(id(optimizer), (None, None))
-        if message is None or reference() is not optimizer:
+        if message is None or reference is None or reference() is not optimizer:
             number, shapes = float(len(self._known)), _number_of_shapes(optimizer)
             message = torch.tensor([0.0, number, -number, shapes, -shapes], dtype=torch.float32).to(device)
             self._known[id(optimizer)] = (weak_reference(optimizer), message)
