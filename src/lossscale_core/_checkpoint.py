@@ -10,6 +10,7 @@ from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, ScaleState
+from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
@@ -95,13 +96,13 @@ def _plain_number(value: Any) -> int | float:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{saved!r} is no saved state; {_MEND}")
+        raise CheckpointError(f"{shown(saved)} is no saved state; {_MEND}")
     version = saved.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"version={version!r} is not that of a saved state; {_MEND}")
+        raise CheckpointError(f"version={shown(version)} is not that of a saved state; {_MEND}")
     if version > VERSION:
         raise CheckpointError(
-            f"version={version} of the saved state is newer than {VERSION}, the newest this release reads; "
+            f"version={shown(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
             "run: pip install --upgrade lossscale"
         )
 
@@ -127,7 +128,7 @@ def _restored(name: str, value: Any, initial: Any) -> Any:
     else:
         good, rule = is_number and 0 <= value <= LARGEST_SCALE, "a number from 0"
     if not good:
-        raise CheckpointError(f"{name}={value!r} of the saved state must be {rule}; restore an earlier checkpoint")
+        raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
     return type(initial)(value)
 
 

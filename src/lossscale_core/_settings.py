@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
 SMALLEST_SCALE = 2.0**-126
@@ -32,7 +33,7 @@ class Rule:
             return None
         value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
-            raise PolicyError(f"{name}={value!r} must be {self.text}; {self.mend}")
+            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self.mend}")
         return self.type(value)
 
     def _accepts(self, value: Any) -> bool:
