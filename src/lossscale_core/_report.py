@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lossscale_core._policy import DynamicScaling, FixedScaling, ScalingPolicy, TolerantScaling
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, Array
 from lossscale_core.errors import OverflowStreakError
 
@@ -44,7 +44,8 @@ class GradientReport(NamedTuple):
 
 def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:
     """Return what the step that led from `before` to `after` did. Does not synchronise with the host."""
-    applied = after.skipped_steps == before.skipped_steps
+    # An overflow makes the streak longer, whatever else is full; a full streak can only be that of an overflow.
+    applied = (after.overflow_streak <= before.overflow_streak) & (after.overflow_streak < LARGEST_COUNT)
     return StepInfo(applied, before.loss_scale, after.loss_scale, after.overflow_streak)
 
 

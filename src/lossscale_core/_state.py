@@ -10,7 +10,7 @@ class ScaleState(NamedTuple):
     """The loss scale and its counters, each of shape `()`, living where the gradients live.
 
     On the host the fields are `np.float32` and `np.int32` scalars, so that they round exactly as the arrays
-    of every framework do. An int32 counter has room for 2**31 - 1 steps.
+    of every framework do. An int32 counter that reaches 2**31 - 1 stays there.
     """
 
     loss_scale: Array
@@ -30,8 +30,8 @@ class ScaleState(NamedTuple):
 class TolerantScaleState(NamedTuple):
     """A `ScaleState` with the two counters of `TolerantScaling`.
 
-    They are float32 because they enter a ratio, and not every framework divides int32 into float32; one stays at 2**24
-    when it gets there.
+    They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
+    when `steps_since_change` is beyond 2**24, where float32 counts no further: their share stays what it was.
     """
 
     loss_scale: Array

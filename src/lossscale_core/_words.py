@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 400
+_LONGEST = 500
 _MOST_NAMES = 12
 _ABBREVIATED = (dict, list, tuple, set, frozenset, str, int)
 
@@ -14,7 +14,7 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, 60, _LONGEST
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, _LONGEST, _LONGEST
 
     def repr1(self, x: Any, level: int) -> str:
         for kind in _ABBREVIATED:

@@ -133,7 +133,7 @@ def demo(
     with _progress(console) as progress:
         experiment = demonstration.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
     console.print(_results_table(experiment))
-    contents = {
+    contents: dict[str, str | bytes] = {
         "demo.png": demonstration.as_png(experiment),
         "trace.json": json.dumps(demonstration.as_json(experiment), indent=1) + "\n",
         "policy.toml": policy_to_toml(policy),

@@ -1,5 +1,6 @@
 """What a step did, in numbers and in a sentence."""
 
+import array_api_strict
 import numpy as np
 import pytest
 
@@ -141,3 +142,16 @@ def test_the_overflow_streak_is_limited_by_the_policy():
         check_overflow_streak(policy, _after(policy, [True] + [False] * 4))
     check_overflow_streak(DynamicScaling(), _after(policy, [False] * 100))
     check_overflow_streak(FixedScaling(8.0), _after(policy, [False] * 100))
+
+
+@pytest.mark.parametrize("xp", [None, np, array_api_strict])
+@pytest.mark.parametrize("streak", [0, 3, 2**31 - 1])
+@pytest.mark.parametrize("finite", [True, False])
+def test_step_info_is_right_when_counters_are_full(xp, streak, finite):
+    """Whether a step was applied can be told where `skipped_steps` counts no further."""
+    policy, full = DynamicScaling(), np.int32(2**31 - 1)
+    before = policy.init_state()._replace(steps=full, skipped_steps=full, overflow_streak=np.int32(streak))
+    if xp is not None:
+        before = before._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name)) for value in before)
+    after = policy.update(before, finite if xp is None else xp.asarray(finite))
+    assert bool(step_info(before, after).applied) == finite
