@@ -263,7 +263,7 @@ def checkpoint(context: click.Context) -> None:
 @checkpoint.command("show", epilog=_example("lossscale checkpoint show scaler.pt"))
 @_with_checkpoint_options
 def show_checkpoint(file: Path, peer: str | None, policy_file: Path | None, key: str | None) -> None:
-    """Show the saved scaler in FILE: JSON, or what torch.save wrote (nothing in it is run)."""
+    """Show the saved scaler in FILE: JSON, or what torch.save wrote (needs torch 2.10 or later)."""
     source, state, scaling = _read_state(file, peer, policy_file, key)
     click.echo(f"{file}: {source}")
     table = Table("field", "value")

@@ -1,55 +1,16 @@
 """Files: written whole or not at all, never through a link or over another one unasked; no key twice."""
 
-import contextlib
-import io
 import json
 import os
-import resource
 import stat
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 
-import lossscale_core.demo  # noqa: F401  before a test leaves no room for what scikit-learn writes on import
-from lossscale_core import DynamicScaling, FixedScaling, cli, dump_policy, load_policy
+from lossscale_core import DynamicScaling, FixedScaling, dump_policy, load_policy
 from lossscale_core.errors import PolicyError
-
-
-@contextlib.contextmanager
-def _room(room):
-    """Let this process write at most `room` bytes to any file, as on a disk that is full after them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if room is None else room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def _run(*arguments, cwd, room=None):
-    """Run the command in this process, which costs no import of pictures and tables each time."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _room(room):
-        try:
-            cli.run([*map(str, arguments)])
-        except SystemExit as end:
-            return Done(end.code or 0, out.getvalue(), err.getvalue())
-    raise AssertionError("the command did not exit")
-
-
-def _refused(done):
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("lossscale: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+from tests.core.commanding import refused, room_for, run
 
 
 @pytest.fixture
@@ -73,9 +34,9 @@ WRITERS = {
 def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command):
     """A write that fails leaves nothing behind, so that the same command works once there is room."""
     before = sorted(folder.iterdir())
-    assert command[-1] in _refused(_run(*command, cwd=folder, room=29))
+    assert command[-1] in refused(run(*command, cwd=folder, room=29))
     assert sorted(folder.iterdir()) == before
-    done = _run(*command, cwd=folder)
+    done = run(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -87,7 +48,7 @@ def test_no_write_follows_a_link(folder, command, leads_somewhere):
     if leads_somewhere:
         target.write_text("mine")
     link.symlink_to(target)
-    assert "exists and is not overwritten" in _refused(_run(*command, cwd=folder))
+    assert "exists and is not overwritten" in refused(run(*command, cwd=folder))
     assert link.is_symlink()
     assert (target.read_text() if leads_somewhere else target.exists()) == ("mine" if leads_somewhere else False)
 
@@ -96,9 +57,9 @@ def test_simulate_replaces_a_picture_only_where_it_is_told(folder):
     """`--plot` leaves what is there alone, unless `--overwrite` is given."""
     (folder / "simulation.png").write_text("mine")
     command = ("simulate", "dynamic", "--overflow", "t.txt")
-    assert "--overwrite" in _refused(_run(*command, cwd=folder))
+    assert "--overwrite" in refused(run(*command, cwd=folder))
     assert (folder / "simulation.png").read_text() == "mine"
-    assert _run(*command, "--overwrite", cwd=folder).returncode == 0
+    assert run(*command, "--overwrite", cwd=folder).returncode == 0
     assert (folder / "simulation.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,7 +68,7 @@ def test_the_demo_refuses_a_folder_with_results_before_it_trains(folder, name):
     """`demo --out` says at once that something is there, and leaves it alone."""
     (folder / "out").mkdir()
     (folder / "out" / name).write_text("mine")
-    assert f"{name} exists and is not overwritten" in _refused(_run("demo", "--out", "out", cwd=folder))
+    assert f"{name} exists and is not overwritten" in refused(run("demo", "--out", "out", cwd=folder))
     assert (folder / "out" / name).read_text() == "mine"
 
 
@@ -116,7 +77,7 @@ def test_the_demo_leaves_its_own_policy_file_as_it_is(folder):
     (folder / "o").mkdir()
     text = '# mine\nkind = "dynamic"\n'
     (folder / "o/policy.toml").write_text(text)
-    done = _run("demo", "--policy", "o/policy.toml", "--out", "o", "--steps", 2, cwd=folder)
+    done = run("demo", "--policy", "o/policy.toml", "--out", "o", "--steps", 2, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert (folder / "o/policy.toml").read_text() == text
     assert (folder / "o/trace.json").exists()
@@ -127,7 +88,7 @@ def test_a_policy_is_written_whole_or_not_at_all(tmp_path, room):
     """Where the disk is full after 29 bytes, `init_scale = 8192.0` does not become 8.0: the old policy stays."""
     path = tmp_path / "policy.toml"
     dump_policy(DynamicScaling(growth_interval=7), path)
-    with pytest.raises(OSError, match=r"policy\.toml"), _room(room):
+    with pytest.raises(OSError, match=r"policy\.toml"), room_for(room):
         dump_policy(FixedScaling(8192.0), path)
     assert load_policy(path) == DynamicScaling(growth_interval=7)
     assert [each.name for each in tmp_path.iterdir()] == ["policy.toml"]
@@ -197,7 +158,7 @@ def test_a_key_twice_is_an_error_in_a_policy(tmp_path):
 def test_a_key_twice_is_an_error_in_every_file_of_the_command(folder, arguments, text):
     """Configs, checkpoints and recorded runs are read by the same rule."""
     (folder / "f.json").write_text(text)
-    assert "occurs twice" in _refused(_run(*arguments, cwd=folder))
+    assert "occurs twice" in refused(run(*arguments, cwd=folder))
 
 
 def test_what_is_written_is_what_json_and_toml_say(tmp_path):
