@@ -18,6 +18,7 @@ KINDS: dict[str, type[Any]] = {
     "dynamic": DynamicScaling,
     "tolerant": TolerantScaling,
 }
+_OWN_TYPES = frozenset(KINDS.values())  # asked first, since a protocol is asked slowly and some ask at every step
 _LONGEST_NAME = 100
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
@@ -29,6 +30,8 @@ def as_policy(source: Any) -> ScalingPolicy:
     path of a `.toml` or `.json` file. Raises `PolicyError` for anything else, and `OSError` where a file cannot be
     read.
     """
+    if type(source) in _OWN_TYPES:
+        return source  # type: ignore[no-any-return]
     if isinstance(source, ScalingPolicy) and not isinstance(source, type):
         return source
     if isinstance(source, Mapping):

@@ -15,7 +15,7 @@ import numpy as np
 from lossscale_core import _settings
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._settings import setting
-from lossscale_core._state import AnyScaleState, Array, ScaleState, TolerantScaleState
+from lossscale_core._state import Array, ScaleState, TolerantScaleState
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the count of steps with this one, and the namespace."""
@@ -268,11 +268,11 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
     )
 
 
-def _count_finite(state: AnyScaleState, steps: Array, _: Namespace) -> Any:
+def _count_finite(state: Any, steps: Array, _: Namespace) -> Any:
     return state._replace(steps=steps, overflow_streak=_filled(state.overflow_streak, 0))
 
 
-def _count_overflow(state: AnyScaleState, steps: Array, _: Namespace) -> Any:
+def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
     return state._replace(
         steps=steps,
         skipped_steps=_one_more(state.skipped_steps),

@@ -47,7 +47,10 @@ class TolerantScaleState(NamedTuple):
 
 
 class AnyScaleState(Protocol):
-    """What every policy's state has; a policy may add fields of its own."""
+    """What every policy's state has; a policy may add fields of its own.
+
+    `_make` and `_replace` are left out, though every NamedTuple has them: type checkers give each NamedTuple its own.
+    """
 
     @property
     def loss_scale(self) -> Array: ...
@@ -62,6 +65,3 @@ class AnyScaleState(Protocol):
     @property
     def overflow_streak(self) -> Array: ...
     def _asdict(self) -> dict[str, Array]: ...
-    @classmethod
-    def _make(cls, iterable: Any) -> Any: ...
-    def _replace(self, **fields: Array) -> Any: ...

@@ -1,6 +1,7 @@
 """The PyTorch world: torch, apex, DeepSpeed, Megatron-LM, fairseq, ColossalAI and Accelerate."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -462,6 +463,9 @@ MEGATRON_V1 = Peer(
 )
 
 
+_MOST_FALLS = 10_000
+
+
 def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
     """Stop the scale at `threshold`, or at the last value above `min_loss_scale`, where fairseq's run would end."""
     if settings["min_scale"] > settings["stop_at"]:  # the scale never falls to where the run ends
@@ -474,6 +478,12 @@ def _last_above(stop: float, settings: Settings) -> float:
     scale = float(settings["init_scale"])
     if scale <= stop:
         raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
+    factor = math.log(settings["growth_factor"])
+    falls = (math.log(scale) - math.log(max(stop, 2.0**-1000))) / factor
+    if falls > _MOST_FALLS:  # a factor next to 1 takes millions of falls: leave out all but the last of them
+        half = math.exp(-(falls - _MOST_FALLS) * factor / 2.0)
+        scale *= half
+        scale *= half
     while scale / settings["growth_factor"] > stop:
         scale /= settings["growth_factor"]
     return scale
