@@ -90,7 +90,7 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
             continue
         array, leaf_xp = _with_namespace(leaf, xp)
         if leaf_xp is np:
-            on_host = on_host and (not _is_gradient(array, np) or all_finite_in(array))
+            on_host = on_host and _all_finite_on_host(array)
         else:
             if _is_gradient(array, leaf_xp):
                 finite = leaf_xp.all(leaf_xp.isfinite(array))
@@ -155,6 +155,13 @@ def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     return leaf, namespace(leaf) if xp is None else xp
 
 
+def _all_finite_on_host(array: Array) -> bool:
+    """Return whether a NumPy array is finite; a record array is where each of its fields is."""
+    if array.dtype.type is np.record:
+        return all(_all_finite_on_host(array[name].view(np.ndarray)) for name in array.dtype.names)
+    return not _is_gradient(array, np) or all_finite_in(array)
+
+
 def _is_gradient(array: Array, xp: Namespace) -> bool:
     """Return whether `array` holds floats, real or complex, rather than integers or bools."""
     if xp is not np:
@@ -162,9 +169,10 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
     kind = array.dtype.kind
     if kind in "fcbiu":
         return kind in "fc"
-    if kind == "V" and array.dtype.type is not np.void:  # ml_dtypes: bfloat16, float8 and int4
+    if kind == "V" and not issubclass(array.dtype.type, np.void):  # ml_dtypes: bfloat16, float8 and int4
         return not np.can_cast(array.dtype, np.int64)
-    raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass float arrays, integers or None")
+    fields = "each field of it, " if array.dtype.names else ""
+    raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass {fields}float arrays, integers or None")
 
 
 def _lifted(array: Array, xp: Namespace) -> Array:

@@ -1,5 +1,6 @@
 """A state as a dict of plain numbers: the same keys for every framework, and all that is needed to go on exactly."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, ScaleState
+from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
@@ -33,10 +35,11 @@ def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
     """Return the state in `saved` as host scalars, which `np.asarray` and every framework's `asarray` accept.
 
     Give the `policy` (anything `as_policy` takes) that will go on with it. Under the saved policy every field is
-    restored as it was. Under another one a `CheckpointWarning` lists what differs: a scale outside the policy's bounds
-    is brought within them, and the trackers of another kind of policy start fresh. Without `policy` the state's own
-    keys decide. Other keys in `saved` are left alone. Raises `CheckpointError` for a newer version, a missing key, or
-    a value that no state can hold.
+    restored as it was. Under another one a `CheckpointWarning` lists what differs, and the trackers of another kind of
+    policy start fresh. A scale outside the policy's bounds, or those of every policy, is brought within them with a
+    warning. Without `policy` the state's own keys decide. Other keys in `saved` are left alone. Raises
+    `CheckpointError` for a newer version, a missing key, a scale that is not a positive finite number, or a count that
+    no state can hold.
     """
     _require_version(saved)
     policy = None if policy is None else as_policy(policy)
@@ -46,23 +49,43 @@ def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
         raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_MEND}")
     fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
     _require_consistent(fields)
-    notes = []
-    if policy is not None:
-        notes += _policy_differences(saved.get("policy"), policy)
-        notes += _adapt(fields, start, policy, saved.get("policy"))
+    notes = [] if policy is None else _policy_differences(saved.get("policy"), policy)
+    notes += _bring_within_bounds(fields, policy)
+    notes += [] if policy is None else _adapt(fields, start, policy, saved.get("policy"))
     if notes:
-        warnings.warn("the state goes on under another policy: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
+        how = "the saved state is changed" if policy is None else "the state goes on under another policy"
+        warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
     return start._replace(**fields)
+
+
+def number_within(name: str, value: Any, low: float, high: float, *, stacklevel: int = 2) -> float:
+    """Return a saved number that is a factor or a scale, brought between `low` and `high`.
+
+    For an adapter that reads another tool's checkpoint by itself. Where the number had to be changed, a
+    `CheckpointWarning` says so under `name`. Raises `CheckpointError` for what is not a positive finite number: a bool
+    or text is none, and an array of shape `()` is the number that it holds.
+    """
+    number = _positive(name, value)
+    within = min(max(number, low), high)
+    if within != number:
+        notes = f"{name} of the saved state was {number:g} and becomes {within:g}"
+        warnings.warn(notes, CheckpointWarning, stacklevel=stacklevel + 1)
+    return within
+
+
+def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
+    """Make the restored scale one that the policy has, in place, as a float32 number, and say so where it changed."""
+    saved = fields["loss_scale"]
+    scale = np.float32(min(max(saved, SMALLEST_SCALE), LARGEST_SCALE))
+    low, high = _scale_bounds(policy)
+    fields["loss_scale"] = fitting = min(max(scale, low), high)
+    is_kept = fitting == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
+    return [] if is_kept else [f"loss_scale was {saved:g} and becomes {fitting:g}"]
 
 
 def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_policy: Any) -> list[str]:
     """Make restored `fields` fit `policy`, in place, and say what was changed."""
     notes = []
-    low, high = _scale_bounds(policy)
-    fitting = min(max(fields["loss_scale"], low), high)
-    if fitting != fields["loss_scale"]:
-        notes.append(f"loss_scale was {fields['loss_scale']:g} and becomes {fitting:g}")
-        fields["loss_scale"] = fitting
     kind = (_config_of(policy) or {}).get("kind")
     is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != kind
     for name in start._fields:
@@ -74,7 +97,7 @@ def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_poli
 
 
 def _scale_bounds(policy: Any) -> tuple[np.float32, np.float32]:
-    """Return the least and the largest scale under `policy`; a policy that never changes it has just one."""
+    """Return the least and the largest scale under `policy`, or any; a policy that never changes it has just one."""
     if isinstance(policy, NoScaling | FixedScaling):
         only = policy.init_state().loss_scale
         return only, only
@@ -95,13 +118,13 @@ def _plain_number(value: Any) -> int | float:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{saved!r} is no saved state; {_MEND}")
-    version = saved.get("version")
+        raise CheckpointError(f"{shown(saved)} is no saved state; {_MEND}")
+    version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"version={version!r} is not that of a saved state; {_MEND}")
+        raise CheckpointError(f"version={shown(version)} is not that of a saved state; {_MEND}")
     if version > VERSION:
         raise CheckpointError(
-            f"version={version} of the saved state is newer than {VERSION}, the newest this release reads; "
+            f"version={shown(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
             "run: pip install --upgrade lossscale"
         )
 
@@ -113,21 +136,46 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
     return tolerant if all(name in saved for name in tolerant._fields) else NoScaling().init_state()
 
 
+def _item(value: Any) -> Any:
+    """Return the number in an array of shape `()` of any framework, and anything else as it is."""
+    if getattr(value, "shape", None) != ():
+        return value
+    return value.item() if hasattr(value, "item") else np.asarray(value).item()
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a saved scale or factor as a float, having checked that a run can go on with it."""
+    number = _item(value)
+    try:
+        good = _is_number(number) and 0.0 < float(number) < math.inf
+    except OverflowError:
+        good = False
+    if not good:
+        raise CheckpointError(
+            f"{name}={shown(number)} of the saved state must be a positive finite number, which is brought within the "
+            "bounds of the policy and of every policy, 2**-126 and 2**126; restore an earlier checkpoint"
+        )
+    return float(number)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def _restored(name: str, value: Any, initial: Any) -> Any:
-    """Return `value` in the type of `initial`, having checked that a state can hold it."""
-    if getattr(value, "shape", None) == ():  # a number, or an array of any framework
-        value = value.item() if hasattr(value, "item") else np.asarray(value).item()
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    least = -(2**31) if name == "growth_tracker" else 0
+    """Return `value` in the type of `initial`, having checked that a state can hold it; the scale as a float."""
     if name == "loss_scale":
-        good, rule = is_number and SMALLEST_SCALE <= value <= LARGEST_SCALE, "a number from 2**-126 to 2**126"
-    elif isinstance(initial, np.integer):
+        return _positive(name, value)
+    value = _item(value)
+    is_number = _is_number(value)
+    least = -(2**31) if name == "growth_tracker" else 0
+    if isinstance(initial, np.integer):
         good = is_number and least <= value < 2**31 and value == int(value)
         rule = f"a whole number from {least} that fits int32"
     else:
         good, rule = is_number and 0 <= value <= LARGEST_SCALE, "a number from 0"
     if not good:
-        raise CheckpointError(f"{name}={value!r} of the saved state must be {rule}; restore an earlier checkpoint")
+        raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
     return type(initial)(value)
 
 

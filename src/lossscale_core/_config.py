@@ -1,7 +1,4 @@
-"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read.
-
-The parsers are imported where they are used, so that importing the core stays nearly as quick as importing NumPy.
-"""
+"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read."""
 
 import os
 from collections.abc import Mapping
@@ -9,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._files import read_data, suffix_of, write_whole
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._settings import rules_of
+from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
 KINDS: dict[str, type[Any]] = {
@@ -19,6 +18,8 @@ KINDS: dict[str, type[Any]] = {
     "dynamic": DynamicScaling,
     "tolerant": TolerantScaling,
 }
+_OWN_TYPES = frozenset(KINDS.values())  # asked first, since a protocol is asked slowly and some ask at every step
+_LONGEST_NAME = 100
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
 
@@ -29,6 +30,8 @@ def as_policy(source: Any) -> ScalingPolicy:
     path of a `.toml` or `.json` file. Raises `PolicyError` for anything else, and `OSError` where a file cannot be
     read.
     """
+    if type(source) in _OWN_TYPES:
+        return source  # type: ignore[no-any-return]
     if isinstance(source, ScalingPolicy) and not isinstance(source, type):
         return source
     if isinstance(source, Mapping):
@@ -37,10 +40,10 @@ def as_policy(source: Any) -> ScalingPolicy:
         return FixedScaling(source)  # type: ignore[arg-type]  # a NumPy number is checked as any other
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
-    if isinstance(source, str | os.PathLike) and _suffix(source) in _PARSERS:
+    if isinstance(source, str | os.PathLike) and suffix_of(source) in _WRITERS:
         return load_policy(source)
     raise PolicyError(
-        f"{source!r} is no loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
+        f"{shown(source)} is no loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
         "a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
 
@@ -54,7 +57,9 @@ def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
         if type(policy) is policy_type:
             values = {field.name: getattr(policy, field.name) for field, _ in rules_of(policy)}
             return {"kind": kind, **{name: value for name, value in values.items() if value is not None}}
-    raise PolicyError(f"{policy!r} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written")
+    raise PolicyError(
+        f"{shown(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written"
+    )
 
 
 def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
@@ -65,18 +70,18 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     """
     if not isinstance(config, Mapping):
         raise PolicyError(
-            f"a policy's config must be a table of keys and values, not {config!r}; write kind = 'dynamic'"
+            f"a policy's config must be a table of keys and values, not {shown(config)}; write kind = 'dynamic'"
         )
     if "kind" not in config:
         raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise PolicyError(f"kind={kind!r} is no kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
+        raise PolicyError(f"kind={shown(kind)} is no kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
     fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
         if name not in fields:
-            raise PolicyError(f"{name!r} is no key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}")
+            raise PolicyError(f"{shown(name)} is no key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}")
     if kind == "fixed" and "init_scale" not in values:
         raise PolicyError("a 'fixed' policy needs its scale; add init_scale = 1024.0")
     policy: ScalingPolicy = KINDS[kind](**values)
@@ -88,24 +93,28 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
 
     Raises `PolicyError` where its content is not a policy's config, naming the file; `OSError` where it cannot be read.
     """
-    name, suffix = os.fspath(path), _known_suffix(path)
+    _require_known_suffix(path)
+    config = read_data(path, PolicyError, parse_constant=_refuse_constant)
     try:
-        with open(path, encoding="utf-8-sig") as file:  # Windows editors begin a file with a mark
-            return policy_from_dict(_PARSERS[suffix](file.read()))
+        return policy_from_dict(config)
     except PolicyError as error:
-        raise PolicyError(f"{name}: {error}") from error
-    except (ValueError, RecursionError) as error:  # what tomllib, json and utf-8 raise
-        raise PolicyError(f"{name} is not valid {suffix[1:].upper()}: {error}") from error
+        raise PolicyError(f"{os.fspath(path)}: {error}") from error
 
 
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
     """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
 
-    Raises `PolicyError` for another suffix or a policy that is not one of this library's own.
+    A file that is there is replaced, as a whole or not at all; so is a link, whose target is left alone. Raises
+    `PolicyError` for another suffix or a policy that is not one of this library's own, and `OSError` where the file
+    cannot be written.
     """
-    text = _WRITERS[_known_suffix(path)](policy_to_dict(policy))
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    write_whole(path, policy_as_text(policy, path), overwrite=True)
+
+
+def policy_as_text(policy: ScalingPolicy, path: str | os.PathLike[str]) -> str:
+    """Return what the file at `path`, a `.toml` or `.json` one, holds of `policy`. Raises `PolicyError`."""
+    _require_known_suffix(path)
+    return _WRITERS[suffix_of(path)](policy_to_dict(policy))
 
 
 def policy_to_toml(policy: ScalingPolicy) -> str:
@@ -115,18 +124,6 @@ def policy_to_toml(policy: ScalingPolicy) -> str:
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
-
-
-def _parse_json(text: str) -> Any:
-    import json
-
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _parse_toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
 
 
 def _write_json(config: dict[str, Any]) -> str:
@@ -142,25 +139,20 @@ def _write_toml(config: dict[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
-_PARSERS = {".toml": _parse_toml, ".json": _parse_json}
 _WRITERS = {".toml": _write_toml, ".json": _write_json}
 
 
-def _suffix(path: str | os.PathLike[str]) -> str:
-    return os.path.splitext(path)[1].lower()
-
-
-def _known_suffix(path: str | os.PathLike[str]) -> str:
-    suffix = _suffix(path)
-    if suffix not in _PARSERS:
-        raise PolicyError(f"{os.fspath(path)!r} must end in .toml or .json; rename it to say which of the two it is")
-    return suffix
+def _require_known_suffix(path: str | os.PathLike[str]) -> None:
+    if suffix_of(path) not in _WRITERS:
+        raise PolicyError(
+            f"{shown(os.fspath(path))} must end in .toml or .json; rename it to say which of the two it is"
+        )
 
 
 def _nearest(name: Any, known: Mapping[str, Any]) -> str:
     import difflib
 
-    nearest = difflib.get_close_matches(str(name), known, n=1)
+    nearest = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1) if isinstance(name, str) else []
     return f"did you mean {nearest[0]!r}? " if nearest else ""
 
 

@@ -1,27 +1,27 @@
 """Other tools' files: configs in JSON or TOML, checkpoints in JSON or as `torch.save` wrote them."""
 
-import json
-import tomllib
+import stat
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lossscale_core._files import LARGEST_DATA, read_data, suffix_of
+from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_OLDEST_TORCH = (2, 10)
 _DEEPEST = 3
+_MOST_DICTS = 100_000
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the dict in a `.json` or `.toml` file. Raises `PolicyError` naming the file; `OSError`."""
-    if path.suffix.lower() not in (".json", ".toml"):
+    if suffix_of(path) not in (".json", ".toml"):
         raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); other formats are not read")
-    parse = tomllib.loads if path.suffix.lower() == ".toml" else json.loads
-    try:
-        config = parse(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is not valid {'TOML' if parse is tomllib.loads else 'JSON'}: {error}") from error
+    config = read_data(path, PolicyError)
     if not isinstance(config, Mapping):
         raise PolicyError(f"{path} holds {type(config).__name__} where a dict of keys belongs")
     return config
@@ -30,46 +30,61 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[str, Any]]:
     """Return the saved scaler in a checkpoint file, and the keys that lead to it (`""` at the top).
 
-    The file is JSON, or what `torch.save` wrote, read with `weights_only=True` so that nothing in it is run. `key`
-    says where the scaler is (`scaler`, `optimizer.grad_scaler`); without it the one dict is taken that looks like a
-    scaler. Raises `CheckpointError` naming the file; `OSError`.
+    The file is JSON, or what `torch.save` wrote, read with `weights_only=True`, and only by a torch whose
+    `weights_only` has no known way around it. `key` says where the scaler is (`scaler`, `optimizer.grad_scaler`);
+    without it the one dict is taken that looks like a scaler. Raises `CheckpointError` naming the file; `OSError`.
     """
     content = _load(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {type(content).__name__} where a dict belongs")
     if key is not None:
         return key, _at(path, content, key)
-    found = dict(_scalers("", content, _DEEPEST))
-    if len(found) > 1 and "" not in found:
-        raise CheckpointError(f"{path} holds several scalers; pass --key with one of {', '.join(found)}")
-    where = "" if not found else next(iter(found))
-    return where, found.get(where, content)
+    found = list(_scalers(path, content))
+    if len(found) > 1:
+        places = shown_names(where for where, _ in found)
+        raise CheckpointError(f"{path} holds several scalers; pass --key with one of {places}")
+    return found[0] if found else ("", content)
 
 
 def _load(path: Path) -> Any:
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix in _PICKLES:
         return _load_pickle(path)
     if suffix != ".json":
         raise CheckpointError(f"{path} must be JSON (.json) or written by torch.save ({', '.join(_PICKLES)})")
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return read_data(path, CheckpointError, LARGEST_DATA)
 
 
 def _load_pickle(path: Path) -> Any:
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is not a file that torch.save wrote; pass a regular file")
     try:
         import torch  # here, since only these files need it
     except ImportError:
         raise CheckpointError(
             f"reading {path} needs torch, which is not installed; run: pip install 'lossscale[torch]'"
         ) from None
+    _require_safe(path, torch.__version__)
     with path.open("rb") as file:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a file that is none, or is damaged, makes of its reader
             raise CheckpointError(f"{path} {_unreadable(error)}") from error
+
+
+def _require_safe(path: Path, version: str) -> None:
+    """Require a torch in which `weights_only=True` keeps what it promises, as far as is known.
+
+    See https://nvd.nist.gov/vuln/detail/CVE-2025-32434 (mended in 2.6) and
+    https://nvd.nist.gov/vuln/detail/CVE-2026-24747 (mended in 2.10).
+    """
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    if numbers < _OLDEST_TORCH:
+        raise CheckpointError(
+            f"{path} is not read with torch {version}, whose weights_only=True a file can get around "
+            "(CVE-2025-32434, CVE-2026-24747); run: pip install --upgrade 'torch>=2.10', or save the scaler as JSON "
+            "where it was made: json.dump(scaler.state_dict(), file)"
+        )
 
 
 def _unreadable(error: Exception) -> str:
@@ -86,22 +101,36 @@ def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     here: Any = content
     for name in [key] if key in content else key.split("."):
         if not isinstance(here, Mapping) or name not in here:
-            known = f"; it has {', '.join(map(str, here))}" if isinstance(here, Mapping) else ""
-            raise CheckpointError(f"{path} has no key {key!r}{known}")
+            known = f"; it has {shown_names(here)}" if isinstance(here, Mapping) else ""
+            raise CheckpointError(f"{path} has no key {shown(key)}{known}")
         here = here[name]
     if not isinstance(here, Mapping):
-        raise CheckpointError(f"{path} holds {type(here).__name__} at {key!r}, where a dict belongs")
+        raise CheckpointError(f"{path} holds {type(here).__name__} at {shown(key)}, where a dict belongs")
     return here
 
 
-def _scalers(where: str, content: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what looks like a saved scaler, with the keys that lead to it, from the top down."""
-    if _is_scaler(content):
-        yield where, content
-        return
-    for name, value in content.items() if depth else ():
-        if isinstance(value, Mapping):
-            yield from _scalers(f"{where}.{name}".lstrip("."), value, depth - 1)
+def _scalers(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what looks like a saved scaler, with the keys that lead to it, from the top down.
+
+    A dict that is shared is one, whoever holds it: a file of shared dicts has more ways to them than anyone can walk.
+    """
+    waiting: deque[tuple[tuple[Any, ...], Mapping[str, Any]]] = deque([((), content)])
+    met = {id(content)}
+    while waiting:
+        names, here = waiting.popleft()
+        if _is_scaler(here):
+            yield ".".join(map(_as_text, names)), here
+            continue
+        for name, value in here.items() if len(names) < _DEEPEST else ():
+            if isinstance(value, Mapping) and id(value) not in met:
+                met.add(id(value))
+                waiting.append(((*names, name), value))
+        if len(met) > _MOST_DICTS:
+            raise CheckpointError(f"{path} holds too many dicts to search; pass --key with the place of the scaler")
+
+
+def _as_text(name: Any) -> str:
+    return name if isinstance(name, str) else shown(name)
 
 
 def _is_scaler(content: Mapping[str, Any]) -> bool:

@@ -15,9 +15,14 @@ import numpy as np
 from lossscale_core import _settings
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._settings import setting
-from lossscale_core._state import AnyScaleState, Array, ScaleState, TolerantScaleState
+from lossscale_core._state import Array, ScaleState, TolerantScaleState
 
-Transition: TypeAlias = Callable[[Any, Namespace], Any]
+Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
+"""Returns the state after a step, given the state before it, the count of steps with this one, and the namespace."""
+
+_FULL = _settings.LARGEST_COUNT
+_FULL_SHARE = 2.0**24
+"""float32 counts no further: 2**24 + 1 is 2**24 again."""
 
 
 @runtime_checkable
@@ -139,31 +144,30 @@ class DynamicScaling:
         """Return the state after a step. See `ScalingPolicy.update`."""
         return _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
 
-    def _after_finite(self, state: Any, xp: Namespace) -> ScaleState:
-        growth_tracker = state.growth_tracker + 1
-        grows = growth_tracker >= self.growth_interval
+    def _after_finite(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
+        grows = state.growth_tracker >= self.growth_interval - 1  # a full tracker has no room to count this step first
         tolerance = state.hysteresis_tracker
         return ScaleState(
             loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=xp.where(grows, 0, growth_tracker),
+            growth_tracker=xp.where(grows, -1, state.growth_tracker) + 1,
             hysteresis_tracker=_filled(tolerance, self.hysteresis)
             if self.refill_on_finite
             else xp.where(grows, self.hysteresis, tolerance),
-            steps=state.steps + 1,
+            steps=steps,
             skipped_steps=state.skipped_steps,
             overflow_streak=_filled(state.overflow_streak, 0),
         )
 
-    def _after_overflow(self, state: Any, xp: Namespace) -> ScaleState:
+    def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
         tolerance = _at_least(0, state.hysteresis_tracker - 1, xp)
         backs_off = tolerance <= 0
         return ScaleState(
             loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
             growth_tracker=_filled(state.growth_tracker, -self.cooldown),
             hysteresis_tracker=xp.where(backs_off, self.hysteresis, tolerance) if self.refill_on_backoff else tolerance,
-            steps=state.steps + 1,
-            skipped_steps=state.skipped_steps + 1,
-            overflow_streak=state.overflow_streak + 1,
+            steps=steps,
+            skipped_steps=_one_more(state.skipped_steps),
+            overflow_streak=_one_more(state.overflow_streak),
         )
 
 
@@ -179,8 +183,9 @@ class TolerantScaling:
     ```
 
     The share follows fairseq's `DynamicLossScaler` to the letter: it counts overflows since the last backoff over
-    steps since the last change of either kind, this step included, so that after growth it may exceed 1. It buys a
-    larger scale for a few skipped steps. Raises `PolicyError` naming the value, the rule and the mend.
+    steps since the last change of either kind, this step included, so that after growth it may exceed 1. Beyond 2**24
+    steps without a change both counters are halved, so that older steps count for half. It buys a larger scale for a
+    few skipped steps. Raises `PolicyError` naming the value, the rule and the mend.
     """
 
     tolerance: float = setting(_settings.SHARE, 0.05)
@@ -210,25 +215,46 @@ class TolerantScaling:
         """Return the state after a step. See `ScalingPolicy.update`."""
         return _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
 
-    def _after_finite(self, state: Any, xp: Namespace) -> Any:
-        growth_tracker = state.growth_tracker + 1
-        grows = growth_tracker >= self.growth_interval
-        return _count_finite(state, xp)._replace(
+    def _after_finite(self, state: Any, steps: Array, xp: Namespace) -> Any:
+        grows = state.growth_tracker >= self.growth_interval - 1
+        since_change, overflows = _with_room(state, xp)
+        return TolerantScaleState(
             loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=xp.where(grows, 0, growth_tracker),
-            steps_since_change=xp.where(grows, 0.0, state.steps_since_change + 1.0),
+            growth_tracker=xp.where(grows, -1, state.growth_tracker) + 1,
+            hysteresis_tracker=state.hysteresis_tracker,
+            steps=steps,
+            skipped_steps=state.skipped_steps,
+            overflow_streak=_filled(state.overflow_streak, 0),
+            steps_since_change=xp.where(grows, 0.0, since_change + 1.0),
+            overflows_since_backoff=overflows,
         )
 
-    def _after_overflow(self, state: Any, xp: Namespace) -> Any:
-        steps = state.steps_since_change + 1.0
-        overflows = state.overflows_since_backoff + 1.0
-        backs_off = overflows / steps >= self.tolerance
-        return _count_overflow(state, xp)._replace(
+    def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> Any:
+        since_change, overflows = (count + 1.0 for count in _with_room(state, xp))
+        backs_off = overflows / since_change >= self.tolerance
+        return TolerantScaleState(
             loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
             growth_tracker=_filled(state.growth_tracker, 0),
-            steps_since_change=xp.where(backs_off, 0.0, steps),
+            hysteresis_tracker=state.hysteresis_tracker,
+            steps=steps,
+            skipped_steps=_one_more(state.skipped_steps),
+            overflow_streak=_one_more(state.overflow_streak),
+            steps_since_change=xp.where(backs_off, 0.0, since_change),
             overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
         )
+
+
+def _with_room(state: Any, xp: Namespace) -> tuple[Array, Array]:
+    """Return the two counters of a share, both halved where float32 has no room for one step more.
+
+    The share stays what it was, and older steps count for half from then on. An odd number of overflows is rounded up,
+    so that overflows alone reach a share of 1.
+    """
+    is_full = state.steps_since_change >= _FULL_SHARE
+    return (
+        xp.where(is_full, state.steps_since_change * 0.5, state.steps_since_change),
+        xp.where(is_full, (state.overflows_since_backoff + 1.0) // 2.0, state.overflows_since_backoff),
+    )
 
 
 def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0) -> ScaleState:
@@ -242,15 +268,15 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
     )
 
 
-def _count_finite(state: AnyScaleState, _: Namespace) -> Any:
-    return state._replace(steps=state.steps + 1, overflow_streak=_filled(state.overflow_streak, 0))
+def _count_finite(state: Any, steps: Array, _: Namespace) -> Any:
+    return state._replace(steps=steps, overflow_streak=_filled(state.overflow_streak, 0))
 
 
-def _count_overflow(state: AnyScaleState, _: Namespace) -> Any:
+def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
     return state._replace(
-        steps=state.steps + 1,
-        skipped_steps=state.skipped_steps + 1,
-        overflow_streak=state.overflow_streak + 1,
+        steps=steps,
+        skipped_steps=_one_more(state.skipped_steps),
+        overflow_streak=_one_more(state.overflow_streak),
     )
 
 
@@ -275,9 +301,14 @@ def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
     return xp.where(x < bound, x, bound)
 
 
+def _one_more(counter: Array) -> Array:
+    """Return a counter after one more event; a full one stays full, since int32 goes on from below zero."""
+    return counter - counter // _FULL + 1
+
+
 def _filled(like: Array, value: int) -> Array:
     """Return a counter of this value in the dtype, shape and place of `like`."""
-    return like * 0 + value
+    return like * 0 + value if value else like * 0
 
 
 def _select(
@@ -285,7 +316,12 @@ def _select(
 ) -> Any:
     """Return the state after the transition that `grads_finite` chooses."""
     xp = namespace(state.loss_scale) if xp is None else xp
+    if xp is np and state.loss_scale.shape == ():  # scalars in boxes: NumPy takes ten times as long for each of these
+        scalars = state._make(value[()] for value in state)
+        after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
+        return state._make(map(np.asarray, after))
+    steps = _one_more(state.steps)
     if xp is HOST:  # a choice made at once need not compute the step that did not happen
-        return after_finite(state, xp) if host_flag(grads_finite) else after_overflow(state, xp)
+        return (after_finite if host_flag(grads_finite) else after_overflow)(state, steps, xp)
     choose = functools.partial(xp.where, grads_finite)
-    return state._make(map(choose, after_finite(state, xp), after_overflow(state, xp)))
+    return state._make(map(choose, after_finite(state, steps, xp), after_overflow(state, steps, xp)))

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lossscale_core._config import as_policy
 from lossscale_core._policy import DynamicScaling, FixedScaling, ScalingPolicy, TolerantScaling
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, Array
 from lossscale_core.errors import OverflowStreakError
 
@@ -44,7 +45,8 @@ class GradientReport(NamedTuple):
 
 def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:
     """Return what the step that led from `before` to `after` did. Does not synchronise with the host."""
-    applied = after.skipped_steps == before.skipped_steps
+    # An overflow makes the streak longer, whatever else is full; a full streak can only be that of an overflow.
+    applied = (after.overflow_streak <= before.overflow_streak) & (after.overflow_streak < LARGEST_COUNT)
     return StepInfo(applied, before.loss_scale, after.loss_scale, after.overflow_streak)
 
 
@@ -63,12 +65,13 @@ _LIMIT_MEND = (
 )
 
 
-def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
-    """Raise `OverflowStreakError` once `state` has reached the policy's `max_overflow_streak`.
+def check_overflow_streak(policy: Any, state: AnyScaleState) -> None:
+    """Raise `OverflowStreakError` once `state` has reached the `max_overflow_streak` of `policy`.
 
-    For whoever has the state on the host anyway; reading it from a device would synchronise.
+    `policy` is anything `as_policy` takes, and what is not is a `PolicyError`. For whoever has the state on the host
+    anyway; reading it from a device would synchronise.
     """
-    limit = getattr(policy, "max_overflow_streak", None)
+    limit = getattr(as_policy(policy), "max_overflow_streak", None)
     if limit is None:
         return
     streak = int(state.overflow_streak)
@@ -79,13 +82,14 @@ def check_overflow_streak(policy: ScalingPolicy, state: AnyScaleState) -> None:
         )
 
 
-def diagnose(policy: ScalingPolicy, state: AnyScaleState) -> str:
+def diagnose(policy: Any, state: AnyScaleState) -> str:
     """Say in one or two sentences how loss scaling is doing, and what to do about it.
 
-    The answer begins with one of `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`,
-    `pressing against max_scale`, `healthy`, and `broken` for a scale that no policy reaches. Synchronises with the
-    host.
+    `policy` is anything `as_policy` takes, and what is not is a `PolicyError`. The answer begins with one of `not
+    started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing against max_scale`, `healthy`, and
+    `broken` for a scale that no policy reaches. Synchronises with the host.
     """
+    policy = as_policy(policy)
     seen = _Seen(policy, state)
     for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(policy, seen):

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest loss scale any policy may reach: below it, float32 loses bits of the scale."""
 LARGEST_SCALE = 2.0**126
 """The largest loss scale any policy may reach: above it, float32 loses bits of the reciprocal."""
-_LARGEST_INT32 = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
+"""The largest number that an int32 counter has room for; a counter stays there when it gets there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Rule:
             return None
         value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
-            raise PolicyError(f"{name}={value!r} must be {self.text}; {self.mend}")
+            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self.mend}")
         return self.type(value)
 
     def _accepts(self, value: Any) -> bool:
@@ -69,10 +71,10 @@ SHARE = Rule(
     float, "a share from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0
 )
 COUNT = Rule(
-    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the least there is", minimum=1, maximum=_LARGEST_INT32
+    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the least there is", minimum=1, maximum=LARGEST_COUNT
 )
 COUNT_OR_ZERO = Rule(
-    int, "a whole number from 0 to 2**31 - 1", "pass 0 to leave it out", minimum=0, maximum=_LARGEST_INT32
+    int, "a whole number from 0 to 2**31 - 1", "pass 0 to leave it out", minimum=0, maximum=LARGEST_COUNT
 )
 COUNT_OR_NONE = dataclasses.replace(
     COUNT, text="None or a whole number from 1 to 2**31 - 1", mend="pass None for no limit", optional=True

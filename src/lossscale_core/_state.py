@@ -10,7 +10,7 @@ class ScaleState(NamedTuple):
     """The loss scale and its counters, each of shape `()`, living where the gradients live.
 
     On the host the fields are `np.float32` and `np.int32` scalars, so that they round exactly as the arrays
-    of every framework do. An int32 counter has room for 2**31 - 1 steps.
+    of every framework do. An int32 counter that reaches 2**31 - 1 stays there.
     """
 
     loss_scale: Array
@@ -30,8 +30,8 @@ class ScaleState(NamedTuple):
 class TolerantScaleState(NamedTuple):
     """A `ScaleState` with the two counters of `TolerantScaling`.
 
-    They are float32 because they enter a ratio, and not every framework divides int32 into float32; one stays at 2**24
-    when it gets there.
+    They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
+    when `steps_since_change` is beyond 2**24, where float32 counts no further: their share stays what it was.
     """
 
     loss_scale: Array
@@ -47,7 +47,10 @@ class TolerantScaleState(NamedTuple):
 
 
 class AnyScaleState(Protocol):
-    """What every policy's state has; a policy may add fields of its own."""
+    """What every policy's state has; a policy may add fields of its own.
+
+    `_make` and `_replace` are left out, though every NamedTuple has them: type checkers give each NamedTuple its own.
+    """
 
     @property
     def loss_scale(self) -> Array: ...
@@ -62,6 +65,3 @@ class AnyScaleState(Protocol):
     @property
     def overflow_streak(self) -> Array: ...
     def _asdict(self) -> dict[str, Array]: ...
-    @classmethod
-    def _make(cls, iterable: Any) -> Any: ...
-    def _replace(self, **fields: Array) -> Any: ...

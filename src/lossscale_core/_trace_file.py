@@ -1,6 +1,5 @@
 """Files that hold a value a step: what `lossscale simulate` reads, as people have it at hand."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lossscale_core._files import LARGEST_DATA, parse_json, read_text
+from lossscale_core._words import shown, shown_names
 from lossscale_core.errors import TraceFileError
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
@@ -40,14 +41,14 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 
 
 def _values(path: Path, key: str) -> list[Any]:
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    text = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
     try:
-        content = json.loads(text) if path.suffix == ".json" else text
+        content = parse_json(text) if path.suffix.lower() == ".json" else text
     except (ValueError, RecursionError) as error:
         raise TraceFileError(f"{path} is not valid JSON: {error}") from error
     if isinstance(content, dict):
         if key not in content:
-            raise TraceFileError(f"{path} has no {key!r}; it has {', '.join(content) or 'nothing'}")
+            raise TraceFileError(f"{path} has no {key!r}; it has {shown_names(content) or 'nothing'}")
         content = content[key]
     values = content.replace(",", " ").split() if isinstance(content, str) else content
     if not isinstance(values, list):
@@ -65,4 +66,4 @@ def _number(path: Path, step: int, value: Any) -> float:
 
 
 def _refusal(path: Path, step: int, value: Any, rule: str) -> TraceFileError:
-    return TraceFileError(f"{path}: step {step} is {value!r}, but must be {rule}; write one value a step")
+    return TraceFileError(f"{path}: step {step} is {shown(value)}, but must be {rule}; write one value a step")

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,13 +24,22 @@ from rich.table import Table
 
 from lossscale_core import dialects, testing
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import as_policy, dump_policy, load_policy, policy_to_dict, policy_to_toml
+from lossscale_core._config import (
+    as_policy,
+    load_policy,
+    policy_as_text,
+    policy_from_dict,
+    policy_to_dict,
+    policy_to_toml,
+)
+from lossscale_core._files import write_whole
 from lossscale_core._foreign_files import read_checkpoint, read_config
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._report import diagnose
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import rules_of
 from lossscale_core._trace_file import read_gradient_max, read_overflow
+from lossscale_core._words import shown
 from lossscale_core.errors import LossScaleError
 
 _FRAMEWORKS = {
@@ -40,7 +50,9 @@ _FRAMEWORKS = {
 }
 _MOST_ROWS = 40
 _PICTURES = (".png", ".pdf", ".svg")
+_RESULTS = ("demo.png", "trace.json", "policy.toml")
 _FILE = click.Path(path_type=Path)
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
 
 
 def run(arguments: list[str] | None = None) -> None:
@@ -55,6 +67,8 @@ def run(arguments: list[str] | None = None) -> None:
         _fail(error.format_message())
     except LossScaleError as error:
         _fail(str(error))
+    except (RecursionError, MemoryError) as error:
+        _fail(f"what is in the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file")
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
@@ -90,11 +104,15 @@ def lossscale(context: click.Context) -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
 @click.option("--out", type=_FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
-def demo(framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path) -> None:
+@_OVERWRITE
+def demo(
+    framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool
+) -> None:
     """Train a small network in real float16, with and without loss scaling.
 
     Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png,
-    trace.json and policy.toml in the --out folder.
+    trace.json and policy.toml in the --out folder. Files that are there are left alone, unless --overwrite is given;
+    a --policy that is itself the folder's policy.toml stays as it is.
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
@@ -105,16 +123,23 @@ def demo(framework: str, policy_file: Path | None, weight: float, seed: int, ste
         )
     from lossscale_core import demo as demonstration  # here, since it needs scikit-learn and matplotlib
 
+    results = [out / name for name in _RESULTS if not _is_same_file(policy_file, out / name)]
+    if not overwrite:
+        _require_new(*results, mend="name another folder, or pass --overwrite")
     policy = demonstration.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
     settings = demonstration.Settings(framework, policy, weight, seed, steps)
     out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = _console()
     with _progress(console) as progress:
         experiment = demonstration.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
     console.print(_results_table(experiment))
-    demonstration.draw(experiment, out / "demo.png")
-    (out / "trace.json").write_text(json.dumps(demonstration.as_json(experiment), indent=1) + "\n", encoding="utf-8")
-    dump_policy(policy, out / "policy.toml")
+    contents: dict[str, str | bytes] = {
+        "demo.png": demonstration.as_png(experiment),
+        "trace.json": json.dumps(demonstration.as_json(experiment), indent=1) + "\n",
+        "policy.toml": policy_to_toml(policy),
+    }
+    for path in results:
+        write_whole(path, contents[path.name], overwrite=overwrite)
     console.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
 
 
@@ -126,7 +151,10 @@ def demo(framework: str, policy_file: Path | None, weight: float, seed: int, ste
 @click.option("--gradient-max", type=_FILE, help="A file with each step's largest gradient magnitude, unscaled.")
 @click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16", show_default=True)
 @click.option("--plot", type=_FILE, default="simulation.png", show_default=True, help="Where the picture goes.")
-def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtype: str, plot: Path) -> None:
+@_OVERWRITE
+def simulate(
+    policy: str, overflow: Path | None, gradient_max: Path | None, dtype: str, plot: Path, overwrite: bool
+) -> None:
     """Try POLICY on a recorded run, without training.
 
     POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale). The run comes from --overflow or
@@ -136,16 +164,18 @@ def simulate(policy: str, overflow: Path | None, gradient_max: Path | None, dtyp
         raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
     if plot.suffix.lower() not in _PICTURES:
         raise click.UsageError(f"--plot {plot} must end in {', '.join(_PICTURES)}")
+    if not overwrite:
+        _require_new(plot, mend="name another file with --plot, or pass --overwrite")
     scaling = as_policy(_number_or_text(policy))
     if overflow is not None:
         trace = testing.simulate(scaling, [not flag for flag in read_overflow(overflow)])
     else:
         trace = testing.simulate_gradients(scaling, read_gradient_max(gradient_max or Path()), dtype)
-    console = Console()
+    console = _console()
     console.print(_stretches_table(trace))
     for line in _summary(scaling, trace):
         console.print(line, soft_wrap=True, highlight=False)
-    _plot(trace, plot)
+    write_whole(plot, _picture(trace, plot.suffix[1:]), overwrite=overwrite)
     console.print(f"wrote {plot}", soft_wrap=True)
 
 
@@ -172,7 +202,7 @@ def show(file: Path) -> None:
     table = Table("setting", "value", "rule", title=f"{file}: {type(scaling).__name__}")
     for field, rule in rules_of(scaling):
         table.add_row(field.name, str(getattr(scaling, field.name)), rule.text)
-    Console().print(table)
+    _console().print(table)
 
 
 @policy.command(epilog=_example("lossscale policy schema lossscale-policy.schema.json"))
@@ -184,7 +214,7 @@ def schema(file: Path | None) -> None:
         click.echo(text)
     else:
         _require_new(file)
-        file.write_text(text + "\n", encoding="utf-8")
+        write_whole(file, text + "\n")
         click.echo(f"wrote {file}")
 
 
@@ -205,7 +235,7 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
     if out is None:
         click.echo(policy_to_toml(scaling), nl=False)
     else:
-        dump_policy(scaling, out)
+        write_whole(out, policy_as_text(scaling, out))
         click.echo(f"wrote {out}: a policy of kind {policy_to_dict(scaling)['kind']!r}")
 
 
@@ -233,7 +263,7 @@ def checkpoint(context: click.Context) -> None:
 @checkpoint.command("show", epilog=_example("lossscale checkpoint show scaler.pt"))
 @_with_checkpoint_options
 def show_checkpoint(file: Path, peer: str | None, policy_file: Path | None, key: str | None) -> None:
-    """Show the saved scaler in FILE: JSON, or what torch.save wrote (nothing in it is run)."""
+    """Show the saved scaler in FILE: JSON, or what torch.save wrote (needs torch 2.10 or later)."""
     source, state, scaling = _read_state(file, peer, policy_file, key)
     click.echo(f"{file}: {source}")
     table = Table("field", "value")
@@ -241,9 +271,9 @@ def show_checkpoint(file: Path, peer: str | None, policy_file: Path | None, key:
         table.add_row(name, _scale_text(value) if name == "loss_scale" else f"{value:g}")
     for name, value in ({} if scaling is None else policy_to_dict(scaling)).items():
         table.add_row(f"policy: {name}", _scale_text(value) if name.endswith("_scale") else str(value))
-    Console().print(table)
+    _console().print(table)
     if scaling is not None and state.steps > 0:  # other tools do not save how many steps there were
-        Console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
+        _console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
 
 
 @checkpoint.command("convert", epilog=_example("lossscale checkpoint convert scaler.pt --to state.json"))
@@ -262,7 +292,7 @@ def convert_checkpoint(
     if out is None:
         click.echo(text)
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_whole(out, text + "\n")
         click.echo(f"wrote {out}: {source}, {'with' if scaling is not None else 'without'} its policy")
 
 
@@ -273,7 +303,7 @@ def _read_state(
     with _warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         scaling = None if policy_file is None else load_policy(policy_file)
-        place = f" at {where!r}" if where else ""
+        place = f" at {shown(where)}" if where else ""
         if peer is None and "version" in saved:
             scaling = _saved_policy(saved) if scaling is None else scaling
             return f"a state of this library{place}", state_from_dict(saved, scaling), scaling
@@ -284,7 +314,7 @@ def _read_state(
 
 
 def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
-    return as_policy(saved["policy"]) if "policy" in saved else None
+    return policy_from_dict(saved["policy"]) if "policy" in saved else None
 
 
 def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
@@ -304,9 +334,20 @@ def _warnings_as_lines() -> Iterator[None]:
         click.echo(f"lossscale: warning: {warning.message}", err=True)
 
 
-def _require_new(out: Path | None) -> None:
-    if out is not None and out.exists():
-        raise click.UsageError(f"{out} exists and is not overwritten; name a new file")
+def _require_new(*paths: Path | None, mend: str = "name a new file") -> None:
+    """Say before the work that a file will not be written over; a link counts, even one that leads nowhere."""
+    for path in paths:
+        if path is not None and os.path.lexists(path):
+            raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
+
+
+def _is_same_file(one: Path | None, other: Path) -> bool:
+    return one is not None and one.exists() and other.exists() and one.samefile(other)
+
+
+def _console() -> Console:
+    """Return a console that prints names from files as they are: `[/x]` and `:x:` are markup to rich."""
+    return Console(markup=False, emoji=False)
 
 
 def _help_if_alone(context: click.Context) -> None:
@@ -387,11 +428,12 @@ def _summary(scaling: ScalingPolicy, trace: Any) -> list[str]:
     ]
 
 
-def _plot(trace: Any, path: Path) -> None:
+def _picture(trace: Any, suffix: str) -> bytes:
     from matplotlib.figure import Figure
 
     from lossscale_core.demo import draw_scale
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure, picture = Figure(figsize=(8, 4), layout="constrained"), io.BytesIO()
     draw_scale(figure.subplots(), trace.loss_scale_used, trace.skipped, "#0072b2", "loss scale")
-    figure.savefig(path, dpi=110)
+    figure.savefig(picture, format=suffix.lower(), dpi=110)
+    return picture.getvalue()

@@ -14,13 +14,16 @@ In the framework that saved it, everything goes on bit for bit: weights and loss
 """
 
 import itertools
+import json
+import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
-from lossscale_core import DynamicScaling, state_to_dict
+from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
 from lossscale_core.demo import DEFAULT_WEIGHT, Checkpoint, Settings, begin
 from lossscale_core.demo._data import load
 from lossscale_core.demo._records import BATCH_SIZE
@@ -135,3 +138,19 @@ def test_in_its_own_framework_everything_goes_on_exactly(uninterrupted, framewor
     for name in ("weights", "mean", "square"):
         for mine, theirs in zip(getattr(rest.end, name), getattr(run.end, name), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+FROZEN = json.loads((Path(__file__).parents[1] / "core/version_1.json").read_text())
+
+
+@pytest.mark.parametrize("target", WRAPPERS)
+@pytest.mark.parametrize("origin", FROZEN)
+def test_a_frozen_checkpoint_of_version_1_goes_on_in_every_framework(origin, target):
+    """What each framework saved in the first release is taken over by each, silently, and goes on as it did."""
+    frozen = FROZEN[origin]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = WRAPPERS[target](frozen["saved"], policy_from_dict(frozen["saved"]["policy"]))
+    for finite in frozen["grads_finite"]:
+        after = step(finite)
+    assert {name: after[name] for name in frozen["after"]} == frozen["after"]

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import array_api_strict
 import numpy as np
@@ -14,9 +15,11 @@ from lossscale_core import (
     FixedScaling,
     TolerantScaling,
     init_state,
+    policy_from_dict,
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.dialects import number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_core.testing import overflow_traces, policies
 
@@ -187,3 +190,68 @@ def test_a_saved_policy_nobody_can_read_is_a_warning():
     """A policy of a later release does not stand in the way of its state."""
     with pytest.warns(CheckpointWarning, match="cannot be compared"):
         state_from_dict({**SAVED, "policy": {"kind": "clever"}}, DynamicScaling())
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -0.0, -4.0, float("inf"), float("-inf"), True, "64", None, 10**400])
+@pytest.mark.parametrize("policy", [None, DynamicScaling()])
+def test_a_scale_that_is_not_a_positive_finite_number_is_refused(scale, policy):
+    """A run with such a scale would never learn again, so that nothing is made of it."""
+    with pytest.raises(CheckpointError, match=r"loss_scale=.* must be a positive finite number"):
+        state_from_dict({**SAVED, "loss_scale": scale}, policy)
+
+
+@pytest.mark.parametrize(("scale", "becomes"), [(1e-40, 2.0**-126), (2.0**127, 2.0**126), (1e300, 2.0**126)])
+def test_a_scale_that_no_policy_has_is_brought_within_the_bounds_of_all(scale, becomes):
+    """What another tool let grow or fall without bounds goes on at the nearest scale, with a warning."""
+    with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
+        assert float(state_from_dict({**SAVED, "loss_scale": scale}).loss_scale) == becomes
+
+
+@pytest.mark.parametrize("xp", [np, array_api_strict])
+def test_a_version_may_be_an_array_of_no_dimension(xp):
+    """As formats that hold arrays alone return it: `.npz`, safetensors."""
+    saved = {name: xp.asarray(value) for name, value in SAVED.items() if name != "policy"}
+    assert state_from_dict(saved) == state_from_dict(SAVED)
+    with pytest.raises(CheckpointError, match="version=True"):
+        state_from_dict({**saved, "version": xp.asarray(True)})
+
+
+def test_an_archive_of_arrays_is_a_checkpoint(tmp_path):
+    """What `np.savez` wrote is restored as it was."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    np.savez(tmp_path / "state.npz", **state_to_dict(state))
+    with np.load(tmp_path / "state.npz") as archive:
+        assert state_from_dict(dict(archive)) == state
+
+
+@pytest.mark.parametrize("value", [0, -2.0, float("nan"), float("inf"), True, "2", None, [2.0]])
+def test_a_number_of_another_tool_that_is_not_positive_and_finite_is_refused(value):
+    """What an adapter reads by itself is held to the same rule, under the name that the tool gives it."""
+    with pytest.raises(CheckpointError, match=r"growth_factor=.* must be a positive finite number"):
+        number_within("growth_factor", value, 1.0, 2.0**126)
+
+
+def test_a_number_of_another_tool_is_brought_within_bounds_with_a_warning():
+    """The warning says what it was, what it becomes, and where the adapter's caller is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert number_within("growth_factor", np.asarray(2), 1.5, 4.0) == 2.0
+    with pytest.warns(CheckpointWarning, match=r"growth_factor of the saved state was 0\.5 and becomes 1\.5") as caught:
+        assert number_within("growth_factor", 0.5, 1.5, 4.0, stacklevel=1) == 1.5
+    assert caught[0].filename == __file__
+
+
+FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
+"""What each framework's first release of version 1 saved, and how its run went on; never to be written anew."""
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+def test_a_frozen_checkpoint_of_version_1_goes_on_as_it_did(frozen):
+    """What any framework saved under version 1 is read by every later release, to the bit."""
+    policy = policy_from_dict(frozen["saved"]["policy"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = state_from_dict(frozen["saved"], policy)
+    for finite in frozen["grads_finite"]:
+        state = policy.update(state, finite)
+    assert state_to_dict(state) == frozen["after"]

@@ -46,7 +46,8 @@ def test_demo_prints_a_table_and_leaves_a_picture_and_a_trace(demo):
 def test_simulate_reads_the_demos_trace(demo, option):
     """Table, summary and picture."""
     _, folder = demo
-    printed = _succeed("simulate", "policy.toml", option, "out/deep/trace.json", "--plot", "s.png", cwd=folder)
+    picture = f"s{option}.png"
+    printed = _succeed("simulate", "policy.toml", option, "out/deep/trace.json", "--plot", picture, cwd=folder)
     for word in (
         "loss scale",
         "backs off",
@@ -57,7 +58,7 @@ def test_simulate_reads_the_demos_trace(demo, option):
         "steps skipped",
     ):
         assert word in printed
-    assert (folder / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,9 @@ def test_simulate_takes_a_number_and_a_dtype(tmp_path):
     """A fixed scale, and the dtype whose largest number counts; null is a gradient that is not finite."""
     (tmp_path / "g.json").write_text("[1.0, null, 1e5]")
     assert "skipped: 66.7%" in _succeed("simulate", "128", "--gradient-max", "g.json", cwd=tmp_path)
-    bfloat16 = _succeed("simulate", "128", "--gradient-max", "g.json", "--dtype", "bfloat16", cwd=tmp_path)
+    bfloat16 = _succeed(
+        "simulate", "128", "--gradient-max", "g.json", "--dtype", "bfloat16", "--overwrite", cwd=tmp_path
+    )
     assert "skipped: 33.3%" in bfloat16
 
 

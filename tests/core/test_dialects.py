@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import time
 import warnings
 
 import numpy as np
@@ -466,3 +467,12 @@ def test_a_config_that_mixes_things_up_is_told_so(name, config, words):
     """By the key that is wrong, of whichever form it is."""
     with pytest.raises(PolicyError, match=words):
         from_peer(name, config)
+
+
+@pytest.mark.parametrize("factor", [1.0000002, 1.00001, 1.001, 1.5, 2.0])
+def test_a_factor_next_to_one_is_read_at_once(factor):
+    """fairseq's floor lies one fall above the scale at which its run would end, however many falls lead there."""
+    start = time.perf_counter()
+    policy = from_peer("fairseq", {"scale_factor": factor, "min_loss_scale": 0.3})
+    assert time.perf_counter() - start < 2.0
+    assert 0.3 < policy.min_scale <= 0.3 * factor * (1 + 1e-12)

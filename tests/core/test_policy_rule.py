@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, TolerantScaling, init_state
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScaleState,
+    TolerantScaling,
+    check_overflow_streak,
+    init_state,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import overflow_traces, policies
 
 
@@ -240,3 +251,107 @@ def test_tolerant_scaling_survives_overflows_below_its_tolerance():
     for _ in range(2):
         state = policy.update(state, False)
     assert float(state.loss_scale) == 2.0**15
+
+
+FULL = 2**31 - 1
+COUNTERS = ("steps", "skipped_steps", "overflow_streak")
+NAMESPACES = [None, np, array_api_strict]
+
+
+def _placed(state, xp):
+    return (
+        state if xp is None else state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name)) for value in state)
+    )
+
+
+def _after(policy, state, flags, xp):
+    for flag in flags:
+        state = policy.update(state, flag if xp is None else xp.asarray(flag))
+    return state
+
+
+@pytest.mark.parametrize("xp", NAMESPACES)
+@pytest.mark.parametrize("policy", [NoScaling(), DynamicScaling(), TolerantScaling()], ids=repr)
+def test_counters_stop_at_the_largest_int32(policy, xp):
+    """Steps, skipped steps and the streak stay at 2**31 - 1 instead of going on below zero."""
+    start = policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL - 1)))
+    state = _after(policy, _placed(start, xp), [False] * 3, xp)
+    assert [int(getattr(state, name)) for name in COUNTERS] == [FULL, FULL, FULL]
+    state = _after(policy, state, [True], xp)
+    assert [int(getattr(state, name)) for name in COUNTERS] == [FULL, FULL, 0]
+    state = _after(policy, state, [False, False], xp)
+    assert [int(getattr(state, name)) for name in COUNTERS] == [FULL, FULL, 2]
+
+
+@pytest.mark.parametrize("xp", NAMESPACES)
+@pytest.mark.parametrize("kind", [DynamicScaling, TolerantScaling])
+def test_a_full_growth_tracker_grows(kind, xp):
+    """A tracker of 2**31 - 1 that another policy left makes the scale grow on the next finite step."""
+    state = _placed(kind().init_state()._replace(growth_tracker=np.int32(FULL)), xp)
+    after = _after(kind(), state, [True], xp)
+    assert (float(after.loss_scale), int(after.growth_tracker)) == (2.0**17, 0)
+
+
+@pytest.mark.parametrize("xp", NAMESPACES)
+def test_a_full_streak_still_trips_its_limit(xp):
+    """A streak that has no room left is the longest there is, not one below zero."""
+    policy = DynamicScaling(max_overflow_streak=FULL)
+    state = _placed(policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL))), xp)
+    with pytest.raises(OverflowStreakError):
+        check_overflow_streak(policy, _after(policy, state, [False], xp))
+
+
+def test_a_full_state_is_still_a_checkpoint():
+    """What full counters become can be saved and restored."""
+    policy = DynamicScaling()
+    state = policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL)))
+    after = policy.update(state, False)
+    assert state_from_dict(state_to_dict(after, policy), policy) == after
+
+
+def _tolerant_start(policy, since, overflows):
+    return policy.init_state()._replace(
+        steps_since_change=np.float32(since), overflows_since_backoff=np.float32(overflows)
+    )
+
+
+@pytest.mark.parametrize("share", [0.04, 0.0625])
+def test_the_share_stays_right_beyond_what_float32_counts(share):
+    """After 2**24 steps without a change the scale backs off where overflows are too many, and only there."""
+    policy = TolerantScaling(tolerance=0.05, growth_interval=1000)
+    state = _tolerant_start(policy, 2**24 - 50, round(0.05 * (2**24 - 50)) - 40)
+    period = round(1 / share)
+    since, overflows = int(state.steps_since_change), int(state.overflows_since_backoff)
+    for step in range(4000):
+        finite = step % period != 0
+        state = policy.update(state, finite)
+        since, overflows = since + 1, overflows + (not finite)
+        if not finite and overflows / since >= 0.05:
+            break
+    backed_off = float(state.loss_scale) < policy.init_scale
+    assert backed_off == (share > 0.05)
+    assert step > 50  # beyond 2**24
+
+
+def test_an_unchanging_share_is_kept_when_the_counters_are_halved():
+    """Beyond 2**24 steps the counters have room again, and the same share."""
+    policy = TolerantScaling(tolerance=0.5)
+    before = _tolerant_start(policy, 2**24, 2**20)
+    after = policy.update(before, True)
+    assert float(after.steps_since_change) == 2**23 + 1
+    assert float(after.overflows_since_backoff) == 2**19
+
+
+@pytest.mark.parametrize("gap", [1, 2, 5])
+def test_a_tolerance_of_one_backs_off_under_an_endless_run_of_overflows(gap):
+    """Overflows alone reach a share of 1 in the end, however many finite steps there were before them."""
+    policy = TolerantScaling(tolerance=1.0)
+    state = _tolerant_start(policy, 2**24 - 2, 2**24 - 2 - gap)
+    for _ in range(gap.bit_length() + 1):  # overflows from one halving of the counters to the next, left out in between
+        for _ in range(8):
+            state = policy.update(state, False)
+            if state.loss_scale < policy.init_scale:
+                return
+        room = np.float32(2**24 - 2) - state.steps_since_change
+        state = _tolerant_start(policy, state.steps_since_change + room, state.overflows_since_backoff + room)
+    pytest.fail("the scale never backed off")

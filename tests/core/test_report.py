@@ -1,5 +1,6 @@
 """What a step did, in numbers and in a sentence."""
 
+import array_api_strict
 import numpy as np
 import pytest
 
@@ -9,13 +10,16 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     TolerantScaling,
+    as_policy,
     check_overflow_streak,
     diagnose,
+    dump_policy,
     init_state,
     metrics,
+    policy_to_dict,
     step_info,
 )
-from lossscale_core.errors import OverflowStreakError
+from lossscale_core.errors import OverflowStreakError, PolicyError
 
 
 def _after(policy, grads_finite):
@@ -141,3 +145,39 @@ def test_the_overflow_streak_is_limited_by_the_policy():
         check_overflow_streak(policy, _after(policy, [True] + [False] * 4))
     check_overflow_streak(DynamicScaling(), _after(policy, [False] * 100))
     check_overflow_streak(FixedScaling(8.0), _after(policy, [False] * 100))
+
+
+@pytest.mark.parametrize("xp", [None, np, array_api_strict])
+@pytest.mark.parametrize("streak", [0, 3, 2**31 - 1])
+@pytest.mark.parametrize("finite", [True, False])
+def test_step_info_is_right_when_counters_are_full(xp, streak, finite):
+    """Whether a step was applied can be told where `skipped_steps` counts no further."""
+    policy, full = DynamicScaling(), np.int32(2**31 - 1)
+    before = policy.init_state()._replace(steps=full, skipped_steps=full, overflow_streak=np.int32(streak))
+    if xp is not None:
+        before = before._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name)) for value in before)
+    after = policy.update(before, finite if xp is None else xp.asarray(finite))
+    assert bool(step_info(before, after).applied) == finite
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_reports_take_what_as_policy_takes(tmp_path, suffix):
+    """A path, a dict, a word or a number stand for a policy in `diagnose` and `check_overflow_streak` as anywhere."""
+    policy = DynamicScaling(init_scale=2.0, max_overflow_streak=3)
+    dump_policy(policy, tmp_path / f"p{suffix}")
+    state = _after(policy, [False] * 3)
+    for source in (str(tmp_path / f"p{suffix}"), tmp_path / f"p{suffix}", policy_to_dict(policy)):
+        assert diagnose(source, state) == diagnose(policy, state)
+        with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
+            check_overflow_streak(source, state)
+    for source in ("dynamic", "none", 1024.0):
+        assert diagnose(source, state) == diagnose(as_policy(source), state)
+        check_overflow_streak(source, state)
+
+
+@pytest.mark.parametrize("report", [diagnose, check_overflow_streak])
+@pytest.mark.parametrize("source", [None, "dynamik", {}, [], DynamicScaling])
+def test_reports_refuse_what_is_not_a_policy(report, source):
+    """What `as_policy` refuses is refused, rather than taken for a policy without a limit."""
+    with pytest.raises(PolicyError):
+        report(source, _after(DynamicScaling(), [False]))

@@ -1,6 +1,7 @@
 """The public way to unit-test a policy."""
 
 import sys
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -151,3 +152,20 @@ def test_strategies_without_hypothesis_say_what_to_install(monkeypatch):
     monkeypatch.delattr(lossscale_core, "_strategies", raising=False)
     with pytest.raises(ModuleNotFoundError, match="pip install hypothesis"):
         policies()
+
+
+def test_a_long_run_takes_the_memory_of_its_trace():
+    """A run of more steps than are kept as states at a time is as exact, and takes tens of bytes a step."""
+    flags = [step % 7 != 0 for step in range(60_000)]
+    policy = DynamicScaling(growth_interval=5)
+    tracemalloc.start()
+    trace = simulate(policy, flags)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60_000 * 40 + 10_000 * 600
+    state = policy.init_state()
+    for step, finite in enumerate(flags):
+        state = policy.update(state, finite)
+        if step in (0, 9_998, 9_999, 10_000, 19_999, 59_999):
+            row = [trace.loss_scale_after[step], trace.steps[step], trace.skipped_steps[step]]
+            assert row == [state.loss_scale, state.steps, state.skipped_steps]

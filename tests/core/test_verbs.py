@@ -137,11 +137,11 @@ def test_what_is_no_flag_is_refused(flag):
 
 def test_nothing_is_raised_while_hunting_nans():
     """With every NumPy warning an error, the verbs still only answer."""
-    tiny, huge = np.full(4, 1e-30, np.float32), np.full(4, 3e38, np.float32)
+    tiny, huge, tiniest = (np.full(4, value, np.float32) for value in (1e-30, 3e38, 1e-38))
     with np.errstate(all="raise"):
         assert all_finite([tiny, huge, tiny.astype(np.float64) * 1e-200])
         assert np.isinf(scale(huge, STATE)).all()
-        assert (unscale(np.full(4, 1e-38, np.float32), STATE) >= 0).all()
+        assert (unscale(tiniest, STATE) >= 0).all()
         assert not all_finite([np.full(4, np.nan, np.float32)])
 
 
@@ -231,3 +231,65 @@ def test_init_state_places_the_state():
     assert init_state(DynamicScaling()) == DynamicScaling().init_state()
     placed = init_state(DynamicScaling(), xp=xps, device=xps.Device("device1"))
     assert {str(value.device) for value in placed} == {str(xps.Device("device1"))}
+
+
+def _records(*rows):
+    return np.array(list(rows), dtype=[("a", "f4"), ("b", "f4", 2), ("n", "i4")]).view(np.recarray)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_record_array_with_a_nan_is_not_finite(bad):
+    """Every field of every record counts, nested ones and those of scalars too; integer fields do not."""
+    fine, broken = (1.0, (2.0, 3.0), 4), (1.0, (2.0, bad), 4)
+    assert all_finite(_records(fine, fine))
+    assert not all_finite(_records(fine, broken))
+    assert not all_finite({"x": _records((bad, (2.0, 3.0), 4))})
+    assert not all_finite(_records(fine, broken)[1])
+    nested = np.rec.array([(1.0, (bad,))], dtype=[("a", "f4"), ("b", np.dtype((np.record, [("c", "f8")])))])
+    assert not all_finite(nested)
+    assert not all_finite(np.array([1.0, bad]).view(np.recarray))
+    assert all_finite(_records())
+
+
+@pytest.mark.parametrize("verb", [scale, unscale])
+def test_a_record_array_is_scaled_by_its_fields(verb):
+    """A record array as a whole is refused in plain words."""
+    with pytest.raises(TypeError, match="is no gradient; pass each field of it"):
+        verb(_records((1.0, (2.0, 3.0), 4)), init_state("dynamic"))
+
+
+@pytest.mark.parametrize("number", [1.0, 0.5, 3.0, -2.0])
+def test_the_verbs_take_python_numbers(number):
+    """A Python float is a loss and a gradient like any other."""
+    state = init_state(DynamicScaling(init_scale=4.0))
+    assert all_finite(number)
+    assert not all_finite({"loss": number * np.inf})
+    assert not all_finite([float("nan")])
+    assert scale(number, state) == 4.0 * number
+    assert unscale(number, state) == number / 4.0
+    assert select(True, number, 7.0) == number
+    assert all_finite(3)
+    assert all_finite(True)
+    assert scale(3, state) == 12.0
+
+
+def test_an_empty_leaf_is_finite_and_keeps_its_shape():
+    """Nothing holds no NaN, whatever its dtype, and what is no gradient says what it is."""
+    state = init_state("dynamic")
+    for dtype in (np.float16, np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        empty = np.zeros((0, 3), dtype)
+        assert all_finite(empty)
+        assert unscale(empty, state).shape == scale(empty, state).shape == (0, 3)
+    for empty in (np.zeros(0, object), np.zeros(0, "S1")):
+        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is no gradient"):
+            all_finite(empty)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_float8_is_checked_and_lifted(dtype):
+    """What is stored in float8 is a gradient: its NaN is found, and it is unscaled in float32."""
+    state = init_state(DynamicScaling(init_scale=4.0))
+    assert all_finite(np.array([1.0, 2.0], dtype))
+    assert not all_finite(np.array([1.0, np.nan], dtype))
+    assert unscale(np.array([1.0, 2.0], dtype), state).tolist() == [0.25, 0.5]
+    assert unscale(np.array([1.0], dtype), state).dtype == np.float32

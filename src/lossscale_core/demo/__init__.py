@@ -6,7 +6,7 @@ own size, so float32 does not mind; float16 without scaling does.
 """
 
 from lossscale_core.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, begin, run_experiment
-from lossscale_core.demo._picture import draw, draw_scale
+from lossscale_core.demo._picture import as_png, draw, draw_scale
 from lossscale_core.demo._records import Experiment, Run, Settings, as_json
 from lossscale_core.demo._training import Checkpoint, Training
 
@@ -19,6 +19,7 @@ __all__ = [
     "Settings",
     "Training",
     "as_json",
+    "as_png",
     "begin",
     "draw",
     "draw_scale",

@@ -1,11 +1,13 @@
 """The demo's picture: what the loss did, what the scale did, and how small a loss each regime survives."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from lossscale_core._files import write_whole
 from lossscale_core.demo._records import Experiment
 
 _COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # after Okabe and Ito: colour-blind readers tell them apart
@@ -17,8 +19,13 @@ _SMOOTHING = 9
 
 
 def draw(experiment: Experiment, path: Path) -> None:
-    """Write the experiment's three panels to `path` as a PNG."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    """Write the experiment's three panels to `path` as a PNG; a file that is there is replaced."""
+    write_whole(path, as_png(experiment), overwrite=True)
+
+
+def as_png(experiment: Experiment) -> bytes:
+    """Return the experiment's three panels as a PNG."""
+    figure, picture = Figure(figsize=(15, 4.6), layout="constrained"), io.BytesIO()
     losses, scales, weights = figure.subplots(1, 3)
     _draw_losses(losses, experiment)
     _draw_scales(scales, experiment)
@@ -27,7 +34,8 @@ def draw(experiment: Experiment, path: Path) -> None:
     figure.suptitle(
         f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
     )
-    figure.savefig(path, dpi=110)
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
 
 
 def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str) -> None:

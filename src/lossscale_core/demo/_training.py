@@ -1,5 +1,6 @@
 """A run of the demo, the same on every framework: from the beginning, or from another framework's checkpoint."""
 
+import io
 import itertools
 import json
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale_core._checkpoint import state_to_dict
+from lossscale_core._files import write_whole
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core.demo import _network
 from lossscale_core.demo._data import Digits
@@ -38,8 +40,9 @@ class Checkpoint(NamedTuple):
         """Write a NumPy archive: the arrays, and the numbers as JSON."""
         arrays = {f"{name}_{i}": array for name in _ARRAYS for i, array in enumerate(getattr(self, name))}
         numbers = {"steps": self.steps, "adam_steps": self.adam_steps, "scale_state": self.scale_state}
-        with path.open("wb") as file:
-            np.savez(file, numbers=json.dumps(numbers), **arrays)
+        archive = io.BytesIO()
+        np.savez(archive, numbers=json.dumps(numbers), **arrays)
+        write_whole(path, archive.getvalue(), overwrite=True)
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":

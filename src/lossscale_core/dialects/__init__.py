@@ -11,6 +11,7 @@ our settings, where its checkpoint keeps which counter, and what is done otherwi
 bugs. `markdown(name)` and `overview()` draw the tables of `docs/migrating.md` from it.
 """
 
+from lossscale_core._checkpoint import number_within
 from lossscale_core.dialects._page import markdown, overview, tables
 from lossscale_core.dialects._peers import peers
 from lossscale_core.dialects._policies import from_peer, to_peer
@@ -28,6 +29,7 @@ __all__ = [
     "from_peer",
     "guess_peer",
     "markdown",
+    "number_within",
     "overview",
     "peers",
     "policy_in",

@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 
+from lossscale_core._files import write_whole
 from lossscale_core.dialects import tables
 
 MARK = "<!-- drawn by python -m lossscale_core.dialects docs/migrating.md -->\n"
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])
-    page.write_text(page.read_text(encoding="utf-8").partition(MARK)[0] + MARK + tables(), encoding="utf-8")
+    write_whole(page, page.read_text(encoding="utf-8").partition(MARK)[0] + MARK + tables(), overwrite=True)

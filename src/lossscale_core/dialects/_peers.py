@@ -3,6 +3,7 @@
 import difflib
 from typing import Any
 
+from lossscale_core._words import shown
 from lossscale_core.dialects import _others, _pytorch, _tensorflow
 from lossscale_core.dialects._record import Peer
 
@@ -18,10 +19,10 @@ def find_peer(name: Any, error: type[Exception]) -> Peer:
     """Return the record of this name, or raise `error` with the nearest known one."""
     if isinstance(name, str) and name in PEERS:
         return PEERS[name]
-    raise error(f"{name!r} is no tool known here; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
+    raise error(f"{shown(name)} is no tool known here; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
 
 
 def nearest(name: Any, known: Any) -> str:
     """Return a question about the nearest known name, or nothing."""
-    found = difflib.get_close_matches(str(name), list(known), n=1)
+    found = difflib.get_close_matches(name[:100], list(known), n=1) if isinstance(name, str) else []
     return f"did you mean {found[0]!r}? " if found else ""

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import ScalingPolicy
 from lossscale_core._settings import rules_of
+from lossscale_core._words import shown
 from lossscale_core.dialects._peers import find_peer, nearest
 from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
 from lossscale_core.errors import DialectWarning, PolicyError
 
 _REMARKS = ("note", "comment", "_comment")  # what people write where a format has no comments
-_ONE_VALUE = (Number, str, NoneType)
+_MOST_WRAPPED = 8
+ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
@@ -52,7 +54,7 @@ def to_peer(name: str, policy: Any) -> dict[str, Any]:
 def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
     """Return the policy, and a sentence for each thing the original does wrong under this config."""
     if not isinstance(config, Mapping):
-        raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {config!r}")
+        raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {shown(config)}")
     try:
         config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
         form = form_of(peer, config)
@@ -76,14 +78,16 @@ def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
             raise PolicyError(
                 f"{peer.name}: {name} belongs to another form of config than the other keys; pass one form"
             )
-        raise PolicyError(f"{name!r} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
+        raise PolicyError(f"{shown(name)} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
     return form
 
 
 def plain(value: Any) -> Any:
     """Return a list, array or variable of one element as the number it holds, and everything else as it is."""
-    if isinstance(value, list | tuple) and len(value) == 1:
-        return plain(value[0])
+    for _ in range(_MOST_WRAPPED):  # a bound, since a pickled list may hold itself
+        if not isinstance(value, list | tuple) or len(value) != 1:
+            break
+        value = value[0]
     if hasattr(value, "item"):
         try:
             return value.item()
@@ -110,8 +114,8 @@ def _said(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Said]:
     for one in form.keys:
         names = [name for name in one.names if name in config]
         for name in names:
-            if not isinstance(config[name], _ONE_VALUE):
-                raise PolicyError(f"{peer.name}: {name}={config[name]!r} must be one number, word or flag")
+            if not isinstance(config[name], ONE_VALUE):
+                raise PolicyError(f"{peer.name}: {name}={shown(config[name])} must be one number, word or flag")
         if any(config[name] != config[names[0]] for name in names[1:]):
             raise PolicyError(f"{peer.name}: {' and '.join(names)} are one setting, but differ; leave one out")
         if not names and one.default is REQUIRED:
@@ -135,8 +139,8 @@ def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, l
             errors.append(error)
             continue
         settings.update(meaning.settings)
-        origins.update(dict.fromkeys(meaning.settings, f"{one.name}={one.value!r}"))
-        bugs += [f"{one.name}={one.value!r} {meaning.bug}"] if meaning.bug else []
+        origins.update(dict.fromkeys(meaning.settings, f"{one.name}={shown(one.value)}"))
+        bugs += [f"{one.name}={shown(one.value)} {meaning.bug}"] if meaning.bug else []
     adapts = settings["kind"] in ("dynamic", "tolerant")
     if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
         raise errors[0]
@@ -151,7 +155,7 @@ def _meaning(peer: Peer, said: _Said) -> Meaning:
         for name in meaning.settings.keys() & rules.keys():
             rules[name].settle(name, meaning.settings[name])
     except (NoCounterpartError, PolicyError) as reason:
-        raise PolicyError(f"{peer.name}: {said.name}={said.value!r} has no counterpart here: {reason}") from None
+        raise PolicyError(f"{peer.name}: {said.name}={shown(said.value)} has no counterpart here: {reason}") from None
     return meaning
 
 

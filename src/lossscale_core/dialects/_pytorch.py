@@ -1,9 +1,11 @@
 """The PyTorch world: torch, apex, DeepSpeed, Megatron-LM, fairseq, ColossalAI and Accelerate."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from lossscale_core._words import shown
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, left, left_to_one, since_change, since_overflow, used
 from lossscale_core.dialects._readings import UNBOUNDED
@@ -267,7 +269,7 @@ def _deepspeed_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
         )
     if "fp16" in config and not isinstance(config["fp16"], Mapping):
-        raise NoCounterpartError(f"fp16={config['fp16']!r} must be a block of keys")
+        raise NoCounterpartError(f"fp16={shown(config['fp16'])} must be a block of keys")
     if "fp16" in config:
         config = {**config["fp16"], "zero_optimization": config.get("zero_optimization", {})}
     elif isinstance(config.get("dynamic_loss_args"), Mapping):
@@ -287,7 +289,7 @@ def _deepspeed_optimizer(settings: Settings, config: Mapping[str, Any]) -> Meani
     if settings["kind"] == "fixed":
         return Meaning({"kind": "fixed", "init_scale": settings["static_loss_scale"]})
     shift = read.HYSTERESIS_EQUAL.read(config.get("delayed_shift", 1)).settings["hysteresis"]
-    return Meaning(settings, f"delayed_shift={config['delayed_shift']!r} {_WITHOUT_SHIFT}" if shift > 1 else "")
+    return Meaning(settings, f"delayed_shift={shown(config['delayed_shift'])} {_WITHOUT_SHIFT}" if shift > 1 else "")
 
 
 _WITHOUT_SHIFT = (
@@ -461,6 +463,9 @@ MEGATRON_V1 = Peer(
 )
 
 
+_MOST_FALLS = 10_000
+
+
 def _fairseq_floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
     """Stop the scale at `threshold`, or at the last value above `min_loss_scale`, where fairseq's run would end."""
     if settings["min_scale"] > settings["stop_at"]:  # the scale never falls to where the run ends
@@ -473,6 +478,12 @@ def _last_above(stop: float, settings: Settings) -> float:
     scale = float(settings["init_scale"])
     if scale <= stop:
         raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
+    factor = math.log(settings["growth_factor"])
+    falls = (math.log(scale) - math.log(max(stop, 2.0**-1000))) / factor
+    if falls > _MOST_FALLS:  # a factor next to 1 takes millions of falls: leave out all but the last of them
+        half = math.exp(-(falls - _MOST_FALLS) * factor / 2.0)
+        scale *= half
+        scale *= half
     while scale / settings["growth_factor"] > stop:
         scale /= settings["growth_factor"]
     return scale
@@ -495,7 +506,7 @@ def _fairseq_window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
 def _size(name: str, value: Any) -> int:
     """Return what a step is made of so many times; fairseq refuses to derive a window from a list of them."""
     if isinstance(value, list | tuple | str) or read.real(value) < 1:
-        raise NoCounterpartError(f"{name}={value!r} does not say the window; pass fp16_scale_window")
+        raise NoCounterpartError(f"{name}={shown(value)} does not say the window; pass fp16_scale_window")
     return read.whole(value)
 
 

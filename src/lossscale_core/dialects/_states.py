@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,12 +12,14 @@ from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import KINDS, as_policy
 from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
+from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
-from lossscale_core.dialects._policies import plain, translate
+from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
 from lossscale_core.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
 from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
-from lossscale_core.errors import CheckpointError, CheckpointWarning
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
+_ENDING = re.compile(r"(:\d+|_\d+)$")
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
@@ -31,7 +33,7 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None
     hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's, and counts beyond them.
     """
     peer = find_peer(name, CheckpointError)
-    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
+    values = _plain_values(peer, checkpoint)
     saved = _layout(peer, values)
     known = _known_settings(peer, values)
     given = policy is not None
@@ -67,7 +69,7 @@ def guess_peer(checkpoint: Any) -> str:
 def possible_peers(checkpoint: Any) -> tuple[str, ...]:
     """Return the names of the tools that may have saved this scaler: none, one, or several that save these names."""
     found: dict[str, int] = {}
-    for peer in PEERS.values():
+    for peer in PEERS.values() if _may_hold_scaler(checkpoint) else ():
         with contextlib.suppress(CheckpointError):
             found[peer.name] = _recognised(peer, checkpoint)
     return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
@@ -76,7 +78,7 @@ def possible_peers(checkpoint: Any) -> tuple[str, ...]:
 def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
     """Return the policy that a tool's checkpoint itself holds, or None where it lacks some of the settings."""
     peer = find_peer(name, CheckpointError)
-    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
+    values = _plain_values(peer, checkpoint)
     config: dict[str, Any] = {}
     for one in peer.forms[peer.saved_form].keys:
         saved_as = _find(values, one.names)
@@ -87,6 +89,25 @@ def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
         elif one.default is REQUIRED or one.reading.read(one.default).settings:
             return None
     return translate(peer, config)[0]
+
+
+_SCALES = {name for peer in PEERS.values() for saved in peer.saved for name in saved.scale}
+_WITHIN = sorted({peer.within for peer in PEERS.values()} - {""})
+
+
+def _may_hold_scaler(checkpoint: Any) -> bool:
+    """Return whether any tool's name of a scale is among these names: soon said of the many dicts without one."""
+    if not isinstance(checkpoint, Mapping):
+        return False
+    return any(
+        isinstance(name, str)
+        and (_last_part(name) in _SCALES or (isinstance(value, Mapping) and _matches(name, _WITHIN)))
+        for name, value in checkpoint.items()
+    )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _recognised(peer: Peer, checkpoint: Any) -> int:
@@ -110,16 +131,26 @@ def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
     """Return the scaler's own dict within a checkpoint, under the last part of each name."""
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"a checkpoint of {peer.name} must be a dict, not {type(checkpoint).__name__}")
-    within = [name for name in checkpoint if peer.within and fnmatchcase(str(name), peer.within)]
-    parts = [name for name in within if isinstance(checkpoint[name], Mapping)]
+    parts = [
+        name
+        for name, value in checkpoint.items()
+        if peer.within and isinstance(name, str) and isinstance(value, Mapping) and fnmatchcase(name, peer.within)
+    ]
     if len(parts) > 1:
         raise CheckpointError(
-            f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {', '.join(parts)}"
+            f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {shown_names(parts)}"
         )
     values: dict[str, Any] = {}
     for name, value in (checkpoint[parts[0]] if parts else checkpoint).items():
-        values.setdefault(_last_part(str(name)), plain(value))
+        if isinstance(name, str):
+            values.setdefault(_last_part(name), value)
     return values
+
+
+def _plain_values(peer: Peer, checkpoint: Any) -> dict[str, Any]:
+    """Return the scaler's own dict with each value as the number that it holds."""
+    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
+    return {name: plain(value) for name, value in values.items()}
 
 
 def _without_underscores(peer: Peer, values: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +162,7 @@ def _without_underscores(peer: Peer, values: dict[str, Any]) -> dict[str, Any]:
 
 def _last_part(name: str) -> str:
     """Return the name of a variable without its path and what a framework appends to it."""
-    return re.sub(r"(:\d+|_\d+)$", "", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
+    return _ENDING.sub("", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
 
 
 def _layout(peer: Peer, values: Mapping[str, Any]) -> Saved:
@@ -159,7 +190,7 @@ def _number(peer: Peer, values: Mapping[str, Any], names: tuple[str, ...]) -> fl
     name = _find(values, names) or names[0]
     value = values[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{name}={value!r} in the checkpoint of {peer.name} must be a number")
+        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {peer.name} must be a number")
     return value
 
 
@@ -169,10 +200,16 @@ def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
     for one in peer.forms[peer.saved_form].keys:
         name = _find(values, one.names)
         if name is not None:
+            if not isinstance(values[name], ONE_VALUE):
+                raise CheckpointError(
+                    f"{name}={shown(values[name])} in the checkpoint of {peer.name} must be one number, word or flag"
+                )
             try:
                 settings.update(one.reading.read(values[name]).settings)
             except NoCounterpartError as reason:
-                raise CheckpointError(f"{name}={values[name]!r} in the checkpoint of {peer.name}: {reason}") from None
+                raise CheckpointError(
+                    f"{name}={shown(values[name])} in the checkpoint of {peer.name}: {reason}"
+                ) from None
     return {name: value for name, value in settings.items() if name not in ("init_scale", "kind")}
 
 
@@ -180,7 +217,12 @@ def _stand_in(peer: Peer, known: Settings) -> Any:
     """Return a policy that places counters where none was given: the tool's rule, without bounds."""
     rule = {**peer.forms[peer.saved_form].settings, **known, **UNBOUNDED}
     kind = KINDS[rule.get("kind", "dynamic")]
-    return kind(**{field.name: rule[field.name] for field, _ in rules_of(kind) if field.name in rule})
+    try:
+        return kind(**{field.name: rule[field.name] for field, _ in rules_of(kind) if field.name in rule})
+    except PolicyError as reason:
+        raise CheckpointError(
+            f"a setting in the checkpoint of {peer.name} is none that it works with: {reason}"
+        ) from None
 
 
 def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
@@ -194,26 +236,26 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
             f"{counter.needs}; pass policy=from_peer({peer.name!r}, config), or --policy FILE to the command"
         )
     if counter.needs and not hasattr(policy, counter.needs):
-        raise CheckpointError(f"{policy!r} has no {counter.needs}, which places {' and '.join(map(str, names))}")
+        raise CheckpointError(f"{shown(policy)} has no {counter.needs}, which places {' and '.join(map(str, names))}")
     counts = {str(name): _count(peer, values, str(name)) for name in names}
     try:
         return counter.place(policy, *counts.values())
     except NoCounterpartError as reason:
-        said = ", ".join(f"{name}={value}" for name, value in counts.items())
+        said = ", ".join(f"{name}={shown(value)}" for name, value in counts.items())
         raise CheckpointError(f"{said} in the checkpoint of {peer.name}: {reason}; pass what the tool saved") from None
 
 
 def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
     value = _number(peer, values, (name,))
-    if not math.isfinite(value) or value != int(value):
-        raise CheckpointError(f"{name}={value!r} in the checkpoint of {peer.name} must be a whole number")
+    if isinstance(value, float) and not value.is_integer():
+        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {peer.name} must be a whole number")
     return int(value)
 
 
 def _differences(known: Settings, policy: Any) -> list[str]:
     """Say which settings of the checkpoint are others than the policy's."""
     return [
-        f"{name} was {value!r} in the checkpoint and is {getattr(policy, name)!r} in the policy"
+        f"{name} was {shown(value)} in the checkpoint and is {getattr(policy, name)!r} in the policy"
         for name, value in known.items()
         if getattr(policy, name, value) != value
     ]

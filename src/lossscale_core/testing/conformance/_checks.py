@@ -102,6 +102,7 @@ _RULES = (
     _finiteness.nothing_is_finite,
     _scaling.losses_keep_their_structure,
     _scaling.gradients_keep_their_structure,
+    _steps.full_counters_stay_full,
 )
 _RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
 _RULES_OF_REAL_NUMBERS = (

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._policy import DynamicScaling, FixedScaling, TolerantScaling
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core.testing.conformance._scenarios import Scenario
 from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_structure
 
@@ -72,6 +72,22 @@ def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
     for n, (state, flag) in enumerate(zip(states, flags, strict=True)):
         expected = policy.update(expected, flag)
         trial.expect_state(f"after step {n} ({policy!r})", state, expected)
+
+
+def full_counters_stay_full(trial: Trial) -> None:
+    """Counters that have no room left, in int32 or in float32, go on as the host's do: none begins again below zero."""
+    full, most = 2**31 - 1, np.float32(2**24)
+    counts = {name: np.int32(full - 1) for name in ("growth_tracker", "steps", "skipped_steps", "overflow_streak")}
+    shares = {"steps_since_change": most, "overflows_since_backoff": most - 1}
+    for policy in (NoScaling(), DynamicScaling(growth_interval=full), TolerantScaling(tolerance=1.0)):
+        start: Any = policy.init_state()
+        expected = start._replace(**{name: v for name, v in {**counts, **shares}.items() if name in start._fields})
+        step = trial.run(trial.update(policy))
+        state = expected._make(trial.array(value, value.dtype.name) for value in expected)
+        for n, flag in enumerate((False, False, True, True, False)):
+            if trial.way.has_values or n == 0:
+                state, expected = step(state, trial.flag(flag)), policy.update(expected, flag)
+                trial.expect_state(f"after step {n} with full counters ({policy!r})", state, expected)
 
 
 def states_are_placed(trial: Trial) -> None:

@@ -1,0 +1,47 @@
+"""The `lossscale` command run in this process, which costs no import of pictures and tables each time."""
+
+import contextlib
+import io
+import resource
+from typing import NamedTuple
+
+import lossscale_core.demo  # noqa: F401  before a test leaves no room for what scikit-learn writes on import
+from lossscale_core import cli
+
+
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@contextlib.contextmanager
+def room_for(size):
+    """Let this process write at most `size` bytes to any file, as on a disk that is full after them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run(*arguments, cwd, room=None):
+    """Run the command in a folder, with `room` for so many bytes in any file that it writes."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), room_for(room):
+        try:
+            cli.run([*map(str, arguments)])
+        except SystemExit as end:
+            return Done(end.code or 0, out.getvalue(), err.getvalue())
+    raise AssertionError("the command did not exit")
+
+
+def refused(done):
+    """Return the one line in which a command refused its input."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("lossscale: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr

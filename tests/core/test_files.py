@@ -1,0 +1,169 @@
+"""Files: written whole or not at all, never through a link or over another one unasked; no key twice."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, dump_policy, load_policy
+from lossscale_core.errors import PolicyError
+from tests.core.commanding import refused, room_for, run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a config of another tool, a recorded run and a checkpoint."""
+    (tmp_path / "torch.json").write_text('{"init_scale": 1024.0}')
+    (tmp_path / "t.txt").write_text("0010")
+    (tmp_path / "scaler.json").write_text('{"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}')
+    return tmp_path
+
+
+WRITERS = {
+    "policy convert": ("policy", "convert", "--from", "torch", "torch.json", "--to", "out.toml"),
+    "policy schema": ("policy", "schema", "out.toml"),
+    "checkpoint convert": ("checkpoint", "convert", "scaler.json", "--to", "out.toml"),
+    "simulate": ("simulate", "dynamic", "--overflow", "t.txt", "--plot", "out.png"),
+}
+
+
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command):
+    """A write that fails leaves nothing behind, so that the same command works once there is room."""
+    before = sorted(folder.iterdir())
+    assert command[-1] in refused(run(*command, cwd=folder, room=29))
+    assert sorted(folder.iterdir()) == before
+    done = run(*command, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("leads_somewhere", [True, False])
+def test_no_write_follows_a_link(folder, command, leads_somewhere):
+    """A link in the place of a result is refused, also where it leads nowhere, and its target is left alone."""
+    target, link = folder / "target", folder / command[-1]
+    if leads_somewhere:
+        target.write_text("mine")
+    link.symlink_to(target)
+    assert "exists and is not overwritten" in refused(run(*command, cwd=folder))
+    assert link.is_symlink()
+    assert (target.read_text() if leads_somewhere else target.exists()) == ("mine" if leads_somewhere else False)
+
+
+def test_simulate_replaces_a_picture_only_where_it_is_told(folder):
+    """`--plot` leaves what is there alone, unless `--overwrite` is given."""
+    (folder / "simulation.png").write_text("mine")
+    command = ("simulate", "dynamic", "--overflow", "t.txt")
+    assert "--overwrite" in refused(run(*command, cwd=folder))
+    assert (folder / "simulation.png").read_text() == "mine"
+    assert run(*command, "--overwrite", cwd=folder).returncode == 0
+    assert (folder / "simulation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["demo.png", "trace.json", "policy.toml"])
+def test_the_demo_refuses_a_folder_with_results_before_it_trains(folder, name):
+    """`demo --out` says at once that something is there, and leaves it alone."""
+    (folder / "out").mkdir()
+    (folder / "out" / name).write_text("mine")
+    assert f"{name} exists and is not overwritten" in refused(run("demo", "--out", "out", cwd=folder))
+    assert (folder / "out" / name).read_text() == "mine"
+
+
+def test_the_demo_leaves_its_own_policy_file_as_it_is(folder):
+    """A policy file with comments that lies in the demo's folder keeps them."""
+    (folder / "o").mkdir()
+    text = '# mine\nkind = "dynamic"\n'
+    (folder / "o/policy.toml").write_text(text)
+    done = run("demo", "--policy", "o/policy.toml", "--out", "o", "--steps", 2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "o/policy.toml").read_text() == text
+    assert (folder / "o/trace.json").exists()
+
+
+@pytest.mark.parametrize("room", [0, 1, 29])
+def test_a_policy_is_written_whole_or_not_at_all(tmp_path, room):
+    """Where the disk is full after 29 bytes, `init_scale = 8192.0` does not become 8.0: the old policy stays."""
+    path = tmp_path / "policy.toml"
+    dump_policy(DynamicScaling(growth_interval=7), path)
+    with pytest.raises(OSError, match=r"policy\.toml"), room_for(room):
+        dump_policy(FixedScaling(8192.0), path)
+    assert load_policy(path) == DynamicScaling(growth_interval=7)
+    assert [each.name for each in tmp_path.iterdir()] == ["policy.toml"]
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path):
+    """kill −9 while policies are written over each other leaves one of them, and a later write works."""
+    path = tmp_path / "policy.toml"
+    policies = [FixedScaling(8192.0), DynamicScaling()]
+    dump_policy(policies[0], path)
+    code = f"""
+import itertools, lossscale_core as c
+print(flush=True)
+for policy in itertools.cycle([c.FixedScaling(8192.0), c.DynamicScaling()]):
+    c.dump_policy(policy, {str(path)!r})
+"""
+    for wait in (0.0, 0.003, 0.011):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+            writer.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                writer.wait(wait)
+            writer.kill()
+        assert load_policy(path) in policies
+    dump_policy(policies[1], path)
+    assert load_policy(path) == policies[1]
+
+
+def test_dump_policy_overwrites_and_keeps_the_permissions(tmp_path):
+    """A library call replaces what is there, with its mode; a new file gets the mode that the process gives."""
+    path = tmp_path / "p.toml"
+    dump_policy(FixedScaling(2.0), path)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    path.chmod(0o640)
+    dump_policy(FixedScaling(4.0), path)
+    assert load_policy(path) == FixedScaling(4.0)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_dump_policy_replaces_a_link_and_not_its_target(tmp_path):
+    """A link is what is at the path, so that no other file is written to."""
+    target, link = tmp_path / "target.toml", tmp_path / "link.toml"
+    dump_policy(FixedScaling(2.0), target)
+    link.symlink_to(target)
+    dump_policy(FixedScaling(4.0), link)
+    assert (load_policy(target), load_policy(link)) == (FixedScaling(2.0), FixedScaling(4.0))
+    assert not link.is_symlink()
+
+
+def test_a_key_twice_is_an_error_in_a_policy(tmp_path):
+    """Of two values in JSON nobody knows which is meant, so that none is taken."""
+    path = tmp_path / "p.json"
+    path.write_text('{"kind": "fixed", "init_scale": 8.0, "init_scale": 8192.0}')
+    with pytest.raises(PolicyError, match=r"p\.json.*'?init_scale'? occurs twice"):
+        load_policy(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("policy", "convert", "--from", "torch", "f.json"), '{"growth_interval": 5, "growth_interval": 7}'),
+        (("checkpoint", "show", "f.json"), '{"a": {"loss_scale": 8.0, "loss_scale": 4.0, "unskipped": 7}}'),
+        (("simulate", "dynamic", "--overflow", "f.json"), '{"overflow": "0010", "overflow": "0000"}'),
+    ],
+)
+def test_a_key_twice_is_an_error_in_every_file_of_the_command(folder, arguments, text):
+    """Configs, checkpoints and recorded runs are read by the same rule."""
+    (folder / "f.json").write_text(text)
+    assert "occurs twice" in refused(run(*arguments, cwd=folder))
+
+
+def test_what_is_written_is_what_json_and_toml_say(tmp_path):
+    """The text is in UTF-8 and ends in a newline, as before."""
+    dump_policy(FixedScaling(8192.0), tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_bytes().decode()
+    assert json.loads(text) == {"kind": "fixed", "init_scale": 8192.0}
+    assert text.endswith("}\n")

@@ -1,0 +1,317 @@
+"""Files of strangers: the command answers in one short sentence, soon, whatever is in them."""
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lossscale_core import policy_from_dict, state_from_dict
+from lossscale_core.dialects import guess_peer, peers, state_from_peer
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from tests.core.commanding import refused, run
+
+LONGEST = 3000
+"""What a message may have in characters: it is read in a terminal."""
+
+
+def _nested(pair, depth):
+    """Return pairs of pairs, in a few hundred bytes, with more leaves than anyone can visit."""
+    value = pair(1.0, 2.0)
+    for _ in range(depth):
+        value = pair(value, value)
+    return value
+
+
+TANGLED = {
+    "tuples": lambda depth=60: _nested(lambda a, b: (a, b), depth),
+    "lists": lambda depth=60: _nested(lambda a, b: [a, b], depth),
+    "dicts": lambda depth=60: _nested(lambda a, b: {"a": a, "b": b}, depth),
+}
+
+
+@pytest.fixture(scope="module")
+def within():
+    """Return a function that fails where another takes more than so many seconds."""
+
+    def call(seconds, function, *arguments):
+        start = time.perf_counter()
+        result = function(*arguments)
+        assert time.perf_counter() - start < seconds
+        return result
+
+    return call
+
+
+def _guess(checkpoint):
+    """Return whose scaler it is, or what is said where that cannot be told."""
+    try:
+        return guess_peer(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("tangle", TANGLED.values(), ids=TANGLED)
+@pytest.mark.parametrize("peer", ["torch", "apex", "keras", "fairseq"])
+def test_shared_containers_cost_no_more_than_the_file_has(within, tangle, peer):
+    """Tuples, lists and dicts that hold themselves twice, sixty deep, are refused at once and briefly."""
+    value = tangle()
+    scaler = {"scale": value, "_growth_tracker": value, "loss_scale": value, "unskipped": value, "good_steps": value}
+    with pytest.raises(CheckpointError) as caught:
+        within(5.0, state_from_peer, peer, scaler)
+    assert len(str(caught.value)) < LONGEST
+    for checkpoint in (scaler, {"a": scaler}):
+        assert len(within(5.0, _guess, checkpoint)) < LONGEST
+    for field in ("version", "loss_scale", "steps"):
+        with pytest.raises(CheckpointError) as caught:
+            within(5.0, state_from_dict, {"version": 1, "loss_scale": 1.0, "steps": 1, field: value})
+        assert len(str(caught.value)) < LONGEST
+    with pytest.raises(PolicyError) as refusal:
+        within(5.0, policy_from_dict, {"kind": value, "init_scale": value})
+    assert len(str(refusal.value)) < LONGEST
+
+
+def test_a_list_that_holds_itself_is_refused():
+    """A pickle may hold a circle, which has no end to come to."""
+    circle = []
+    circle.append(circle)
+    with pytest.raises(CheckpointError, match="must be one number"):
+        state_from_peer("torch", {"scale": circle, "_growth_tracker": 1})
+
+
+HUGE = "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"scale": HUGE, "_growth_tracker": 1},
+        {"scale": [1.0] * 1_000_000, "_growth_tracker": 1},
+        {"scale": 8.0, "_growth_tracker": 1, "growth_factor": HUGE},
+        {"scale": 8.0, "_growth_tracker": 10**400},
+        {"scale": 10**400, "_growth_tracker": 1},
+        {"scale": 8.0, "_growth_tracker": 1 << 20_000},
+        {"scale": 8.0, "_growth_tracker": 1, "growth_interval": 10**400},
+        {"scale": 8.0, "_growth_tracker": 1, "growth_factor": 0.5},
+        {"scale": 8.0, "_growth_tracker": 1, "growth_factor": np.ones(3)},
+        {"scale": 8.0, "_growth_tracker": 1, "growth_factor": {}},
+        {"scale": np.ones(3), "_growth_tracker": np.ones(3)},
+        {"scale": 1j, "_growth_tracker": 1},
+        {"scale": b"8", "_growth_tracker": None},
+        {("scale",): 8.0, 3: 4, None: 5, b"scale": 6.0},
+    ],
+    ids=lambda _: "saved",
+)
+@pytest.mark.filterwarnings("ignore::lossscale_core.errors.CheckpointWarning")
+def test_state_from_peer_and_guess_peer_raise_checkpoint_errors(saved):
+    """Whatever a checkpoint holds, the error is of one kind and is short."""
+    with pytest.raises(CheckpointError) as caught:
+        state_from_peer("torch", saved)
+    assert len(str(caught.value)) < LONGEST
+    assert len(_guess({**saved, "zzz": 1})) < LONGEST
+
+
+@pytest.mark.parametrize("name", [peer.name for peer in peers()])
+def test_no_value_of_a_known_key_raises_another_error(name):
+    """Every key of every tool's checkpoint takes any value, or refuses it as a `CheckpointError`."""
+    peer = next(peer for peer in peers() if peer.name == name)
+    keys = {key for saved in peer.saved for key in saved.scale}
+    keys |= {
+        key for saved in peer.saved for counter in saved.counters.values() for names in counter.names for key in names
+    }
+    keys |= {key for form in peer.forms for one in form.keys for key in one.names}
+    for bad in (None, True, -1, 0, 0.3, 10**400, float("nan"), "x", [], {}, (1, 2), np.ones(2), b"", 1j):
+        for key in sorted(keys):
+            checkpoint = {**dict.fromkeys(sorted(keys), 8), key: bad}
+            try:
+                state_from_peer(name, checkpoint)
+            except (CheckpointError, CheckpointWarning):
+                continue
+
+
+def _with_torch(tmp_path, version):
+    """Put a torch of this version where it is found first; it says so where it is asked to load."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(
+        f"__version__ = {version!r}\ndef load(*_, **__):\n    print('LOADED')\n"
+    )
+
+
+SHOW = "import sys; sys.path.insert(0, '.'); from lossscale_core.cli import run; run(['checkpoint', 'show', 's.pt'])"
+
+
+def _show_with_torch(tmp_path, version):
+    _with_torch(tmp_path, version)
+    (tmp_path / "s.pt").write_bytes(b"")
+    return subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, cwd=tmp_path, check=False)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cpu", "2.6.0", "2.9.1+cu128"])
+def test_an_older_torch_reads_no_foreign_pickle(tmp_path, version):
+    """Where `weights_only=True` itself can be got around, the file is not opened, and the mend is said."""
+    done = _show_with_torch(tmp_path, version)
+    assert "LOADED" not in done.stdout
+    assert done.returncode == 2
+    for words in (f"torch {version}", "CVE-2026-24747", "torch>=2.10", "JSON"):
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "3.0.0a0+git1234"])
+def test_a_newer_torch_is_asked(tmp_path, version):
+    """From 2.10 on torch reads the file."""
+    assert "LOADED" in _show_with_torch(tmp_path, version).stdout
+
+
+def _write(folder, name, content):
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return name
+
+
+FILES = {
+    "counters of 10**400": (
+        ("checkpoint", "show", "f.json"),
+        {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 10**400}},
+    ),
+    "a state with a count of 10**400": (
+        ("checkpoint", "show", "f.json"),
+        {"version": 1, "loss_scale": 8.0, "steps": 10**400, "growth_tracker": 0},
+    ),
+    "a TOML integer of 5,000 digits": (("policy", "check", "f.toml"), f'kind = "fixed"\ninit_scale = {"9" * 5000}'),
+    "a TOML integer of 5,000 hexadecimal digits": (
+        ("policy", "check", "f.toml"),
+        f'kind = "fixed"\ninit_scale = 0x{"f" * 5000}',
+    ),
+    "a foreign TOML integer of 5,000 digits": (
+        ("policy", "convert", "--from", "torch", "f.toml"),
+        f"growth_interval = 0x{'f' * 5000}",
+    ),
+    "a foreign list of foreign integers": (
+        ("policy", "convert", "--from", "torch", "f.toml"),
+        f"growth_interval = [0x{'f' * 5000}, 1]",
+    ),
+    **{
+        f"JSON nested {depth} deep in a {what}": (arguments, f'{{"{key}": {"[" * depth}{"]" * depth}}}')
+        for depth in (300, 900, 1200)
+        for what, arguments, key in (
+            ("policy", ("policy", "check", "f.json"), "kind"),
+            ("config", ("policy", "convert", "--from", "torch", "f.json"), "growth_interval"),
+            ("checkpoint", ("checkpoint", "show", "f.json"), "scale"),
+            ("guess", ("checkpoint", "show", "f.json", "--from", "torch"), "scale"),
+            ("run", ("simulate", "dynamic", "--overflow", "f.json"), "overflow"),
+        )
+    },
+    "a message of 10 MB": (("policy", "check", "f.json"), {"kind": "x" * 900_000}),
+    "a long key": (("checkpoint", "show", "f.json", "--key", "a"), {"x" * 1_000_000: 1}),
+    "a thousand keys": (("checkpoint", "show", "f.json", "--key", "a"), {f"key{n}": 1 for n in range(1000)}),
+    "a step that is long": (("simulate", "dynamic", "--overflow", "f.txt"), "x" * 1_000_000),
+    "a policy that names a file": (
+        ("checkpoint", "show", "f.json"),
+        {"version": 1, "loss_scale": 8.0, "policy": "/dev/null.toml"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "content"), FILES.values(), ids=FILES)
+def test_no_file_makes_a_traceback_or_a_flood(tmp_path, arguments, content):
+    """One line on stderr, short enough to read, and status 2."""
+    name = next(argument for argument in arguments if argument.startswith("f."))
+    _write(tmp_path, name, content)
+    assert len(refused(run(*arguments, cwd=tmp_path))) < LONGEST
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("policy", "check", "f.toml"),
+        ("policy", "check", "f.json"),
+        ("policy", "convert", "--from", "torch", "f.json"),
+        ("checkpoint", "show", "f.json"),
+        ("checkpoint", "show", "f.pt"),
+        ("simulate", "dynamic", "--overflow", "f.txt"),
+        ("simulate", "dynamic", "--gradient-max", "f.json"),
+    ],
+    ids=" ".join,
+)
+def test_a_link_to_a_device_without_an_end_is_refused(tmp_path, arguments):
+    """What /dev/zero holds is more than any file of ours may hold."""
+    name = next(argument for argument in arguments if argument.startswith("f."))
+    (tmp_path / name).symlink_to("/dev/zero")
+    said = refused(run(*arguments, cwd=tmp_path))
+    assert "MiB" in said or "regular file" in said
+
+
+def test_a_run_of_a_gigabyte_is_refused_without_being_read(tmp_path, within):
+    """A file of any size is read up to the limit, and the limit is said."""
+    with (tmp_path / "f.txt").open("wb") as file:
+        file.truncate(2**30)
+    said = refused(within(20.0, lambda: run("simulate", "dynamic", "--overflow", "f.txt", cwd=tmp_path)))
+    assert "more than 64 MiB" in said
+
+
+@pytest.mark.parametrize("name", ["[/x].json", "[red]p.json", ":bomb:.json"])
+def test_names_are_no_markup(tmp_path, name):
+    """`policy show '[/x].json'` shows the file under its name."""
+    folder = tmp_path / name.partition("/")[0]
+    if "/" in name:
+        folder.mkdir()
+    (tmp_path / name).write_text('{"kind": "fixed", "init_scale": 8.0}')
+    done = run("policy", "show", name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert name.replace("\n", "") in done.stdout.replace("\n", "")
+
+
+def test_keys_with_newlines_and_escapes_are_shown_escaped(tmp_path):
+    """A key of a checkpoint cannot write lines of its own, nor colours, into a terminal."""
+    apex = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}
+    _write(tmp_path, "f.json", {"a\nlossscale: all is well\x1b[31m": apex, "b": apex})
+    said = refused(run("checkpoint", "show", "f.json", cwd=tmp_path))
+    assert "\x1b" not in said
+    assert r"\n" in said
+    assert r"\x1b" in said
+    _write(tmp_path, "f.json", {"a\n\x1b[31m": apex})
+    done = run("checkpoint", "show", "f.json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert r"\x1b" in done.stdout
+
+
+def _big_checkpoint(parameters):
+    """Return a checkpoint as training leaves it: parameters, what Adam remembers of each, and the scaler."""
+    names = [f"layers.{n}.attention.weight" for n in range(parameters)]
+    memory = {n: {"step": 1.0, "exp_avg": [0.0, 1.0], "exp_avg_sq": [0.0, 1.0]} for n in range(parameters)}
+    scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}
+    return {"model": dict.fromkeys(names, 0.0), "optimizer": {"state": memory, "param_groups": []}, "amp": scaler}
+
+
+def test_the_scaler_is_found_among_many_parameters(tmp_path, within):
+    """Among 3,000 parameters and their memories it takes a moment."""
+    _write(tmp_path, "f.json", _big_checkpoint(3000))
+    done = within(2.0, lambda: run("checkpoint", "show", "f.json", cwd=tmp_path))
+    assert "the scaler of torch at 'amp'" in done.stdout
+
+
+def test_a_checkpoint_of_more_dicts_than_one_can_search_asks_for_the_key(tmp_path, within):
+    """The search has a budget, and --key needs none of it."""
+    many = {f"k{n}": {} for n in range(120_000)}
+    scaler = {"loss_scale": 8.0, "unskipped": 7}
+    _write(tmp_path, "f.json", {"a": many, "amp": {"loss_scaler0": scaler}})
+    assert "--key" in refused(within(10.0, lambda: run("checkpoint", "show", "f.json", cwd=tmp_path)))
+    assert run("checkpoint", "show", "f.json", "--key", "amp", cwd=tmp_path).returncode == 0
+
+
+def test_shared_dicts_in_a_checkpoint_are_searched_once_each(tmp_path, within):
+    """Dicts that hold one dict hundreds of times, three deep, have more ways to it than anyone can walk."""
+    level = {"amp": {"loss_scale": 8.0}}
+    for _ in range(3):
+        level = {f"n{n}": level for n in range(400)}
+    _with_torch(tmp_path, "2.10.0")
+    (tmp_path / "content.pkl").write_bytes(pickle.dumps(level))
+    code = "import pickle\ndef load(*_, **__): return pickle.load(open('content.pkl', 'rb'))\n"
+    (tmp_path / "torch/__init__.py").write_text(f"__version__ = '2.10.0'\n{code}")
+    (tmp_path / "s.pt").write_bytes(b"")
+    command = [sys.executable, "-c", SHOW]
+    done = within(20.0, lambda: subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False))
+    assert "pass --from TOOL" in done.stderr
