@@ -160,6 +160,18 @@ def scales_already(optimizer: Any) -> bool:
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 
+def share_deferred_restorations(wrapper: Any, inner: Any) -> None:
+    """Let `inner` find what a checkpoint holds for variables that it creates later.
+
+    Its variables are saved as children of the wrapper, so that TensorFlow defers them there, while the optimizer that
+    creates a variable looks for them in its own dictionary:
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/trackable/base.py#L601
+    """
+    wrapper._maybe_initialize_trackable()
+    inner._maybe_initialize_trackable()
+    inner._self_unconditional_deferred_dependencies = wrapper._deferred_dependencies
+
+
 def require_clipnorm(global_clipnorm: float | None) -> None:
     """Raise `PolicyError` for a norm that nothing can be clipped to."""
     if global_clipnorm is None:

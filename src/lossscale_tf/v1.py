@@ -33,6 +33,7 @@ from lossscale_tf._wrapper import (
     pairs_of,
     require_clipnorm,
     scales_already,
+    share_deferred_restorations,
 )
 
 __all__ = [
@@ -83,6 +84,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
         self._traces = Traces()
+        share_deferred_restorations(self, opt)
 
     @property
     def loss_scale(self) -> Any:

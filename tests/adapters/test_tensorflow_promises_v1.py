@@ -517,6 +517,28 @@ def test_a_checkpoint_keeps_slots():
     assert int(restored.metrics()["steps"]) == 4
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_checkpoint_restored_before_the_first_step(name, tmp_path):
+    """Eagerly, every variable comes back when the wrapped optimizer creates it, Adam's beta powers, too."""
+
+    def made():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = v1.LossScaleOptimizer(getattr(tf1.train, f"{name}Optimizer")(0.1), POLICY)
+        return variable, optimizer, lambda: optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
+
+    (variable, optimizer, step), (other, restored, other_step) = made(), made()
+    step()
+    step()
+    path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
+    status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
+    step()
+    other_step()
+    status.assert_consumed()
+    assert variable.numpy().tobytes() == other.numpy().tobytes()
+    ours, theirs = (sorted(each.numpy().tobytes() for each in of.variables()) for of in (restored, optimizer))
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_global_clipnorm(world, max_norm):
     """Clips the unscaled gradients, and does not clip an overflow."""
