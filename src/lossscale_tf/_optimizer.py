@@ -23,6 +23,7 @@ from lossscale_tf._grads import (
     times,
     unscale_by,
 )
+from lossscale_tf._in_flight import ScaledLosses
 from lossscale_tf._inner import apply_summed, build, deserialized, is_keras_3, require_optimizer, without_summing
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
@@ -91,6 +92,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._max_norm = self.global_clipnorm = global_clipnorm
         self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
+        self._scaled_losses = ScaledLosses()
         self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
         self._used_scale = _variable_of_each_replica()
@@ -185,14 +187,38 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Any) -> Any:
         """Return gradients of a scaled loss unscaled, in float32 or wider; `None` and `IndexedSlices` are kept.
 
-        Raises `CallOrderError` for gradients that this call returned before.
+        They are divided by the scale that multiplied their own loss, though the next loss may be scaled by another one
+        already. Raises `CallOrderError` where it cannot be told which loss they are of, and for gradients that this
+        call returned before, or that were made of those.
         """
         pending = self._traces.unscale()
         pending.scaled_by_keras = False  # whoever unscales, scales
-        if pending.returned("get_unscaled_gradients", _leaves(grads)):
+        leaves = _leaves(grads)
+        if self._are_unscaled(pending, leaves):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        was_scaled = not self._traces.missing(pending, ["get_scaled_loss"])
-        loss_scale = tf.convert_to_tensor(self._used_scale) if was_scaled else self.loss_scale
+        return self._unscaled(grads, self._scale_to_unscale_by(leaves, pending), pending)
+
+    def _scale_to_unscale_by(self, leaves: list[Any], pending: Any) -> tf.Tensor:
+        if not self._traces.missing(pending, ["get_scaled_loss"]):
+            return self._scale_of(leaves)
+        loss_scale = self._scaled_losses.scale_of(leaves, waiting_only=True)  # another thread may have scaled the loss
+        if loss_scale is None:
+            return self.loss_scale
+        pending.calls.add("get_scaled_loss")
+        return loss_scale
+
+    def _are_unscaled(self, pending: Any, leaves: list[Any]) -> bool:
+        before = pending.alive("get_unscaled_gradients")
+        return any(one is other for one in leaves for other in before) or (
+            not pending.applied and self._scaled_losses.made_since(leaves, before)
+        )
+
+    def _scale_of(self, grads: list[Any]) -> tf.Tensor:
+        """Return the scale that multiplied the loss of these gradients."""
+        loss_scale = self._scaled_losses.scale_of(grads)
+        return tf.convert_to_tensor(self._used_scale) if loss_scale is None else loss_scale
+
+    def _unscaled(self, grads: Any, loss_scale: Any, pending: Any) -> Any:
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             mark_origin(leaf, grad, loss_scale)
@@ -218,9 +244,15 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
             tape, grad_loss = None, tape
         with tf.GradientTape() if tape is None else tape as tape:
-            scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
+            loss = loss() if callable(loss) else loss
+            pending = self._traces.begin("get_scaled_loss")
+            loss_scale = self._scale_for(loss, pending)
+            scaled = scale_by(loss, loss_scale)
+            pending.remember("get_scaled_loss", _leaves(scaled))
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
-        grads = self.get_unscaled_gradients(tape.gradient(scaled, variables, output_gradients=grad_loss))
+        grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
+        pending.calls.add("get_unscaled_gradients")
+        grads = self._unscaled(grads, loss_scale, pending)
         self.apply_gradients(zip(grads, variables, strict=True), name=name)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -257,9 +289,13 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @_unconverted
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply gradients to the variables that the optimizer was built with, or to those given; Keras's own entry."""
+        """Apply gradients to the variables that the optimizer was built with, or to those given; Keras 3's own entry.
+
+        Gradients of a scaled loss are unscaled here, unless `get_unscaled_gradients` did. Raises `CallOrderError` where
+        no loss was scaled, since then it cannot be told whether the gradients are.
+        """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._apply(list(grads), variables, is_summed=False)
+        self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
 
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
         """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
@@ -352,15 +388,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _scaled(self, loss: Any, pending: Any) -> Any:
         """Return the loss scaled; whatever multiplies it divides its gradients, too, wherever that is."""
+        scaled = self._scaled_losses.scale(loss, self._scale_for(loss, pending))
+        pending.remember("get_scaled_loss", _leaves(scaled))
+        return scaled
+
+    def _scale_for(self, loss: Any, pending: Any) -> tf.Tensor:
+        """Return the scale to multiply this loss by, and leave it for gradients that are unscaled in another trace."""
         if pending.returned("get_scaled_loss", _leaves(loss)):
             raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
         loss_scale = self.loss_scale
         self._used_scale.assign(loss_scale)
-        scaled = scale_by(loss, loss_scale)
-        pending.remember("get_scaled_loss", _leaves(scaled))
-        return scaled
+        return loss_scale
 
-    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool) -> None:
+    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
         if tf.distribute.in_cross_replica_context():
             raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
         present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
@@ -373,17 +413,31 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if not self._has_begun:
             outside_of_replicas(self._look_back)
         pending = self._traces.apply(variables)
-        self._warn_of_missing_calls(pending)
         gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        if pending.scaled_by_keras:
-            loss_scale = tf.convert_to_tensor(self._used_scale)
+        if pending.scaled_by_keras or (may_be_scaled and self._are_scaled(pending)):
+            loss_scale = self._scale_of(gradients)
         else:
+            self._warn_of_missing_calls(pending)
             gradients, loss_scale = origins(gradients)
         if loss_scale is None and "get_unscaled_gradients" in pending.calls:
             gradients = [_as_overwriting(g, v, self._used_scale) for g, v in zip(gradients, variables, strict=True)]
         if not is_summed:
             gradients = summed_over_replicas(gradients)
         self._take_step(gradients, variables, loss_scale)
+
+    def _are_scaled(self, pending: Any) -> bool:
+        """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
+        if isinstance(self._policy, NoScaling):
+            return False
+        scaled, unscaled = (
+            not self._traces.missing(pending, [call]) for call in ("get_scaled_loss", "get_unscaled_gradients")
+        )
+        if not scaled and not unscaled:
+            raise CallOrderError(
+                "apply was given gradients, but this optimizer scaled no loss for them, so that it cannot be told "
+                "whether they are scaled; scale the loss by scale_loss, or pass unscaled gradients to apply_gradients"
+            )
+        return not unscaled
 
     def _take_step(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> None:
         """Take a step by gradients that were scaled by `loss_scale`, or that are unscaled where there is none."""
@@ -418,6 +472,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
         if not tf.executing_eagerly():
             self._is_traced = True
+            self._scaled_losses.updated_in_graph()
             before = self._scale_state.read()
             tf.cond(finite, apply_all, lambda: tf.constant(False))
             self._scale_state.assign(self._policy.update(before, finite, xp=tf))
@@ -537,6 +592,13 @@ def _aggregates(arguments: dict[str, Any]) -> bool:
 
 def _leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(tree) if isinstance(leaf, tf.Tensor | tf.IndexedSlices)]
+
+
+def _like(grad_loss: Any, scaled: Any) -> Any:
+    """Return the gradient of a loss in the dtype of the scaled loss, which is wider than that of half losses."""
+    if grad_loss is None:
+        return None
+    return tf.nest.map_structure(lambda grad, loss: tf.cast(grad, loss.dtype), grad_loss, scaled)
 
 
 def _as_gradient(grad: Any) -> Any:
