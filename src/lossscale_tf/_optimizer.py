@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core.errors import CallOrderError
+from lossscale_tf._checkpoint import SavedLikeInner
 from lossscale_tf._compiled import CompiledUpdates
 from lossscale_tf._documented import documented_policy, policy_of_loss_scale
 from lossscale_tf._grads import (
@@ -34,6 +35,7 @@ from lossscale_tf._wrapper import (
     outside_of_replicas,
     pairs_of,
     require_clipnorm,
+    share_deferred_restorations,
     summed_over_replicas,
 )
 
@@ -97,9 +99,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._scale_state = StateVariables(policy, self._make_variable)
         self._used_scale = _variable_of_each_replica()
         self._missing_calls = Tally()
+        self._saved = None if is_keras_3(inner_optimizer) else self._saved_like_inner()
         self._is_initialised = True
 
     _is_initialised = False
+    _saved: SavedLikeInner | None = None
     _is_traced = False
     _has_warned = False
 
@@ -333,7 +337,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""
         inner = self.inner_optimizer
-        return list(inner.variables if is_keras_3(inner) else getattr(inner, "weights", None) or inner.variables)
+        return list(inner.weights if hasattr(inner, "_create_slots") else inner.variables)
 
     def get_weights(self) -> list[Any]:
         """Return what `weights` hold, as arrays."""
@@ -375,6 +379,35 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Tell the inner optimizer which variables not to decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def _saved_like_inner(self) -> SavedLikeInner:
+        share_deferred_restorations(self, self.inner_optimizer)
+        return SavedLikeInner(self.inner_optimizer, self._scale_state, self.dynamic, self._begin)
+
+    def _begin(self) -> None:
+        self._has_begun = True
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if self._saved is None or save_type != "checkpoint":
+            children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
+            return children
+        return self._saved.children(save_type, **kwargs)
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        if self._saved is not None:
+            self._saved.look_at(path)
+        return super()._checkpoint_adapter(path)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        own = super()._lookup_dependency
+        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
+            return own(name, cached_dependencies)
+        return self._saved.lookup(name, lambda: own(name))
+
+    @property
+    def _create_or_restore_slot_variable(self) -> Any:
+        """The inner optimizer's, if it has slots of TensorFlow's own kind."""
+        return self.inner_optimizer._create_or_restore_slot_variable
 
     def _build(self, variables: list[Any]) -> None:
         with tf.init_scope(), keras.name_scope(self.name):
@@ -535,9 +568,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self._compiled_updates = CompiledUpdates()  # those that are compiled hold the old value
 
     def __dir__(self) -> list[str]:
-        names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if hasattr(self, name))}
-        # TensorFlow's checkpoints would look for untracked slots in whatever lists this name; Keras's are tracked.
-        return sorted(names - {"get_slot_names"})
+        inner = dir(self.inner_optimizer)
+        names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if name in inner or _spelled(name) in inner)}
+        # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
+        return sorted(names if "get_slot_names" in inner else names - {"get_slot_names"})
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state."""

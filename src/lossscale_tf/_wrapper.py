@@ -169,7 +169,7 @@ def share_deferred_restorations(wrapper: Any, inner: Any) -> None:
     """
     wrapper._maybe_initialize_trackable()
     inner._maybe_initialize_trackable()
-    inner._self_unconditional_deferred_dependencies = wrapper._deferred_dependencies
+    vars(inner)["_self_unconditional_deferred_dependencies"] = wrapper._deferred_dependencies  # past automatic tracking
 
 
 def require_clipnorm(global_clipnorm: float | None) -> None:
