@@ -65,7 +65,7 @@ class ScaledLosses:
         Eagerly, they were if they have the same shapes, are newer, and no loss was scaled or differentiated in between.
         """
         if not tf.executing_eagerly():
-            return bool(_dependencies(grads, [_values(each) for each in unscaled]))
+            return bool(dependencies(grads, [values_of(each) for each in unscaled])[0])
         first, last = _number_of(min(grads, key=_number_of, default=None)), max(map(_number_of, unscaled), default=0)
         alike = [each.shape for each in grads] == [each.shape for each in unscaled]
         return alike and first > last and not any(last < each.number < first for each in self._own_events())
@@ -112,7 +112,7 @@ class ScaledLosses:
         records = [each for each in around if each.replica == replica and each.loss_scale() is not None]
         if len({each.updates for each in records}) < 2:
             return records[-1:]
-        found = _dependencies(grads, [each.loss_scale() for each in records])
+        found, _ = dependencies(grads, [each.loss_scale() for each in records])
         return [each for each in records if id(each.loss_scale()) in found] or (
             [each for each in records if each.is_waiting] or records[-1:]
         )
@@ -164,22 +164,23 @@ class _Traced:
         return self.updates
 
 
-def _values(leaf: Any) -> Any:
+def values_of(leaf: Any) -> Any:
+    """Return the values of `IndexedSlices`, and a tensor as it is."""
     return leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
 
 
 def _number_of(leaf: Any) -> float:
     """Return the id of an eager tensor, which is larger than that of each older one; infinite for what has none."""
-    return float(getattr(_values(leaf), "_id", "inf"))
+    return float(getattr(values_of(leaf), "_id", "inf"))
 
 
-def _dependencies(grads: Iterable[Any], sought: Iterable[Any]) -> set[int]:
-    """Return the ids of those tensors of `sought` that `grads` depend on, in the graphs being built."""
+def dependencies(grads: Iterable[Any], sought: Iterable[Any]) -> tuple[set[int], set[str]]:
+    """Return the ids of the tensors of `sought` that `grads` depend on, and the names of the operations up to them."""
     outside = {
         id(inner): outer for graph in graphs_around() for outer, inner in getattr(graph, "captures", ()) if graph
     }
-    wanted, seen, found = {id(each) for each in sought}, set(), set()
-    tensors = [_values(grad) for grad in grads]
+    wanted, seen, found, names = {id(each) for each in sought}, set(), set(), set()
+    tensors = [values_of(grad) for grad in grads]
     while tensors:
         tensor = tensors.pop()
         if id(tensor) in seen:
@@ -190,5 +191,6 @@ def _dependencies(grads: Iterable[Any], sought: Iterable[Any]) -> set[int]:
         elif id(tensor) in outside:
             tensors.append(outside[id(tensor)])
         elif isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
+            names.add(tensor.op.name)
             tensors.extend(tensor.op.inputs)
-    return found
+    return found, names

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -13,7 +14,12 @@ from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dic
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._checkpoint import SavedLikeInner
 from lossscale_tf._compiled import CompiledUpdates
-from lossscale_tf._documented import documented_policy, policy_of_loss_scale
+from lossscale_tf._documented import (
+    documented_policy,
+    policy_of_loss_scale,
+    require_no_base_arguments,
+    require_policy_or_number,
+)
 from lossscale_tf._grads import (
     finite_when_unscaled,
     fitted,
@@ -25,22 +31,48 @@ from lossscale_tf._grads import (
     unscale_by,
 )
 from lossscale_tf._in_flight import ScaledLosses
-from lossscale_tf._inner import apply_summed, build, deserialized, is_keras_3, require_optimizer, without_summing
+from lossscale_tf._inner import (
+    apply_summed,
+    build,
+    deserialized,
+    have_no_values_yet,
+    is_keras_3,
+    require_no_session,
+    require_optimizer,
+    require_tensorflow,
+    summed_by_its_own_function,
+    without_summing,
+)
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Tally, Traces
 from lossscale_tf._wrapper import (
+    StepLock,
     Wrapper,
     decide_together,
     outside_of_replicas,
     pairs_of,
     require_clipnorm,
+    require_single_wrapper,
     share_deferred_restorations,
     summed_over_replicas,
 )
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
 """What is read from and set on the inner optimizer."""
+READ_THROUGH = frozenset(
+    {
+        "clipnorm",
+        "clipvalue",
+        "ema_momentum",
+        "ema_overwrite_frequency",
+        "global_clipnorm",
+        "gradient_accumulation_steps",
+        "use_ema",
+        "weight_decay",
+    }
+)
+"""What is read from the inner optimizer, and must be set there."""
 _unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
 
@@ -80,21 +112,27 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         jit_compile: bool = False,
         name: str | None = None,
         optimizer: Any = None,
+        **base_arguments: Any,
     ) -> None:
+        require_tensorflow()
         inner_optimizer = optimizer if inner_optimizer is None else inner_optimizer
         require_optimizer(inner_optimizer)
+        require_no_base_arguments(base_arguments)
+        require_policy_or_number(loss_scale if policy is None else policy)
         if policy is None:
             policy = documented_policy(loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         elif (loss_scale, initial_scale, dynamic_growth_steps, dynamic) != ("dynamic", None, None, None):
             raise ValueError("policy= says all there is to say of the loss scale; leave the other arguments out")
         require_clipnorm(global_clipnorm)
         policy = as_policy(policy)
+        require_single_wrapper(self, inner_optimizer)
         super().__init__(inner_optimizer, name=name)
         self._policy = policy
-        self._max_norm = self.global_clipnorm = global_clipnorm
+        self._max_norm = global_clipnorm
         self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
         self._scaled_losses = ScaledLosses()
+        self._one_at_a_time = StepLock()
         self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
         self._used_scale = _variable_of_each_replica()
@@ -162,8 +200,25 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def iterations(self) -> Any:
-        """The inner optimizer's count of applied steps."""
+        """The inner optimizer's count of applied steps; it can be set."""
         return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        inner = self.inner_optimizer
+        if is_keras_3(inner):
+            inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
+        else:
+            inner.iterations = value
+
+    @property
+    def global_clipnorm(self) -> Any:
+        """The norm that this wrapper clips to or, without one, the inner optimizer."""
+        return getattr(self.inner_optimizer, "global_clipnorm", None) if self._max_norm is None else self._max_norm
+
+    @global_clipnorm.setter
+    def global_clipnorm(self, _: Any) -> None:
+        """Ignore what Keras's constructor sets; `__setattr__` has warned of anything else."""
 
     @property
     def steps_with_missing_calls(self) -> int:
@@ -261,6 +316,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return the unscaled gradients of `loss`, a callable or a graph's tensor; `ValueError` where there is none."""
+        require_no_session()
         pending = self._traces.begin("get_scaled_loss")
         pending.calls.add("get_unscaled_gradients")
         loss_scale = self.loss_scale
@@ -308,7 +364,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def build(self, variables: Any) -> None:
         """Create the inner optimizer's variables."""
         build(self.inner_optimizer, variables)
-        keras.optimizers.Optimizer.build(self, variables)
+        object.__setattr__(self, "_is_initialised", False)  # Keras shall not make averages and accumulators here, too
+        try:
+            keras.optimizers.Optimizer.build(self, variables)
+        finally:
+            object.__setattr__(self, "_is_initialised", True)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Let the inner optimizer do what it does at the end of training, if anything."""
@@ -317,8 +377,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The wrapper's own variables, the state's among them, then the inner optimizer's."""
-        return [*self._variables, *self.weights]
+        """The wrapper's own variables, the state's among them, then the inner optimizer's.
+
+        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
+        """
+        variables = [*self._variables, *self.weights]
+        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
 
     def load_own_variables(self, store: Any) -> None:
         """Load what `save_own_variables` stored; nothing of it, with a warning, where it is another optimizer's."""
@@ -410,7 +474,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return self.inner_optimizer._create_or_restore_slot_variable
 
     def _build(self, variables: list[Any]) -> None:
-        with tf.init_scope(), keras.name_scope(self.name):
+        with nullcontext() if have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(self.name):
             self.build(variables)
         self.built = True
 
@@ -427,6 +491,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _scale_for(self, loss: Any, pending: Any) -> tf.Tensor:
         """Return the scale to multiply this loss by, and leave it for gradients that are unscaled in another trace."""
+        require_no_session()
         if pending.returned("get_scaled_loss", _leaves(loss)):
             raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
         loss_scale = self.loss_scale
@@ -434,6 +499,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return loss_scale
 
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
+        require_no_session()
         if tf.distribute.in_cross_replica_context():
             raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
         present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
@@ -455,8 +521,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if loss_scale is None and "get_unscaled_gradients" in pending.calls:
             gradients = [_as_overwriting(g, v, self._used_scale) for g, v in zip(gradients, variables, strict=True)]
         if not is_summed:
-            gradients = summed_over_replicas(gradients)
+            gradients, loss_scale = self._summed(gradients, variables, loss_scale)
         self._take_step(gradients, variables, loss_scale)
+
+    def _summed(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> tuple[list[Any], Any]:
+        """Return gradients summed over replicas, and their scale; a function of the user's sums unscaled ones."""
+        unscaled = grads if loss_scale is None else unscale_by(grads, loss_scale)
+        summed = summed_by_its_own_function(self.inner_optimizer, unscaled, variables)
+        return (summed_over_replicas(grads), loss_scale) if summed is None else (summed, None)
 
     def _are_scaled(self, pending: Any) -> bool:
         """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
@@ -511,9 +583,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self._scale_state.assign(self._policy.update(before, finite, xp=tf))
             return
         is_finite = bool(finite)
-        if is_finite:
-            apply_all()
-        self._update_on_host(is_finite)
+        with self._one_at_a_time:
+            if is_finite:
+                apply_all()
+            self._update_on_host(is_finite)
 
     def _warn_of_missing_calls(self, pending: Any) -> None:
         """Count a step of one's own loop that misses scaling or unscaling, and say so once."""
@@ -541,23 +614,28 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in HYPERPARAMETERS and "inner_optimizer" in self.__dict__:
+        if "inner_optimizer" in self.__dict__ and self._is_hyperparameter(name):
             return getattr(self.inner_optimizer, _spelled(name))
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_initialised or name.startswith("_") or name == "built":
             super().__setattr__(name, value)
-        elif name in HYPERPARAMETERS:
+        elif name == "iterations":  # past automatic tracking, whose look at the old value has tf_keras create it
+            object.__setattr__(self, name, value)
+        elif self._is_hyperparameter(name):
             self._set_hyperparameter(_spelled(name), value)
         else:
-            if not hasattr(type(self), name) and hasattr(self.inner_optimizer, name):
+            if name in READ_THROUGH or (not hasattr(type(self), name) and hasattr(self.inner_optimizer, name)):
                 warnings.warn(
                     f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
                     "instead",
                     stacklevel=2,
                 )
             super().__setattr__(name, value)
+
+    def _is_hyperparameter(self, name: str) -> bool:
+        return name in HYPERPARAMETERS or name in vars(self.inner_optimizer).get("_hyper", ())
 
     def _set_hyperparameter(self, name: str, value: Any) -> None:
         inner = self.inner_optimizer
@@ -569,7 +647,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def __dir__(self) -> list[str]:
         inner = dir(self.inner_optimizer)
-        names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if name in inner or _spelled(name) in inner)}
+        hyperparameters = HYPERPARAMETERS.union(vars(self.inner_optimizer).get("_hyper", ()))
+        names = {*super().__dir__(), *(name for name in hyperparameters if _spelled(name) in inner)}
         # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
         return sorted(names if "get_slot_names" in inner else names - {"get_slot_names"})
 
@@ -590,6 +669,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         `config` is left as it is.
         """
         config = copy.deepcopy(config)
+        config.pop("learning_rate", None)  # of the wrapper, which has none
         inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
         if isinstance(inner, dict):
             inner = deserialized(inner, custom_objects)
@@ -601,6 +681,30 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         elif loss_scale is not None:
             config["policy"] = as_policy(loss_scale)
         return cls(inner, **config)
+
+
+def _read_through(name: str, default: Any) -> property:
+    """Return a property that reads the inner optimizer's setting; while Keras makes or builds it, the wrapper's."""
+
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name, default) if self._is_initialised else default
+
+    def ignore(self: LossScaleOptimizer, _: Any) -> None:
+        """Ignore what Keras's constructor sets; `__setattr__` has warned of anything else."""
+
+    return property(read, ignore, doc=f"The inner optimizer's `{name}`.")
+
+
+for _name in READ_THROUGH - {"global_clipnorm"}:
+    setattr(LossScaleOptimizer, _name, _read_through(_name, False if _name == "use_ema" else None))
+del _name
+
+
+class _CallableList(list[Any]):
+    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+
+    def __call__(self) -> "_CallableList":
+        return self
 
 
 def _spelled(name: str) -> str:

@@ -40,6 +40,7 @@ class Traces:
         self._eager = threading.local()
         self._graphs: weakref.WeakKeyDictionary[Any, dict[int, Pending]] = weakref.WeakKeyDictionary()
         self._last_scaled_by_keras = False
+        self._made: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def begin(self, call: str, by_keras: bool = False) -> Pending:
         """Return what is pending, for a loss to be scaled: a new step's if the last one's gradients were applied."""
@@ -78,6 +79,16 @@ class Traces:
     def missing(self, pending: Pending, calls: Iterable[str]) -> list[str]:
         """Return which of `calls` were made neither in this step nor in another trace that leaves its step open."""
         return [call for call in calls if call not in pending.calls | self._open_elsewhere()]
+
+    def remember_in_graph(self, tensors: Iterable[Any]) -> None:
+        """Remember tensors of the graph being built, for as long as that is."""
+        if not tf.executing_eagerly():
+            self._made.setdefault(current_graph(), []).extend(map(weakref.ref, tensors))
+
+    def remembered(self) -> list[Any]:
+        """Return the tensors that were remembered in the graph being built and in those around it."""
+        refs = (ref for graph in graphs_around() if graph is not None for ref in self._made.get(graph, ()))
+        return [tensor for ref in refs if (tensor := ref()) is not None]
 
     def _open_elsewhere(self) -> set[str]:
         """Return the calls of traces whose gradients are not applied there."""
