@@ -44,7 +44,7 @@ class SavedLikeInner:
         return self._own.get(name) or self._inner._lookup_dependency(name)
 
 
-class _LossScale(tf.__internal__.tracking.AutoTrackable):  # type: ignore[misc]
+class _LossScale(tf.__internal__.tracking.AutoTrackable):
     """The loss scale as tf_keras saves it."""
 
     def __init__(self, loss_scale: Any, growth_tracker: Any, on_restored: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class _LossScale(tf.__internal__.tracking.AutoTrackable):  # type: ignore[misc]
         self.good_steps = _Int64View(growth_tracker, on_restored)
 
 
-class _Int64View(tf.__internal__.tracking.AutoTrackable):  # type: ignore[misc]
+class _Int64View(tf.__internal__.tracking.AutoTrackable):
     """A variable that is saved and restored as an int64, which its value fits into."""
 
     def __init__(self, variable: Any, on_restored: Callable[[], None]) -> None:

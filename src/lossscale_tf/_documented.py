@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from lossscale_core import LARGEST_SCALE, DynamicScaling, FixedScaling, as_policy
 from lossscale_core.errors import PolicyError
 
@@ -58,7 +56,7 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:
     """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` stand for."""
-    if dynamic is not None and not isinstance(dynamic, bool | np.bool_):
+    if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
     if isinstance(loss_scale, bool):
         loss_scale, dynamic = "dynamic", loss_scale
@@ -76,7 +74,7 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
     if initial_scale is None:
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
     if growth_steps is not None:
-        raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got {growth_steps}')
+        raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
     return FixedScaling(float(initial_scale))
 
 
@@ -95,9 +93,9 @@ _BASE_DEFAULTS = {
 
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:
     """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
+    if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`.")
     for name, value in arguments.items():
-        if name not in _BASE_DEFAULTS:
-            raise ValueError(f"LossScaleOptimizer does not support arguments: `{name}`.")
         if value != _BASE_DEFAULTS[name]:
             raise ValueError(
                 f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."

@@ -37,7 +37,10 @@ def require_no_session() -> None:
 def require_optimizer(inner: Any) -> None:
     """Raise `TypeError` for what is not a Keras optimizer, or scales the loss already."""
     if scales_already(inner):
-        raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
+        raise TypeError(
+            "LossScaleOptimizer cannot wrap another LossScaleOptimizer; "
+            f"{type(inner).__name__} scales the loss already; wrap the optimizer once"
+        )
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
     if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):

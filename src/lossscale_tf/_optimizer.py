@@ -635,7 +635,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             super().__setattr__(name, value)
 
     def _is_hyperparameter(self, name: str) -> bool:
-        return name in HYPERPARAMETERS or name in vars(self.inner_optimizer).get("_hyper", ())
+        own = vars(self.inner_optimizer).get("_hyper", ())  # of a legacy optimizer, a user's own among them
+        return name in HYPERPARAMETERS or (name in own and not hasattr(type(self), name))
 
     def _set_hyperparameter(self, name: str, value: Any) -> None:
         inner = self.inner_optimizer

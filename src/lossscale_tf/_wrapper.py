@@ -208,8 +208,8 @@ def require_single_wrapper(wrapper: Any, inner: Any) -> None:
     other = _wrapped.get(inner, lambda: None)()
     if other is not None or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):  # tf_keras sets it
         raise ValueError(
-            f"this {type(inner).__name__} is already wrapped by a LossScaleOptimizer; an optimizer can only be wrapped "
-            "by a single LossScaleOptimizer, so make another one, such as by its from_config(get_config())"
+            '"inner_optimizer" is already wrapped by a LossScaleOptimizer. An optimizer can only be wrapped by a '
+            f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
         )
     _wrapped[inner] = weakref.ref(wrapper)
 

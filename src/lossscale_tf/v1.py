@@ -36,7 +36,6 @@ from lossscale_tf._wrapper import (
     merges_replicas,
     pairs_of,
     require_clipnorm,
-    require_single_wrapper,
     scales_already,
     share_deferred_restorations,
 )
@@ -90,7 +89,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             self._scale_state = StateVariables(self._policy, _variable)
         self._traces = Traces()
         self._one_at_a_time = StepLock()
-        require_single_wrapper(self, opt)
         share_deferred_restorations(self, opt)
 
     @property

@@ -455,7 +455,7 @@ def test_arguments_that_a_wrapper_does_not_take():
 
 @pytest.mark.parametrize("other", [LossScaleOptimizer, tf_keras.mixed_precision.LossScaleOptimizer])
 def test_one_optimizer_in_two_wrappers(other):
-    """Is refused, since both would save it under the same names; copies are taken, and pickles."""
+    """Is refused, since both would save it under the same names; another one of the same config is taken."""
     inner = tf_keras.optimizers.SGD()
     first = other(inner)
     with pytest.raises(ValueError, match="already wrapped by a LossScaleOptimizer"):

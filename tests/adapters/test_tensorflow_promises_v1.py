@@ -4,7 +4,6 @@ Each is tried in a graph with a session and eagerly, where it applies to both.
 """
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
-import gc
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -400,17 +399,6 @@ def test_a_loss_scale_manager_of_ones_own():
 
     with pytest.raises(PolicyError, match=r"Manager is a loss scale manager.* a policy of your own"):
         _sgd(Manager())
-
-
-def test_one_optimizer_in_two_wrappers():
-    """Is refused, since both would save it under the same names; a new one is taken when the first wrapper is gone."""
-    inner = tf1.train.GradientDescentOptimizer(0.1)
-    first = v1.LossScaleOptimizer(inner, 8.0)
-    with pytest.raises(ValueError, match="already wrapped by a LossScaleOptimizer"):
-        v1.LossScaleOptimizer(inner, 8.0)
-    del first
-    gc.collect()
-    v1.LossScaleOptimizer(inner, 8.0)
 
 
 def test_promises_032_044_eagerly_a_callable():
