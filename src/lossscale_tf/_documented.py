@@ -3,6 +3,7 @@
 from typing import Any
 
 from lossscale_core import LARGEST_SCALE, DynamicScaling, FixedScaling, as_policy
+from lossscale_core.errors import PolicyError
 
 _DOCUMENTED_SCALE = 2.0**15
 _DOCUMENTED_GROWTH = 2000
@@ -55,6 +56,8 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:
     """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` stand for."""
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
     if isinstance(loss_scale, bool):
         loss_scale, dynamic = "dynamic", loss_scale
     if dynamic is None or dynamic:
@@ -71,8 +74,43 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
     if initial_scale is None:
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
     if growth_steps is not None:
-        raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got {growth_steps}')
+        raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
     return FixedScaling(float(initial_scale))
+
+
+_BASE_DEFAULTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+"""Arguments of every Keras optimizer, which do nothing on a wrapper; Keras 3.0 to 3.11 save them with these values."""
+
+
+def require_no_base_arguments(arguments: dict[str, Any]) -> None:
+    """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
+    if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`.")
+    for name, value in arguments.items():
+        if value != _BASE_DEFAULTS[name]:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
+            )
+
+
+def require_policy_or_number(loss_scale: Any) -> None:
+    """Raise `PolicyError` for an object with a loss scale manager's methods, which change variables of their own."""
+    if hasattr(loss_scale, "update_loss_scale"):
+        raise PolicyError(
+            f"{type(loss_scale).__name__} is a loss scale manager, whose update is made of operations on variables of "
+            "its own; pass a policy, whose update(state, grads_finite) returns a new state: FixedLossScaleManager and "
+            "ExponentialUpdateLossScaleManager of lossscale_tf.v1 return policies, and a policy of your own is a "
+            "class with init_state and update"
+        )
 
 
 def policy_of_loss_scale(config: dict[str, Any]) -> Any:

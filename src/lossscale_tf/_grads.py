@@ -5,8 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-_HALF = (tf.float16, tf.bfloat16)
-
 
 def scale(loss: Any, state: Any) -> Any:
     """Return `loss` times the loss scale: what to differentiate.
@@ -47,7 +45,7 @@ def unscale(grads: Any, state: Any) -> Any:
 def unscale_by(grads: Any, loss_scale: Any) -> Any:
     """Return `grads` divided by the loss scale."""
     inverse = 1.0 / loss_scale
-    return _map(lambda leaf: times(leaf, inverse) if is_gradient(leaf) else leaf, grads)
+    return _map(lambda leaf: times(_as_tensor(leaf), inverse) if is_gradient(leaf) else leaf, grads)
 
 
 def select(grads_finite: Any, new: Any, old: Any) -> Any:
@@ -76,7 +74,7 @@ def mark_origin(unscaled: Any, grad: Any, loss_scale: Any) -> None:
 
     Then nobody uses the unscaled one, and TensorFlow leaves it out of the graph.
     """
-    if not tf.executing_eagerly() and grad is not None and unscaled.dtype == grad.dtype not in _HALF:
+    if not tf.executing_eagerly() and grad is not None and unscaled.dtype == grad.dtype and not _is_narrow(grad.dtype):
         unscaled._unscaled_from = (grad, loss_scale)
 
 
@@ -96,7 +94,7 @@ def times(tensor: Any, factor: Any) -> Any:
     """Return a tensor or `IndexedSlices` times a factor of shape `()`, halves in float32."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
-    wide = tf.cast(tensor, tf.float32) if tensor.dtype in _HALF or not _is_inexact(tensor.dtype) else tensor
+    wide = tf.cast(tensor, tf.float32) if _is_narrow(tensor.dtype) or not _is_inexact(tensor.dtype) else tensor
     return wide * tf.cast(factor, wide.dtype)
 
 
@@ -127,8 +125,12 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def gradient_leaves(grads: Any) -> list[Any]:
-    """Return the leaves that hold floats."""
-    return [leaf for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
+    """Return the leaves that hold floats, numbers and arrays as tensors."""
+    return [_as_tensor(leaf) for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
 
 
 def all_replicas(flag: tf.Tensor) -> tf.Tensor:
@@ -146,7 +148,7 @@ def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
     """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 where one of them is."""
     parts = [part for each in values for part in _real_parts(each)]
     dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
-    halves = [tf.cast(tf.nn.l2_loss(_lifted(part)), dtype) for part in parts]
+    halves = [tf.cast(tf.nn.l2_loss(lifted(part)), dtype) for part in parts]
     return 2.0 * tf.add_n(halves)
 
 
@@ -159,8 +161,8 @@ def finite_when_unscaled(leaves: list[Any], loss_scale: Any = None) -> tf.Tensor
     """
     if not leaves:
         return tf.constant(True)
-    halves = [leaf for leaf in leaves if leaf.dtype in _HALF]
-    others = [leaf for leaf in leaves if leaf.dtype not in _HALF]
+    halves = [leaf for leaf in leaves if _is_narrow(leaf.dtype)]
+    others = [leaf for leaf in leaves if not _is_narrow(leaf.dtype)]
     finite = _each_element_finite(halves)
     proven = _proven_finite([_values(leaf) for leaf in others])
     if loss_scale is not None:
@@ -211,7 +213,9 @@ def _static_size(leaf: Any) -> float:
 
 def _elements_finite(leaves: list[Any], inverse: Any) -> tf.Tensor:
     summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(each)])
+    return tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(_with_kernels(each))]
+    )
 
 
 def _values(leaf: Any) -> tf.Tensor:
@@ -226,12 +230,24 @@ def summed_values(leaf: Any) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
 
 
+def _with_kernels(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a float8 tensor, which TensorFlow has few operations for, in float32."""
+    return lifted(tensor) if tensor.dtype.size == 1 else tensor
+
+
 def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
     return (tf.math.real(tensor), tf.math.imag(tensor)) if tensor.dtype.is_complex else (tensor,)
 
 
-def _lifted(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tensor, tf.float32) if tensor.dtype in _HALF else tensor
+def lifted(tensor: Any) -> tf.Tensor:
+    """Return a tensor as a loss is scaled: halves in float32."""
+    tensor = tf.convert_to_tensor(tensor)
+    return tf.cast(tensor, tf.float32) if _is_narrow(tensor.dtype) else tensor
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Return whether a dtype is a float of 16 or 8 bits."""
+    return tf.as_dtype(dtype).is_floating and tf.as_dtype(dtype).size < tf.float32.size
 
 
 def _is_inexact(dtype: Any) -> bool:

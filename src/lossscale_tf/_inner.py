@@ -8,13 +8,39 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_tf._wrapper import scales_already
+from lossscale_tf._wrapper import merges_replicas, scales_already
+
+
+def require_tensorflow() -> None:
+    """Raise `RuntimeError` where Keras runs on another backend, whose trainers cannot trace a step of ours."""
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        other = {
+            "jax": "wrap an optax optimizer by lossscale_jax.loss_scaled",
+            "torch": "use lossscale_torch.GradScaler",
+        }
+        raise RuntimeError(
+            f"Keras runs on {backend}, and lossscale_tf trains on TensorFlow; set KERAS_BACKEND=tensorflow, or "
+            f"{other.get(backend, 'use the adapter of that framework')} in a loop of your own"
+        )
+
+
+def require_no_session() -> None:
+    """Raise `RuntimeError` in a graph for sessions, in which Keras's optimizers return nothing to run."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "in a tf.Graph a Keras optimizer returns no operation that a session could run, and trains nothing; use "
+            "lossscale_tf.v1.LossScaleOptimizer around an optimizer of tf.compat.v1.train, or a tf.function"
+        )
 
 
 def require_optimizer(inner: Any) -> None:
-    """Raise `TypeError` for what is no Keras optimizer, or scales the loss already."""
+    """Raise `TypeError` for what is not a Keras optimizer, or scales the loss already."""
     if scales_already(inner):
-        raise TypeError(f"{type(inner).__name__} scales the loss already; wrap the optimizer once")
+        raise TypeError(
+            "LossScaleOptimizer cannot wrap another LossScaleOptimizer; "
+            f"{type(inner).__name__} scales the loss already; wrap the optimizer once"
+        )
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
     if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
@@ -58,6 +84,17 @@ def build(inner: Any, variables: Any) -> None:
         inner._create_all_weights(_as_tensorflow(variables))
 
 
+def have_no_values_yet(variables: Any) -> bool:
+    """Return whether these are of a model that is built in this very trace, so that only the trace can read them.
+
+    `ScheduleFreeAdamW` copies them when it is built.
+    """
+    if tf.executing_eagerly() or merges_replicas():
+        return False
+    with tf.init_scope():
+        return not all(bool(variable.is_initialized()) for variable in _as_tensorflow(variables))
+
+
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let the optimizer apply gradients that are summed over replicas already."""
     if is_keras_3(inner):
@@ -66,6 +103,14 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     is_legacy = hasattr(inner, "_create_slots")
     summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
     inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
+
+
+def summed_by_its_own_function(inner: Any, grads: list[Any], variables: list[Any]) -> list[Any] | None:
+    """Return gradients as a legacy optimizer's own `gradient_aggregator` sums them, or None if it has the default."""
+    aggregator = getattr(inner, "gradient_aggregator", None)
+    if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # which is the default
+        return None
+    return [grad for grad, _ in aggregator(list(zip(grads, _as_tensorflow(variables), strict=True)))]
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._grads import finite_when_unscaled, sum_of_squares, summed_values
+from lossscale_tf._grads import finite_when_unscaled, lifted, sum_of_squares, summed_values
 
 
 def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
     """Return the 2-norm of all leaves together, unscaled; infinite exactly where an element is not finite.
 
-    Reads the gradients once. Only where their sum of squares overflows, or the scale is below 1, are they read again.
+    Its dtype is float64 if a leaf's is, else float32; what is beyond that is its largest number. Reads the gradients
+    once. Only where their sum of squares overflows, or the scale is below 1, are they read again.
     """
     inverse = 1.0 / tf.cast(loss_scale, tf.float32)
     values = [summed_values(leaf) for leaf in leaves]
@@ -20,13 +21,15 @@ def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
 
     def exact() -> tf.Tensor:
         finite = finite_when_unscaled(leaves, loss_scale)
-        wide = [tf.cast(tf.abs(value), tf.float64) for value in values]
-        norm = tf.sqrt(sum_of_squares(wide)) * tf.cast(inverse, tf.float64)
-        norm = tf.minimum(norm, tf.cast(tf.float32.max, tf.float64))
-        return tf.where(finite, tf.cast(norm, tf.float32), float("inf"))
+        wide = [tf.cast(tf.abs(lifted(value)), tf.float64) for value in values]
+        largest = tf.reduce_max([tf.reduce_max(tf.concat([tf.reshape(value, [-1]), [0.0]], 0)) for value in wide])
+        divisor = tf.where(largest > 0.0, largest, 1.0)  # so that no square overflows, which it may in float64, too
+        norm = divisor * tf.sqrt(sum_of_squares([value / divisor for value in wide])) * tf.cast(inverse, tf.float64)
+        norm = tf.minimum(norm, tf.cast(squares.dtype.max, tf.float64))
+        return tf.where(finite, tf.cast(norm, squares.dtype), float("inf"))
 
     def quick() -> tf.Tensor:
-        return tf.cast(tf.sqrt(squares), tf.float32) * inverse
+        return tf.sqrt(squares) * tf.cast(inverse, squares.dtype)
 
     return tf.cond(tf.math.is_finite(squares) & (inverse <= 1.0), quick, exact)
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -11,8 +12,14 @@ import tensorflow as tf
 
 from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core.errors import CallOrderError
+from lossscale_tf._checkpoint import SavedLikeInner
 from lossscale_tf._compiled import CompiledUpdates
-from lossscale_tf._documented import documented_policy, policy_of_loss_scale
+from lossscale_tf._documented import (
+    documented_policy,
+    policy_of_loss_scale,
+    require_no_base_arguments,
+    require_policy_or_number,
+)
 from lossscale_tf._grads import (
     finite_when_unscaled,
     fitted,
@@ -23,21 +30,49 @@ from lossscale_tf._grads import (
     times,
     unscale_by,
 )
-from lossscale_tf._inner import apply_summed, build, deserialized, is_keras_3, require_optimizer, without_summing
+from lossscale_tf._in_flight import ScaledLosses
+from lossscale_tf._inner import (
+    apply_summed,
+    build,
+    deserialized,
+    have_no_values_yet,
+    is_keras_3,
+    require_no_session,
+    require_optimizer,
+    require_tensorflow,
+    summed_by_its_own_function,
+    without_summing,
+)
 from lossscale_tf._slots import Slots
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Tally, Traces
 from lossscale_tf._wrapper import (
+    StepLock,
     Wrapper,
     decide_together,
     outside_of_replicas,
     pairs_of,
     require_clipnorm,
+    require_single_wrapper,
+    share_deferred_restorations,
     summed_over_replicas,
 )
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
 """What is read from and set on the inner optimizer."""
+READ_THROUGH = frozenset(
+    {
+        "clipnorm",
+        "clipvalue",
+        "ema_momentum",
+        "ema_overwrite_frequency",
+        "global_clipnorm",
+        "gradient_accumulation_steps",
+        "use_ema",
+        "weight_decay",
+    }
+)
+"""What is read from the inner optimizer, and must be set there."""
 _unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
 
@@ -77,27 +112,36 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         jit_compile: bool = False,
         name: str | None = None,
         optimizer: Any = None,
+        **base_arguments: Any,
     ) -> None:
+        require_tensorflow()
         inner_optimizer = optimizer if inner_optimizer is None else inner_optimizer
         require_optimizer(inner_optimizer)
+        require_no_base_arguments(base_arguments)
+        require_policy_or_number(loss_scale if policy is None else policy)
         if policy is None:
             policy = documented_policy(loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         elif (loss_scale, initial_scale, dynamic_growth_steps, dynamic) != ("dynamic", None, None, None):
             raise ValueError("policy= says all there is to say of the loss scale; leave the other arguments out")
         require_clipnorm(global_clipnorm)
         policy = as_policy(policy)
+        require_single_wrapper(self, inner_optimizer)
         super().__init__(inner_optimizer, name=name)
         self._policy = policy
-        self._max_norm = self.global_clipnorm = global_clipnorm
+        self._max_norm = global_clipnorm
         self._compiled_updates = CompiledUpdates() if jit_compile else None
         self._traces = Traces()
+        self._scaled_losses = ScaledLosses()
+        self._one_at_a_time = StepLock()
         self._slots = Slots()
         self._scale_state = StateVariables(policy, self._make_variable)
         self._used_scale = _variable_of_each_replica()
         self._missing_calls = Tally()
+        self._saved = None if is_keras_3(inner_optimizer) else self._saved_like_inner()
         self._is_initialised = True
 
     _is_initialised = False
+    _saved: SavedLikeInner | None = None
     _is_traced = False
     _has_warned = False
 
@@ -156,8 +200,25 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def iterations(self) -> Any:
-        """The inner optimizer's count of applied steps."""
+        """The inner optimizer's count of applied steps; it can be set."""
         return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        inner = self.inner_optimizer
+        if is_keras_3(inner):
+            inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
+        else:
+            inner.iterations = value
+
+    @property
+    def global_clipnorm(self) -> Any:
+        """The norm that this wrapper clips to or, without one, the inner optimizer."""
+        return getattr(self.inner_optimizer, "global_clipnorm", None) if self._max_norm is None else self._max_norm
+
+    @global_clipnorm.setter
+    def global_clipnorm(self, _: Any) -> None:
+        """Ignore what Keras's constructor sets; `__setattr__` has warned of anything else."""
 
     @property
     def steps_with_missing_calls(self) -> int:
@@ -185,14 +246,38 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Any) -> Any:
         """Return gradients of a scaled loss unscaled, in float32 or wider; `None` and `IndexedSlices` are kept.
 
-        Raises `CallOrderError` for gradients that this call returned before.
+        They are divided by the scale that multiplied their own loss, though the next loss may be scaled by another one
+        already. Raises `CallOrderError` where it cannot be told which loss they are of, and for gradients that this
+        call returned before, or that were made of those.
         """
         pending = self._traces.unscale()
         pending.scaled_by_keras = False  # whoever unscales, scales
-        if pending.returned("get_unscaled_gradients", _leaves(grads)):
+        leaves = _leaves(grads)
+        if self._are_unscaled(pending, leaves):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        was_scaled = not self._traces.missing(pending, ["get_scaled_loss"])
-        loss_scale = tf.convert_to_tensor(self._used_scale) if was_scaled else self.loss_scale
+        return self._unscaled(grads, self._scale_to_unscale_by(leaves, pending), pending)
+
+    def _scale_to_unscale_by(self, leaves: list[Any], pending: Any) -> tf.Tensor:
+        if not self._traces.missing(pending, ["get_scaled_loss"]):
+            return self._scale_of(leaves)
+        loss_scale = self._scaled_losses.scale_of(leaves, waiting_only=True)  # another thread may have scaled the loss
+        if loss_scale is None:
+            return self.loss_scale
+        pending.calls.add("get_scaled_loss")
+        return loss_scale
+
+    def _are_unscaled(self, pending: Any, leaves: list[Any]) -> bool:
+        before = pending.alive("get_unscaled_gradients")
+        return any(one is other for one in leaves for other in before) or (
+            not pending.applied and self._scaled_losses.made_since(leaves, before)
+        )
+
+    def _scale_of(self, grads: list[Any]) -> tf.Tensor:
+        """Return the scale that multiplied the loss of these gradients."""
+        loss_scale = self._scaled_losses.scale_of(grads)
+        return tf.convert_to_tensor(self._used_scale) if loss_scale is None else loss_scale
+
+    def _unscaled(self, grads: Any, loss_scale: Any, pending: Any) -> Any:
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             mark_origin(leaf, grad, loss_scale)
@@ -218,13 +303,20 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
             tape, grad_loss = None, tape
         with tf.GradientTape() if tape is None else tape as tape:
-            scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
+            loss = loss() if callable(loss) else loss
+            pending = self._traces.begin("get_scaled_loss")
+            loss_scale = self._scale_for(loss, pending)
+            scaled = scale_by(loss, loss_scale)
+            pending.remember("get_scaled_loss", _leaves(scaled))
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
-        grads = self.get_unscaled_gradients(tape.gradient(scaled, variables, output_gradients=grad_loss))
+        grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
+        pending.calls.add("get_unscaled_gradients")
+        grads = self._unscaled(grads, loss_scale, pending)
         self.apply_gradients(zip(grads, variables, strict=True), name=name)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return the unscaled gradients of `loss`, a callable or a graph's tensor; `ValueError` where there is none."""
+        require_no_session()
         pending = self._traces.begin("get_scaled_loss")
         pending.calls.add("get_unscaled_gradients")
         loss_scale = self.loss_scale
@@ -257,9 +349,13 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @_unconverted
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply gradients to the variables that the optimizer was built with, or to those given; Keras's own entry."""
+        """Apply gradients to the variables that the optimizer was built with, or to those given; Keras 3's own entry.
+
+        Gradients of a scaled loss are unscaled here, unless `get_unscaled_gradients` did. Raises `CallOrderError` where
+        no loss was scaled, since then it cannot be told whether the gradients are.
+        """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._apply(list(grads), variables, is_summed=False)
+        self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
 
     def stateless_apply(self, *_: Any, **__: Any) -> Any:
         """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
@@ -268,7 +364,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def build(self, variables: Any) -> None:
         """Create the inner optimizer's variables."""
         build(self.inner_optimizer, variables)
-        keras.optimizers.Optimizer.build(self, variables)
+        object.__setattr__(self, "_is_initialised", False)  # Keras shall not make averages and accumulators here, too
+        try:
+            keras.optimizers.Optimizer.build(self, variables)
+        finally:
+            object.__setattr__(self, "_is_initialised", True)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Let the inner optimizer do what it does at the end of training, if anything."""
@@ -277,8 +377,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The wrapper's own variables, the state's among them, then the inner optimizer's."""
-        return [*self._variables, *self.weights]
+        """The wrapper's own variables, the state's among them, then the inner optimizer's.
+
+        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
+        """
+        variables = [*self._variables, *self.weights]
+        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
 
     def load_own_variables(self, store: Any) -> None:
         """Load what `save_own_variables` stored; nothing of it, with a warning, where it is another optimizer's."""
@@ -297,7 +401,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def weights(self) -> list[Any]:
         """The inner optimizer's variables, in the order in which they were made."""
         inner = self.inner_optimizer
-        return list(inner.variables if is_keras_3(inner) else getattr(inner, "weights", None) or inner.variables)
+        return list(inner.weights if hasattr(inner, "_create_slots") else inner.variables)
 
     def get_weights(self) -> list[Any]:
         """Return what `weights` hold, as arrays."""
@@ -340,8 +444,37 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """Tell the inner optimizer which variables not to decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
+    def _saved_like_inner(self) -> SavedLikeInner:
+        share_deferred_restorations(self, self.inner_optimizer)
+        return SavedLikeInner(self.inner_optimizer, self._scale_state, self.dynamic, self._begin)
+
+    def _begin(self) -> None:
+        self._has_begun = True
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if self._saved is None or save_type != "checkpoint":
+            children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
+            return children
+        return self._saved.children(save_type, **kwargs)
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        if self._saved is not None:
+            self._saved.look_at(path)
+        return super()._checkpoint_adapter(path)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        own = super()._lookup_dependency
+        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
+            return own(name, cached_dependencies)
+        return self._saved.lookup(name, lambda: own(name))
+
+    @property
+    def _create_or_restore_slot_variable(self) -> Any:
+        """The inner optimizer's, if it has slots of TensorFlow's own kind."""
+        return self.inner_optimizer._create_or_restore_slot_variable
+
     def _build(self, variables: list[Any]) -> None:
-        with tf.init_scope(), keras.name_scope(self.name):
+        with nullcontext() if have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(self.name):
             self.build(variables)
         self.built = True
 
@@ -352,15 +485,21 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _scaled(self, loss: Any, pending: Any) -> Any:
         """Return the loss scaled; whatever multiplies it divides its gradients, too, wherever that is."""
+        scaled = self._scaled_losses.scale(loss, self._scale_for(loss, pending))
+        pending.remember("get_scaled_loss", _leaves(scaled))
+        return scaled
+
+    def _scale_for(self, loss: Any, pending: Any) -> tf.Tensor:
+        """Return the scale to multiply this loss by, and leave it for gradients that are unscaled in another trace."""
+        require_no_session()
         if pending.returned("get_scaled_loss", _leaves(loss)):
             raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
         loss_scale = self.loss_scale
         self._used_scale.assign(loss_scale)
-        scaled = scale_by(loss, loss_scale)
-        pending.remember("get_scaled_loss", _leaves(scaled))
-        return scaled
+        return loss_scale
 
-    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool) -> None:
+    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
+        require_no_session()
         if tf.distribute.in_cross_replica_context():
             raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
         present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
@@ -373,17 +512,37 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if not self._has_begun:
             outside_of_replicas(self._look_back)
         pending = self._traces.apply(variables)
-        self._warn_of_missing_calls(pending)
         gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        if pending.scaled_by_keras:
-            loss_scale = tf.convert_to_tensor(self._used_scale)
+        if pending.scaled_by_keras or (may_be_scaled and self._are_scaled(pending)):
+            loss_scale = self._scale_of(gradients)
         else:
+            self._warn_of_missing_calls(pending)
             gradients, loss_scale = origins(gradients)
         if loss_scale is None and "get_unscaled_gradients" in pending.calls:
             gradients = [_as_overwriting(g, v, self._used_scale) for g, v in zip(gradients, variables, strict=True)]
         if not is_summed:
-            gradients = summed_over_replicas(gradients)
+            gradients, loss_scale = self._summed(gradients, variables, loss_scale)
         self._take_step(gradients, variables, loss_scale)
+
+    def _summed(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> tuple[list[Any], Any]:
+        """Return gradients summed over replicas, and their scale; a function of the user's sums unscaled ones."""
+        unscaled = grads if loss_scale is None else unscale_by(grads, loss_scale)
+        summed = summed_by_its_own_function(self.inner_optimizer, unscaled, variables)
+        return (summed_over_replicas(grads), loss_scale) if summed is None else (summed, None)
+
+    def _are_scaled(self, pending: Any) -> bool:
+        """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
+        if isinstance(self._policy, NoScaling):
+            return False
+        scaled, unscaled = (
+            not self._traces.missing(pending, [call]) for call in ("get_scaled_loss", "get_unscaled_gradients")
+        )
+        if not scaled and not unscaled:
+            raise CallOrderError(
+                "apply was given gradients, but this optimizer scaled no loss for them, so that it cannot be told "
+                "whether they are scaled; scale the loss by scale_loss, or pass unscaled gradients to apply_gradients"
+            )
+        return not unscaled
 
     def _take_step(self, grads: list[Any], variables: list[Any], loss_scale: Any) -> None:
         """Take a step by gradients that were scaled by `loss_scale`, or that are unscaled where there is none."""
@@ -418,14 +577,16 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
         if not tf.executing_eagerly():
             self._is_traced = True
+            self._scaled_losses.updated_in_graph()
             before = self._scale_state.read()
             tf.cond(finite, apply_all, lambda: tf.constant(False))
             self._scale_state.assign(self._policy.update(before, finite, xp=tf))
             return
         is_finite = bool(finite)
-        if is_finite:
-            apply_all()
-        self._update_on_host(is_finite)
+        with self._one_at_a_time:
+            if is_finite:
+                apply_all()
+            self._update_on_host(is_finite)
 
     def _warn_of_missing_calls(self, pending: Any) -> None:
         """Count a step of one's own loop that misses scaling or unscaling, and say so once."""
@@ -453,23 +614,29 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in HYPERPARAMETERS and "inner_optimizer" in self.__dict__:
+        if "inner_optimizer" in self.__dict__ and self._is_hyperparameter(name):
             return getattr(self.inner_optimizer, _spelled(name))
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_initialised or name.startswith("_") or name == "built":
             super().__setattr__(name, value)
-        elif name in HYPERPARAMETERS:
+        elif name == "iterations":  # past automatic tracking, whose look at the old value has tf_keras create it
+            object.__setattr__(self, name, value)
+        elif self._is_hyperparameter(name):
             self._set_hyperparameter(_spelled(name), value)
         else:
-            if not hasattr(type(self), name) and hasattr(self.inner_optimizer, name):
+            if name in READ_THROUGH or (not hasattr(type(self), name) and hasattr(self.inner_optimizer, name)):
                 warnings.warn(
                     f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
                     "instead",
                     stacklevel=2,
                 )
             super().__setattr__(name, value)
+
+    def _is_hyperparameter(self, name: str) -> bool:
+        own = vars(self.inner_optimizer).get("_hyper", ())  # of a legacy optimizer, a user's own among them
+        return name in HYPERPARAMETERS or (name in own and not hasattr(type(self), name))
 
     def _set_hyperparameter(self, name: str, value: Any) -> None:
         inner = self.inner_optimizer
@@ -480,9 +647,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             self._compiled_updates = CompiledUpdates()  # those that are compiled hold the old value
 
     def __dir__(self) -> list[str]:
-        names = {*super().__dir__(), *(name for name in HYPERPARAMETERS if hasattr(self, name))}
-        # TensorFlow's checkpoints would look for untracked slots in whatever lists this name; Keras's are tracked.
-        return sorted(names - {"get_slot_names"})
+        inner = dir(self.inner_optimizer)
+        hyperparameters = HYPERPARAMETERS.union(vars(self.inner_optimizer).get("_hyper", ()))
+        names = {*super().__dir__(), *(name for name in hyperparameters if _spelled(name) in inner)}
+        # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
+        return sorted(names if "get_slot_names" in inner else names - {"get_slot_names"})
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state."""
@@ -501,6 +670,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         `config` is left as it is.
         """
         config = copy.deepcopy(config)
+        config.pop("learning_rate", None)  # of the wrapper, which has none
         inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
         if isinstance(inner, dict):
             inner = deserialized(inner, custom_objects)
@@ -512,6 +682,30 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         elif loss_scale is not None:
             config["policy"] = as_policy(loss_scale)
         return cls(inner, **config)
+
+
+def _read_through(name: str, default: Any) -> property:
+    """Return a property that reads the inner optimizer's setting; while Keras makes or builds it, the wrapper's."""
+
+    def read(self: LossScaleOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name, default) if self._is_initialised else default
+
+    def ignore(self: LossScaleOptimizer, _: Any) -> None:
+        """Ignore what Keras's constructor sets; `__setattr__` has warned of anything else."""
+
+    return property(read, ignore, doc=f"The inner optimizer's `{name}`.")
+
+
+for _name in READ_THROUGH - {"global_clipnorm"}:
+    setattr(LossScaleOptimizer, _name, _read_through(_name, False if _name == "use_ema" else None))
+del _name
+
+
+class _CallableList(list[Any]):
+    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+
+    def __call__(self) -> "_CallableList":
+        return self
 
 
 def _spelled(name: str) -> str:
@@ -537,6 +731,13 @@ def _aggregates(arguments: dict[str, Any]) -> bool:
 
 def _leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(tree) if isinstance(leaf, tf.Tensor | tf.IndexedSlices)]
+
+
+def _like(grad_loss: Any, scaled: Any) -> Any:
+    """Return the gradient of a loss in the dtype of the scaled loss, which is wider than that of half losses."""
+    if grad_loss is None:
+        return None
+    return tf.nest.map_structure(lambda grad, loss: tf.cast(grad, loss.dtype), grad_loss, scaled)
 
 
 def _as_gradient(grad: Any) -> Any:

@@ -12,8 +12,8 @@ def overflow_report(grads_and_vars: Any) -> list[GradientReport]:
     """Return a report on each variable whose gradient holds NaN or infinity, by its name.
 
     Call it eagerly, with the (gradient, variable) pairs of a skipped step; where nothing overflowed the list is empty.
-    Duplicates of `IndexedSlices` are summed. A gradient with NaN but no infinity points to the forward pass, one with
-    infinities to a scale that is too large. Reads every gradient and synchronises with the host; raises `RuntimeError`
+    Duplicates of `IndexedSlices` are summed. Look at the loss beside it: with a finite loss the scale was too large,
+    also where gradients hold NaN and no infinity. Reads every gradient and synchronises with the host; raises `RuntimeError`
     in a graph, which has no numbers yet.
     """
     if not tf.executing_eagerly():

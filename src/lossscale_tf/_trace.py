@@ -26,7 +26,11 @@ class Pending:
 
     def returned(self, call: str, tensors: Iterable[Any]) -> bool:
         """Return whether this call has returned one of these very tensors in this step."""
-        return any(each() is tensor for tensor in tensors for each in self._returned.get(call, []))
+        return any(each is tensor for tensor in tensors for each in self.alive(call))
+
+    def alive(self, call: str) -> list[Any]:
+        """Return those tensors that this call has returned in this step and that somebody still holds."""
+        return [tensor for each in self._returned.get(call, []) if (tensor := each()) is not None]
 
 
 class Traces:
@@ -36,10 +40,11 @@ class Traces:
         self._eager = threading.local()
         self._graphs: weakref.WeakKeyDictionary[Any, dict[int, Pending]] = weakref.WeakKeyDictionary()
         self._last_scaled_by_keras = False
+        self._made: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def begin(self, call: str, by_keras: bool = False) -> Pending:
         """Return what is pending, for a loss to be scaled: a new step's if the last one's gradients were applied."""
-        records, replica = self._records(_graph()), _replica()
+        records, replica = self._records(current_graph()), current_replica()
         pending = records.get(replica)
         if pending is None or pending.applied or pending.scaled_by_keras != by_keras:
             pending = records[replica] = Pending(by_keras)
@@ -53,7 +58,7 @@ class Traces:
         Where nothing is known, or a variable comes again, it is another step's; the last scaling says whose it is.
         """
         pending, keys = self._found(), set(map(id, variables))
-        if pending is None or any(not keys.isdisjoint(pending.applied.get(graph, ())) for graph in _graphs_around()):
+        if pending is None or any(not keys.isdisjoint(pending.applied.get(graph, ())) for graph in graphs_around()):
             pending = self._another()
         return pending
 
@@ -68,12 +73,22 @@ class Traces:
     def apply(self, variables: Iterable[Any]) -> Pending:
         """Return what is pending for `variables`, and note that their gradients are applied."""
         pending = self.current(variables)
-        pending.applied.setdefault(_graph(), set()).update(map(id, variables))
+        pending.applied.setdefault(current_graph(), set()).update(map(id, variables))
         return pending
 
     def missing(self, pending: Pending, calls: Iterable[str]) -> list[str]:
         """Return which of `calls` were made neither in this step nor in another trace that leaves its step open."""
         return [call for call in calls if call not in pending.calls | self._open_elsewhere()]
+
+    def remember_in_graph(self, tensors: Iterable[Any]) -> None:
+        """Remember tensors of the graph being built, for as long as that is."""
+        if not tf.executing_eagerly():
+            self._made.setdefault(current_graph(), []).extend(map(weakref.ref, tensors))
+
+    def remembered(self) -> list[Any]:
+        """Return the tensors that were remembered in the graph being built and in those around it."""
+        refs = (ref for graph in graphs_around() if graph is not None for ref in self._made.get(graph, ()))
+        return [tensor for ref in refs if (tensor := ref()) is not None]
 
     def _open_elsewhere(self) -> set[str]:
         """Return the calls of traces whose gradients are not applied there."""
@@ -81,12 +96,12 @@ class Traces:
         return {call for each in open_ones for call in each.calls}
 
     def _another(self) -> Pending:
-        pending = self._records(_graph())[_replica()] = Pending(self._last_scaled_by_keras)
+        pending = self._records(current_graph())[current_replica()] = Pending(self._last_scaled_by_keras)
         return pending
 
     def _found(self) -> Pending | None:
-        replica = _replica()
-        for graph in _graphs_around():
+        replica = current_replica()
+        for graph in graphs_around():
             records = self._records(graph)
             if replica in records:
                 return records[replica]
@@ -121,14 +136,14 @@ class Tally:
         return int(self._count.numpy())
 
 
-def _graph() -> Any:
+def current_graph() -> Any:
     """Return the graph being built; None where execution is eager."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _graphs_around() -> Iterator[Any]:
+def graphs_around() -> Iterator[Any]:
     """Yield the graph being built and those around it, then None if what is around them executes eagerly."""
-    graph = _graph()
+    graph = current_graph()
     while graph is not None:
         yield graph
         graph = getattr(graph, "outer_graph", None)
@@ -136,6 +151,6 @@ def _graphs_around() -> Iterator[Any]:
         yield None
 
 
-def _replica() -> int:
+def current_replica() -> int:
     context = tf.distribute.get_replica_context()
     return 0 if context is None else int(tf.get_static_value(context.replica_id_in_sync_group) or 0)

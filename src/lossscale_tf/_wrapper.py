@@ -1,6 +1,8 @@
 """What both wrappers are: an optimizer with a policy, a state, and a step that is applied or skipped as a whole."""
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,32 @@ from lossscale_core.errors import CheckpointWarning, PolicyError
 from lossscale_tf._grads import all_replicas, finite_when_unscaled
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
+
+
+class StepLock:
+    """Lets one thread at a time take an eager step, in which the state is read, updated on the host, and set.
+
+    Replicas, which are threads as well and may wait for each other within a step, are not kept apart.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._held = threading.local()
+
+    def __enter__(self) -> None:
+        self._held.by_this_thread = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        if self._held.by_this_thread:
+            self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        if self._held.by_this_thread:
+            self._lock.release()
+
+    def __deepcopy__(self, _: Any) -> "StepLock":
+        return StepLock()
+
+    def __reduce__(self) -> Any:
+        return StepLock, ()
 
 
 class Wrapper:
@@ -100,7 +128,7 @@ class Wrapper:
             return finite_when_unscaled(grads, loss_scale), inverse
         norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
         clip = clip_factor(norm, self._max_norm)
-        return tf.math.is_finite(norm), clip if inverse is None else clip * inverse
+        return tf.math.is_finite(norm), clip if inverse is None else clip * tf.cast(inverse, clip.dtype)
 
     def _update_on_host(self, is_finite: bool) -> None:
         before = self._scale_state.read_on_host()
@@ -158,6 +186,32 @@ def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
 def scales_already(optimizer: Any) -> bool:
     """Return whether an optimizer of any kind is a wrapper like these: TensorFlow's, Keras's, tf_keras's or ours."""
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
+
+
+def share_deferred_restorations(wrapper: Any, inner: Any) -> None:
+    """Let `inner` find what a checkpoint holds for variables that it creates later.
+
+    Its variables are saved as children of the wrapper, so that TensorFlow defers them there, while the optimizer that
+    creates a variable looks for them in its own dictionary:
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/trackable/base.py#L601
+    """
+    wrapper._maybe_initialize_trackable()
+    inner._maybe_initialize_trackable()
+    vars(inner)["_self_unconditional_deferred_dependencies"] = wrapper._deferred_dependencies  # past automatic tracking
+
+
+_wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def require_single_wrapper(wrapper: Any, inner: Any) -> None:
+    """Raise `ValueError` where another wrapper, which would be saved under the same names, has this optimizer."""
+    other = _wrapped.get(inner, lambda: None)()
+    if other is not None or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):  # tf_keras sets it
+        raise ValueError(
+            '"inner_optimizer" is already wrapped by a LossScaleOptimizer. An optimizer can only be wrapped by a '
+            f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
+        )
+    _wrapped[inner] = weakref.ref(wrapper)
 
 
 def require_clipnorm(global_clipnorm: float | None) -> None:

@@ -10,6 +10,7 @@ scales are functions here that return policies.
 """
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,17 +23,21 @@ from lossscale_tf._documented import (
     ExponentialUpdateLossScaleManager,
     FixedLossScale,
     FixedLossScaleManager,
+    require_policy_or_number,
 )
-from lossscale_tf._grads import fitted, mark_origin, origins, scale
+from lossscale_tf._grads import fitted, lifted, mark_origin, origins, scale
+from lossscale_tf._in_flight import dependencies, values_of
 from lossscale_tf._state import StateVariables
 from lossscale_tf._trace import Traces
 from lossscale_tf._wrapper import (
+    StepLock,
     Wrapper,
     decide_together,
     merges_replicas,
     pairs_of,
     require_clipnorm,
     scales_already,
+    share_deferred_restorations,
 )
 
 __all__ = [
@@ -72,10 +77,10 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         if (loss_scale_manager is None) == (loss_scale is None):
             raise ValueError("loss_scale must be given, or loss_scale_manager: a policy, a number, or 'dynamic'")
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
+        require_policy_or_number(chosen)
         require_clipnorm(global_clipnorm)
         name = opt.get_name() if name is None else name
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name={name!r} must be a string, and not empty")
+        _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
         self._optimizer = opt
         self._policy = DynamicLossScale() if isinstance(chosen, str) and chosen == "dynamic" else as_policy(chosen)
@@ -83,6 +88,8 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         with tf.name_scope(f"{name}_loss_scale"):
             self._scale_state = StateVariables(self._policy, _variable)
         self._traces = Traces()
+        self._one_at_a_time = StepLock()
+        share_deferred_restorations(self, opt)
 
     @property
     def loss_scale(self) -> Any:
@@ -105,8 +112,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         Raises `ValueError` for what is no variable.
         """
         _require_variables([] if var_list is None else tf.nest.flatten(var_list))
-        if tf.executing_eagerly():
-            grad_loss = None
+        grad_loss = None if grad_loss is None or tf.executing_eagerly() else lifted(grad_loss)
         state = self._scale_state.read()
         scaled = (lambda: scale(loss(), state)) if callable(loss) else scale(loss, state)
         pairs = self._optimizer.compute_gradients(
@@ -117,6 +123,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         unscaled = [(fitted(grad, variable, inverse), variable) for grad, variable in pairs]
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             mark_origin(leaf, grad, state.loss_scale)
+        self._traces.remember_in_graph(values_of(leaf) for leaf, _ in unscaled if leaf is not None)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -136,7 +143,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         variables = [variable for _, variable in present]
-        self._warn_of_foreign_gradients(variables)
+        self._warn_of_foreign_gradients([grad for grad, _ in present], variables)
         self._create_slots_outside_of_branches(variables)
         grads, loss_scale = origins([grad for grad, _ in present])
         grads = [fitted(grad, variable) for grad, variable in zip(grads, variables, strict=True)]  # as it is applied
@@ -178,9 +185,10 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         """Apply where `finite`, and update the state; eagerly the flag is read, and the update is the host's."""
         if tf.executing_eagerly():
             is_finite = bool(finite)
-            if is_finite:
-                apply()
-            self._update_on_host(is_finite)
+            with self._one_at_a_time:
+                if is_finite:
+                    apply()
+                self._update_on_host(is_finite)
             return None
 
         def apply_all() -> tf.Tensor:
@@ -217,15 +225,28 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
 
-    def _warn_of_foreign_gradients(self, variables: list[Any]) -> None:
+    def _warn_of_foreign_gradients(self, grads: list[Any], variables: list[Any]) -> None:
         pending = self._traces.apply(variables if tf.executing_eagerly() else ())
-        if self._traces.missing(pending, ["compute_gradients"]):
+        if self._traces.missing(pending, ["compute_gradients"]) or self._are_foreign_in_graph(grads):
             warnings.warn(
                 "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
                 "call compute_gradients or minimize",
                 stacklevel=4,  # past AutoGraph's wrapper of the public method
             )
 
+    def _are_foreign_in_graph(self, grads: list[Any]) -> bool:
+        """Return whether gradients were taken in this graph, and not by this optimizer; an accumulator's may be its."""
+        made = self._traces.remembered()
+        if not made or tf.executing_eagerly():
+            return False
+        found, operations = dependencies(grads, made)
+        return not found and any(_OF_GRADIENTS.search(name) for name in operations)
+
+
+_OF_GRADIENTS = re.compile(r"(^|/)(gradients|gradient_tape)(_\d+)?/")
+"""What TensorFlow calls the operations that it adds for gradients."""
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
+"""What TensorFlow takes for a scope's name in a graph."""
 
 MixedPrecisionLossScaleOptimizer = LossScaleOptimizer
 """The name that `tf.compat.v1.mixed_precision` has for it."""
@@ -237,6 +258,13 @@ def _variable(name: str, value: Any) -> Any:
     return tf.compat.v1.Variable(
         value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
+
+
+def _require_name(name: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name={name!r} must begin with a letter, a digit or a dot, and may go on with these and _ \\ / > -"
+        )
 
 
 def _require_optimizer(opt: Any) -> None:

@@ -2,6 +2,10 @@
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 import gc
+import os
+import subprocess
+import sys
+import threading
 import weakref
 
 import keras
@@ -378,6 +382,191 @@ def test_a_hyperparameter_reaches_a_compiled_update():
     for name in ("clipnorm", "global_clipnorm", "weight_decay", "use_ema"):
         with pytest.warns(UserWarning, match=f"{name} is set on the LossScaleOptimizer"):
             setattr(optimizer, name, 0.5)
+
+
+SETTINGS = {
+    "clipnorm": 0.5,
+    "clipvalue": 0.5,
+    "global_clipnorm": 0.5,
+    "use_ema": True,
+    "ema_momentum": 0.9,
+    "ema_overwrite_frequency": 3,
+    "gradient_accumulation_steps": 4,
+    "weight_decay": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_inner_optimizer_can_be_read(name):
+    """On the wrapper, which makes no averages or accumulators of its own for it."""
+    settings = {name: SETTINGS[name]} | ({"use_ema": True} if name.startswith("ema") else {})
+    inner, variable = keras.optimizers.SGD(0.1, **settings), keras.Variable([1.0, 2.0])
+    optimizer = LossScaleOptimizer(inner, POLICY)
+    assert getattr(optimizer, name) == SETTINGS[name]
+    own = len(optimizer.variables) - len(inner.variables)
+    optimizer.build([variable])
+    assert len(optimizer.variables) - len(inner.variables) == own
+    optimizer.minimize(lambda: tf.reduce_sum(variable.value), [variable.value])
+    assert getattr(optimizer, name) == SETTINGS[name]
+
+
+@pytest.mark.parametrize("of", [tf_keras.optimizers, tf_keras.optimizers.legacy])
+def test_what_tf_keras_has_can_be_read(of):
+    """`clipnorm`, `variables` as a method, and hyperparameters of a user's own legacy optimizer, read and set."""
+    optimizer, variable = LossScaleOptimizer(of.SGD(0.1, clipnorm=0.5), POLICY), tf.Variable(1.0)
+    optimizer.minimize(lambda: variable * 1.0, [variable])
+    assert optimizer.clipnorm == 0.5
+    assert optimizer.use_ema is False
+    assert [id(each) for each in optimizer.variables()] == [id(each) for each in optimizer.variables]
+
+    class Own(tf_keras.optimizers.legacy.SGD):
+        def __init__(self):
+            super().__init__(0.1)
+            self._set_hyper("mine", 0.25)
+
+    optimizer = LossScaleOptimizer(Own(), POLICY)
+    assert "mine" in dir(optimizer)
+    assert float(optimizer.mine) == 0.25
+    optimizer.mine = 0.5
+    assert float(optimizer.inner_optimizer.mine) == 0.5
+
+
+@pytest.mark.parametrize("of", [keras.optimizers, tf_keras.optimizers, tf_keras.optimizers.legacy])
+def test_iterations_can_be_set(of):
+    """As the inner optimizer's can; Keras 3's in applied steps, whatever it accumulates."""
+    optimizer = LossScaleOptimizer(of.SGD(0.1), POLICY)
+    optimizer.iterations = 7 if of is keras.optimizers else tf.Variable(7, dtype=tf.int64)
+    assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 7
+    if of is keras.optimizers:
+        optimizer = LossScaleOptimizer(of.SGD(0.1, gradient_accumulation_steps=3), POLICY)
+        optimizer.iterations = 7
+        assert int(optimizer.iterations) == 7
+
+
+def test_arguments_that_a_wrapper_does_not_take():
+    """Keras's sentence says where they belong; `dynamic` is a bool, and what nobody knows is named."""
+    with pytest.raises(ValueError, match=r"does not support `clipnorm`\. Instead, set `clipnorm` on the `inner_opt"):
+        LossScaleOptimizer(keras.optimizers.SGD(), clipnorm=1.0)
+    with pytest.raises(ValueError, match="does not support arguments: `no_such`"):
+        LossScaleOptimizer(keras.optimizers.SGD(), no_such=1)
+    with pytest.raises(TypeError, match=r"\"dynamic\" argument .* must be a bool, but got: 'no'"):
+        LossScaleOptimizer(keras.optimizers.SGD(), dynamic="no")
+
+
+@pytest.mark.parametrize("other", [LossScaleOptimizer, tf_keras.mixed_precision.LossScaleOptimizer])
+def test_one_optimizer_in_two_wrappers(other):
+    """Is refused, since both would save it under the same names; another one of the same config is taken."""
+    inner = tf_keras.optimizers.SGD()
+    first = other(inner)
+    with pytest.raises(ValueError, match="already wrapped by a LossScaleOptimizer"):
+        LossScaleOptimizer(inner)
+    LossScaleOptimizer(type(inner).from_config(first.inner_optimizer.get_config()))
+
+
+def test_another_backend_of_keras():
+    """Is refused when the wrapper is made, instead of in a tracer of `fit`."""
+    code = "import keras, lossscale_tf; lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD())"
+    environment = {**os.environ, "KERAS_BACKEND": "numpy"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "RuntimeError: Keras runs on numpy, and lossscale_tf trains on TensorFlow" in found.stderr, found.stderr
+
+
+@pytest.mark.parametrize("of", [keras.optimizers, tf_keras.optimizers, tf_keras.optimizers.legacy])
+@pytest.mark.parametrize("call", ["minimize", "get_scaled_loss", "scale_loss", "apply_gradients", "get_gradients"])
+def test_a_graph_for_sessions(of, call):
+    """Is refused, and `v1` is named: a Keras optimizer has no operation to run there."""
+    with tf.Graph().as_default():
+        variable = tf.Variable(1.0)
+        optimizer = LossScaleOptimizer(of.SGD(0.1), 8.0)
+        calls = {
+            "minimize": lambda: optimizer.minimize(lambda: variable * 1.0, [variable]),
+            "get_scaled_loss": lambda: optimizer.get_scaled_loss(variable * 1.0),
+            "scale_loss": lambda: optimizer.scale_loss(variable * 1.0),
+            "apply_gradients": lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]),
+            "get_gradients": lambda: optimizer.get_gradients(variable * 1.0, [variable]),
+        }
+        with pytest.raises(RuntimeError, match=r"lossscale_tf\.v1\.LossScaleOptimizer"):
+            calls[call]()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("by_keras", [False, True])
+def test_a_gradient_aggregator_of_ones_own(mode, by_keras):
+    """That of a legacy optimizer gets unscaled gradients, and what it returns is checked and applied."""
+    variables = [tf.Variable(0.0), tf.Variable(0.0)]
+    aggregate = lambda pairs: [(4.0 * grad, variable) for grad, variable in pairs]  # noqa: E731
+    optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, gradient_aggregator=aggregate), 2.0)
+    optimizer.build(variables)
+
+    def step(factor):
+        if not by_keras:
+            return optimizer.minimize(lambda: factor * tf.add_n(variables), variables)
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(factor * tf.add_n(variables))
+        return optimizer.apply(tape.gradient(scaled, variables), variables)
+
+    step = step if mode == "eager" else tf.function(step, autograph=False)
+    step(tf.constant(1.0))
+    step(tf.constant(INF))
+    step(tf.constant(1e38))  # finite until it is aggregated
+    assert [float(each) for each in variables] == [-4.0, -4.0]
+    assert int(optimizer.metrics()["skipped_steps"]) == 2
+
+
+def test_schedule_free_with_a_model_that_is_built_in_fit():
+    """Its averages begin at the model's first values, which are only known in the trace; it trains as the bare one."""
+
+    def trained(optimizer):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+        return _fit(model, epochs=3)
+
+    expected = trained(keras.optimizers.ScheduleFreeAdamW(0.05))
+    weights = trained(LossScaleOptimizer(keras.optimizers.ScheduleFreeAdamW(0.05), POLICY))
+    for ours, theirs in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, v1.LossScaleOptimizer])
+def test_eager_steps_of_two_threads(wrapper):
+    """Are taken one at a time: each of them counts, and is in the weights."""
+    inner = tf1.train.GradientDescentOptimizer(1.0) if wrapper is v1.LossScaleOptimizer else keras.optimizers.SGD(1.0)
+    optimizer, variable = wrapper(inner, loss_scale=DynamicScaling(growth_interval=7)), tf.Variable(0.0)
+    optimizer.minimize(lambda: variable * 1.0, var_list=[variable])
+
+    def steps():
+        for _ in range(40):
+            optimizer.minimize(lambda: variable * 1.0, var_list=[variable])
+
+    threads = [threading.Thread(target=steps) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert int(optimizer.metrics()["steps"]) == 81
+    assert int(optimizer.metrics()["skipped_steps"]) == 0
+    assert float(variable) == -81.0
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("size", [1e30, 1e39, 1e200])
+def test_global_clipnorm_of_float64(mode, size):
+    """Norms beyond float32, and beyond what float64 holds the square of, are clipped like others."""
+    variable = keras.Variable([0.0, 0.0], dtype="float64")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), POLICY, global_clipnorm=1.0)
+    optimizer.build([variable])
+
+    def step(grad):
+        optimizer.scale_loss(tf.constant(0.0))
+        optimizer.apply_gradients([(grad * tf.cast(optimizer.loss_scale, grad.dtype), variable)])
+
+    step = step if mode == "eager" else tf.function(step, autograph=False, jit_compile=mode == "xla")
+    step(tf.constant([3.0, -4.0], tf.float64) * size)
+    np.testing.assert_allclose(variable.numpy(), [-0.6, 0.8], rtol=1e-6)
+    before = variable.numpy()
+    step(tf.constant([3.0, INF], tf.float64) * size)
+    np.testing.assert_array_equal(variable.numpy(), before)
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scale": 8.0}, {"initial_scale": 4.0}, {"dynamic": False}])

@@ -288,6 +288,20 @@ OLD_CONFIGS = {
 }
 
 
+OF_KERAS_3_0_TO_3_11 = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+OLD_CONFIGS["Keras 3.0 to 3.11"] = ({**OLD_CONFIGS["Keras 3"][0], **OF_KERAS_3_0_TO_3_11}, OLD_CONFIGS["Keras 3"][1])
+
+
 @pytest.mark.parametrize("name", OLD_CONFIGS)
 def test_promise_068_configs_of_the_originals(name):
     """Those of all three generations are read."""
@@ -323,6 +337,17 @@ def test_promise_071_get_scaled_loss(mode):
     assert float(mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0)))()) == 8.0
     assert float(mode(lambda: optimizer.get_scaled_loss(lambda: tf.constant(2.0))())()) == 8.0
     assert optimizer.get_scaled_loss(tf.constant(2.0, tf.float16)).dtype == tf.float32
+
+
+@EACH_MODE
+@pytest.mark.parametrize("half", [tf.float16, tf.bfloat16])
+def test_grad_loss_of_a_half_loss(mode, half, optimizers):
+    """In the loss's own dtype, though the scaled loss is float32."""
+    optimizer, variable = _wrapped(8.0, rate=1.0, of=optimizers), tf.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    grad_loss = tf.constant([1.0, 10.0], half)
+    mode(lambda: optimizer.minimize(lambda: tf.cast(variable, half) * 3.0, [variable], grad_loss=grad_loss))()
+    assert variable.numpy().tolist() == [-2.0, -28.0]
 
 
 def test_promise_074_get_unscaled_gradients():

@@ -205,6 +205,24 @@ def test_promise_010_gradients_from_elsewhere(world):
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
 
 
+def test_promise_010_beside_good_use():
+    """In a graph, too, in which other gradients do come from `compute_gradients`; processed ones are no reason."""
+    with tf.Graph().as_default():
+        variable = tf1.get_variable("variable", initializer=1.0)
+        accumulator = tf1.get_variable("accumulator", initializer=0.0, trainable=False)
+        optimizer = _sgd(8.0)
+        optimizer.minimize(variable**2)
+        pairs = optimizer.compute_gradients(variable**3, [variable])
+        optimizer.minimize(variable**4)
+        optimizer.apply_gradients([(2.0 * grad, each) for grad, each in pairs])
+        optimizer.apply_gradients([(accumulator.assign_add(pairs[0][0]), variable)])
+        optimizer.apply_gradients([(accumulator / 2.0, variable)])
+        clip = lambda: tf.clip_by_value(pairs[0][0], -1.0, 1.0)  # noqa: E731
+        optimizer.apply_gradients([(tf.cond(accumulator > 1.0, clip, lambda: pairs[0][0]), variable)])
+        with pytest.warns(UserWarning, match="cannot come from this optimizer's compute_gradients"):
+            optimizer.apply_gradients([(tf.gradients(variable**2, [variable])[0], variable)])
+
+
 def test_promise_011_underflow_is_prevented(world):
     """The document's own setting: 0 without scaling, 1e-4 with it."""
     variable = world.variable(1.0)
@@ -262,9 +280,12 @@ def test_promises_020_021_use_locking_and_name():
     optimizer = _sgd(8.0, use_locking=True, name="scaled")
     assert optimizer._use_locking is True
     assert optimizer.get_name() == "scaled"
-    for name in ("", 3):
+    for name in ("", 3, "a b", "a:b", "_a", "/a", "é"):
         with pytest.raises(ValueError, match="name"):
             _sgd(8.0, name=name)
+        with pytest.raises(ValueError, match="name"), tf.Graph().as_default():
+            _sgd(8.0, name=name)
+    assert _sgd(8.0, name="a/b.c-d>e_1").get_name() == "a/b.c-d>e_1"
 
 
 @pytest.mark.parametrize("loss_scale", [8.0, "dynamic"])
@@ -353,6 +374,31 @@ def test_promises_030_034_035_046_arguments_of_compute_gradients():
         assert session.run(pairs[0][0]).tolist() == [3.0, 30.0]
         with pytest.raises(ValueError, match="gate_gradients"):
             optimizer.compute_gradients(loss, [variable], gate_gradients=3)
+
+
+@pytest.mark.parametrize("half", [tf.float16, tf.bfloat16])
+def test_promise_035_grad_loss_of_a_half_loss(half):
+    """In the loss's own dtype, though the scaled loss is float32."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
+        loss = tf.cast(variable, half) * 3.0
+        ((grad, _),) = _sgd(8.0).compute_gradients(loss, [variable], grad_loss=tf.constant([1.0, 10.0], half))
+        session.run(tf1.global_variables_initializer())
+        assert session.run(grad).tolist() == [3.0, 30.0]
+
+
+def test_a_loss_scale_manager_of_ones_own():
+    """Is refused with what to write instead."""
+
+    class Manager:
+        def get_loss_scale(self):
+            """Return the loss scale."""
+
+        def update_loss_scale(self, finite_grads):
+            """Change variables."""
+
+    with pytest.raises(PolicyError, match=r"Manager is a loss scale manager.* a policy of your own"):
+        _sgd(Manager())
 
 
 def test_promises_032_044_eagerly_a_callable():
@@ -515,6 +561,28 @@ def test_a_checkpoint_keeps_slots():
     steps(other, restored, 2)
     assert variable.numpy().tobytes() == other.numpy().tobytes()
     assert int(restored.metrics()["steps"]) == 4
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_checkpoint_restored_before_the_first_step(name, tmp_path):
+    """Eagerly, every variable comes back when the wrapped optimizer creates it, Adam's beta powers, too."""
+
+    def made():
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = v1.LossScaleOptimizer(getattr(tf1.train, f"{name}Optimizer")(0.1), POLICY)
+        return variable, optimizer, lambda: optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
+
+    (variable, optimizer, step), (other, restored, other_step) = made(), made()
+    step()
+    step()
+    path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
+    status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
+    step()
+    other_step()
+    status.assert_consumed()
+    assert variable.numpy().tobytes() == other.numpy().tobytes()
+    ours, theirs = (sorted(each.numpy().tobytes() for each in of.variables()) for of in (restored, optimizer))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])

@@ -70,6 +70,40 @@ def test_sparse_duplicates_are_summed_first(mode, value):
     assert not check(tf.constant([2, 2]))
 
 
+@EACH_MODE
+def test_scalars_of_python(mode):
+    """Are taken by every verb, as tensors of shape `()`; integers hold no gradient and pass."""
+    state = init_state(8.0)
+    assert mode(lambda: all_finite([1.0, 2, True, np.float64(1.0), 1j]))()
+    for bad in (float("inf"), float("nan"), np.float32("inf"), complex(0.0, float("nan"))):
+        assert not mode(lambda bad=bad: all_finite({"loss": bad}))()
+    assert float(mode(lambda: scale(1.0, state))()) == float(mode(lambda: scale(1, state))()) == 8.0
+    assert float(mode(lambda: unscale(1.0, state))()) == 0.125
+    assert int(mode(lambda: unscale(3, state))()) == 3
+    assert float(mode(lambda: select(tf.constant(False), 1.0, 2.0))()) == 2.0
+
+
+@EACH_MODE
+@pytest.mark.parametrize("dtype", [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2])
+def test_float8_leaves(mode, dtype):
+    """Are checked as what they are, and unscaled in float32, as halves are."""
+    leaf = tf.cast(tf.constant([1.0, 2.0]), dtype)
+    assert mode(lambda: all_finite([leaf, tf.ones(2)]))()
+    assert not mode(lambda: all_finite([tf.cast(tf.constant([1.0, np.nan]), dtype)]))()
+    unscaled = mode(lambda: unscale(leaf, init_state(2.0**10)))()
+    assert unscaled.dtype == tf.float32
+    assert unscaled.numpy().tolist() == [2.0**-10, 2.0**-9]
+
+
+@EACH_MODE
+def test_empty_leaves(mode):
+    """Are finite and stay empty, of whatever kind they are."""
+    sparse = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros((0,), tf.int32), tf.constant([4, 3]))
+    empty = [np.array([]), tf.zeros((0, 3)), sparse, [], {}]
+    assert mode(lambda: all_finite(empty))()
+    assert mode(lambda: unscale(empty, init_state(8.0))[1])().shape == (0, 3)
+
+
 def test_structure_is_kept():
     """None stays None, IndexedSlices stay sparse, integers pass."""
     grads = {"sparse": _sparse([[2.0, 4.0]], [1]), "none": None, "n": tf.constant([3])}

@@ -1,0 +1,70 @@
+"""A wrapper around a tf_keras optimizer in `tf.train.Checkpoint`: the bare optimizer's own layout, and the loss scale.
+
+`tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each restores what the others saved:
+https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/mixed_precision/loss_scale_optimizer.py#L1444
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_VALUE = "VARIABLE_VALUE"
+"""The name under which TensorFlow saves a variable's value."""
+_ONLY_IN_NESTED = "_used_scale/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+class SavedLikeInner:
+    """What a checkpoint keeps of a wrapper: the children of `inner`, under their names, and the loss scale.
+
+    The scale is there twice: the whole state under `_scale_state`, and as tf_keras's wrapper keeps it under
+    `loss_scale`, if the policy grows; `on_restored` is called when that is restored. An older layout, in which the
+    wrapper's own children and `inner_optimizer` are beside each other, is restored as well.
+    """
+
+    def __init__(self, inner: Any, state: Any, grows: bool, on_restored: Callable[[], None]) -> None:
+        self._inner = inner
+        self._own = {"_scale_state": state}
+        if grows:
+            self._own["loss_scale"] = _LossScale(state.loss_scale, state.growth_tracker, on_restored)
+        self._is_nested = False
+
+    def children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what is saved."""
+        return {**self._inner._trackable_children(*args, **kwargs), **self._own}
+
+    def look_at(self, path: str) -> None:
+        """Find out which layout the checkpoint has that is about to be restored."""
+        self._is_nested = any(name.endswith(_ONLY_IN_NESTED) for name, _ in tf.train.list_variables(path))
+
+    def lookup(self, name: str, nested: Callable[[], Any]) -> Any:
+        """Return the object to restore `name` into, or None; `nested` returns that of the older layout."""
+        if self._is_nested:
+            return nested()
+        return self._own.get(name) or self._inner._lookup_dependency(name)
+
+
+class _LossScale(tf.__internal__.tracking.AutoTrackable):
+    """The loss scale as tf_keras saves it."""
+
+    def __init__(self, loss_scale: Any, growth_tracker: Any, on_restored: Callable[[], None]) -> None:
+        self.current_loss_scale = loss_scale
+        self.good_steps = _Int64View(growth_tracker, on_restored)
+
+
+class _Int64View(tf.__internal__.tracking.AutoTrackable):
+    """A variable that is saved and restored as an int64, which its value fits into."""
+
+    def __init__(self, variable: Any, on_restored: Callable[[], None]) -> None:
+        self._self_variable = variable
+        self._self_on_restored = on_restored
+
+    def _trackable_children(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}  # the variable itself is saved elsewhere
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {_VALUE: tf.cast(tf.convert_to_tensor(self._self_variable), tf.int64)}
+
+    def _restore_from_tensors(self, restored: dict[str, Any]) -> Any:
+        self._self_on_restored()
+        return self._self_variable.assign(tf.cast(restored[_VALUE], self._self_variable.dtype))
