@@ -13,8 +13,8 @@ def overflow_report(grads_and_vars: Any) -> list[GradientReport]:
 
     Call it eagerly, with the (gradient, variable) pairs of a skipped step; where nothing overflowed the list is empty.
     Duplicates of `IndexedSlices` are summed. Look at the loss beside it: with a finite loss the scale was too large,
-    also where gradients hold NaN and no infinity. Reads every gradient and synchronises with the host; raises `RuntimeError`
-    in a graph, which has no numbers yet.
+    also where gradients hold NaN and no infinity. Reads every gradient and synchronises with the host; raises
+    `RuntimeError` in a graph, which has no numbers yet.
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")

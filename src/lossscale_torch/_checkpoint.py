@@ -16,8 +16,9 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.dialects import number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
-from lossscale_torch._torch_names import reachable_interval, within_bounds
+from lossscale_torch._torch_names import reachable_interval
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -41,7 +42,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     differing = [
         f"{name}={theirs!r} and {ours!r}"
         for name, theirs, ours in _said_twice(saved)
-        if not math.isclose(theirs, ours, rel_tol=1e-6)
+        if theirs != ours and not (_is_number(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
     ]
     if not differing:
         return saved
@@ -69,22 +70,33 @@ def _said_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     yield from (each for each in said if None not in each)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
     """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
     if "policy" in saved:
         return as_policy(saved["policy"])
     if "version" in saved:
         return policy
-    growth = max(saved["growth_factor"], 1.0 + 2.0**-23)  # torch's setters take a factor of 1
-    backoff = min(saved["backoff_factor"], 1.0 - 2.0**-24)
+    growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
+    backoff = _factor(saved, "backoff_factor", 2.0**-126, 1.0 - 2.0**-24)
     return torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
+
+
+def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    """Return a saved factor, brought within bounds with a warning; without one for 1, which torch's setters take."""
+    value = saved[name]
+    return min(max(1.0, low), high) if value == 1.0 and value is not True else number_within(name, value, low, high)
 
 
 def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
     """Return the state in a checkpoint, of ours, of torch's scaler or of another framework, as host scalars."""
     if "version" in saved:
         return state_from_dict(saved, policy)
-    fields = {"loss_scale": within_bounds(saved["scale"], policy), "growth_tracker": saved["_growth_tracker"]}
+    scale = number_within("scale", saved["scale"], SMALLEST_SCALE, LARGEST_SCALE)
+    fields = {"loss_scale": scale, "growth_tracker": saved["_growth_tracker"]}
     return state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
 
 

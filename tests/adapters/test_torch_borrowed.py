@@ -1,13 +1,14 @@
 """What others hold, write, replace and override: flags, private names and subclasses of torch's scaler."""
 
 import copy
+import warnings
 from collections import defaultdict
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from lossscale_core.errors import CheckpointWarning
+from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
 
 BOTH = [GradScaler, torch.amp.GradScaler]
@@ -279,6 +280,39 @@ def test_a_parameter_that_joined_a_named_group():
     scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match=r"parameter 1 of group 0 \(torch\.float16, shape \(2,\)\)"):
         scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("scale", [0.0, -4.0, float("inf"), float("-inf"), float("nan"), True, "64", None])
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_a_dead_scale_is_not_gone_on_with(scale, is_torchs):
+    """What is not a positive finite number is refused, and the scaler is as it was; torch takes it."""
+    saved = (torch.amp.GradScaler if is_torchs else GradScaler)("cpu").state_dict()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # of keys that contradict each other
+        with pytest.raises(CheckpointError, match="must be a positive finite number"):
+            scaler.load_state_dict(
+                {**saved, "scale": scale} if is_torchs else {**saved, "loss_scale": scale, "scale": scale}
+            )
+    assert scaler.get_scale() == 8.0
+    assert scaler.get_growth_interval() == 2000
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("scale", 1e-40, 2.0**-126),
+        ("scale", 1e300, 2.0**126),
+        ("growth_factor", 0.5, 1.0),
+        ("backoff_factor", 2.0, 1.0),
+    ],
+)
+def test_what_is_out_of_bounds_is_brought_within_them(key, value, expected):
+    """A warning names the key and both numbers."""
+    scaler = GradScaler("cpu")
+    with pytest.warns(CheckpointWarning, match=f"{key} of the saved state was .* and becomes"):
+        scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), key: value})
+    assert scaler.state_dict()[key] == pytest.approx(expected)
 
 
 def test_a_checkpoint_whose_keys_contradict_each_other():
