@@ -47,6 +47,7 @@ class CapturedScale:
         self.may_be_below_one = may_be_below_one
         return self.scale
 
+    @torch.compiler.disable  # else Dynamo breaks its graph at it where a compiled function calls backward
     def note_backward(self, _: Tensor) -> None:
         """Note that backward of a scaled loss begins; after an update it is an error, as with torch's own scaler."""
         if self.is_past:

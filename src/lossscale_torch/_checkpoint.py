@@ -12,7 +12,7 @@ from lossscale_core import (
     SMALLEST_SCALE,
     DynamicScaling,
     ScalingPolicy,
-    as_policy,
+    policy_from_dict,
     state_from_dict,
     state_to_dict,
 )
@@ -77,7 +77,7 @@ def _is_number(value: Any) -> bool:
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
     """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
     if "policy" in saved:
-        return as_policy(saved["policy"])
+        return policy_from_dict(saved["policy"])
     if "version" in saved:
         return policy
     growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)

@@ -186,6 +186,48 @@ def test_a_changing_scale_does_not_recompile(fused):
     assert counts[-1] == counts[3], counts
 
 
+def _graph_breaks(make_scaler):
+    """Return how often a compiled training step, scaler and all, leaves its graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = make_scaler("cpu", init_scale=8.0, growth_interval=1)
+
+    @torch.compile(backend="eager")
+    def train(x):
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        train(torch.ones(2, 4))
+    assert scaler.get_scale() == 64.0
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
+def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
+    """Neither the methods nor the hook on the scaled loss are traced."""
+    assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
+
+
+def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
+    """It traces backward, and the scaler goes on."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 64.0
+
+
 def test_the_verbs_on_python_numbers():
     """A number is a leaf of float32, beside tensors or alone; integers and None do not count."""
     state = init_state("dynamic")
