@@ -1,11 +1,19 @@
-"""Which loss scale an optimizer's gradients were made with: the present one, or the one of a `scale` before an update.
+"""Which loss scale an optimizer's gradients were made with: the present one, or the one of a `scale` before the update.
 
-Gradients are divided by what their loss was multiplied by. Without a `scale` since the last update they belong to the
-present loss scale, whether a replayed graph made them or a loss that was multiplied by `get_scale()`. The one exception
-are gradients that were there before the update: an optimizer that is stepped only after `update` was called for another
-one, as Accelerate does. Those are told apart by when backward ran: by a hook on the scaled loss, by the identity and
-version of the gradients, and by whether a graph was built since. Where that cannot be told, a `CallOrderError` is
-raised.
+Gradients are divided by what their loss was multiplied by. That is the present loss scale, with one exception: an
+optimizer that is stepped only after `update` was called for another one, as Accelerate does, still holds gradients of
+the scale before. So the question arises only where no loss was scaled since the last update, but one before it whose
+backward ran, and the optimizer has not been stepped since. Then:
+
+| a backward ran since the update | the gradients since the update | they belong to |
+|---|---|---|
+| no  | unchanged, or never seen before | the scale before the update |
+| no  | written to or replaced          | nobody can tell: `CallOrderError`, unless the two scales are equal |
+| yes | unchanged                       | the scale before the update |
+| yes | written to or replaced          | the present scale |
+| yes | never seen before               | nobody can tell: `CallOrderError`, unless the two scales are equal |
+
+A scaler whose calls were recorded (a CUDA graph) always takes the present scale: a replay leaves no trace here.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +25,7 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._decision import STEPPED, UNSCALED, OptimizerRecord
 from lossscale_torch._gradients import grads_of
-from lossscale_torch._optimizers import weak_reference
+from lossscale_torch._optimizers import is_being_recorded, weak_reference
 
 _LATE = (
     "backward() of a loss that scale() multiplied before the last update() cannot be told from one of the present loss "
@@ -26,99 +34,72 @@ _LATE = (
 
 
 class CapturedScale:
-    """The loss scale that `scale` multiplied losses by between two updates.
-
-    `scale` is a copy that a recorded graph writes anew at each replay; `version` is that of the persistent tensor at
-    the time of the copy.
-    """
+    """The loss scale that `scale` multiplied losses by between two updates."""
 
     def __init__(self) -> None:
         self.scale: Any = None
-        self.version = 0
+        """A copy of the persistent tensor, taken by the latest `scale`; backward keeps it, and nobody writes to it."""
         self.may_be_below_one = False
         self.last_backward: int | None = None
-        self.is_past = False
-        self.graph_count = 0
+        """The number of the latest backward of such a loss; None before the first."""
+        self.next_backward: int | None = None
+        """The number that the first backward after the update has; None before the update."""
+        self._source: Any = None
+        self._version = 0
 
     def take(self, persistent: Tensor, may_be_below_one: bool) -> Tensor:
-        """Copy the persistent loss scale, and return the copy: backward may keep it, since nobody writes to it."""
-        self.scale = persistent.clone()
-        self.version = persistent._version
-        self.may_be_below_one = may_be_below_one
+        """Copy the persistent loss scale, and return the copy."""
+        self.scale, self.may_be_below_one = persistent.clone(), may_be_below_one
+        self._source, self._version = persistent, persistent._version
         return self.scale
+
+    def is_held_by(self, persistent: Tensor) -> bool:
+        """Return whether nobody has written to the persistent loss scale since it was copied."""
+        return self._source is persistent and self._version == persistent._version
 
     @torch.compiler.disable  # else Dynamo breaks its graph at it where a compiled function calls backward
     def note_backward(self, _: Tensor) -> None:
         """Note that backward of a scaled loss begins; after an update it is an error, as with torch's own scaler."""
-        if self.is_past:
+        if self.next_backward is not None:
             raise RuntimeError(_LATE)
         self.last_backward = _this_backward()
 
-    def end(self) -> None:
-        """Note that `update` was called."""
-        self.is_past = True
-        self.graph_count = _graphs_built()
+    def end(self, may_wait: bool) -> None:
+        """Note that `update` was called, and exactly how many backwards ran before it if a gradient may wait."""
+        last = -1 if self.last_backward is None else self.last_backward
+        self.next_backward = _number_of_next_backward() if may_wait else last + 1
 
-    def is_latest_backward(self) -> bool:
-        """Return whether no backward ran since the latest one of these losses."""
-        if _graphs_built() != self.graph_count and _next_backward() - 1 == self.last_backward:
-            self.graph_count = _graphs_built()
-        return _graphs_built() == self.graph_count
+    def ran_backward_since(self) -> bool:
+        """Return whether any backward ran in this process since the update."""
+        return _number_of_next_backward() != self.next_backward
 
 
 class GradientsSeen(NamedTuple):
     """The identity and version of an optimizer's gradients at one time."""
 
-    references: list[Any]
-    versions: list[int]
+    versions: dict[int, tuple[Any, int]]
 
     @classmethod
     def of(cls, optimizer: Any) -> "GradientsSeen":
         """Look at the gradients now, without keeping them alive."""
-        grads = grads_of(optimizer)
-        return cls([ref(grad) for grad in grads], [grad._version for grad in grads])
+        return cls({id(grad): (ref(grad), grad._version) for grad in grads_of(optimizer)})
 
-    def writes_since(self, optimizer: Any) -> int | None:
-        """Return how often the most written of them was written to; None where they are others now, or gone."""
-        grads = grads_of(optimizer)
-        if len(grads) != len(self.references):
-            return None
-        if any(reference() is not grad for reference, grad in zip(self.references, grads, strict=True)):
-            return None
-        return max((grad._version - old for grad, old in zip(grads, self.versions, strict=True)), default=0)
-
-
-class _Waiting(NamedTuple):
-    """Gradients that were there when `update` was called for another optimizer."""
-
-    captured: CapturedScale
-    seen: GradientsSeen
-    record: OptimizerRecord | None
-    """What was known of them, where they are unscaled already."""
-    is_doubtful: bool
-    """Whether a backward may have run after they were unscaled."""
-
-    def is_unused(self, optimizer: Any, present_scale: Tensor) -> bool:
-        """Return whether the gradients still are those; raise `CallOrderError` where new ones were added to them."""
-        writes = self.seen.writes_since(optimizer)
-        if writes is None:
-            return False
-        if writes == 0 or self.captured.is_latest_backward():
-            if self.is_doubtful:
-                _require_same(1.0, self.captured.scale)
-            return True
-        if writes == 1:  # by a backward that added to them; more writes begin with one that zeroed them
-            _require_same(1.0 if self.record else self.captured.scale, present_scale)
-        return False
+    def are_unchanged(self, optimizer: Any) -> bool:
+        """Return whether each gradient that is there now was there then, and nobody has written to it."""
+        for grad in grads_of(optimizer):
+            reference, version = self.versions.get(id(grad), (None, 0))
+            if reference is None or reference() is not grad or grad._version != version:
+                return False
+        return True
 
 
 class Origin(NamedTuple):
-    """Where an optimizer's gradients come from."""
+    """The source of an optimizer's gradients."""
 
     captured: CapturedScale | None
     """The scale they were made with, if it was captured before the last update; None for the present loss scale."""
     record: OptimizerRecord | None
-    """What was known of them, where they are unscaled already."""
+    """The record of gradients that are unscaled already."""
     is_same_step: bool
     """Whether they are of the same losses as those that the last update counted."""
 
@@ -127,84 +108,102 @@ _PRESENT = Origin(None, None, is_same_step=False)
 
 
 class ScaledLosses:
-    """Which optimizers have used up the gradients of which scaled losses."""
+    """Which optimizers have used up the gradients of the losses that were scaled before the last update."""
 
     def __init__(self) -> None:
         self.present: CapturedScale | None = None
         """The scale of the losses scaled since the last update."""
+        self.is_recorded = False
+        """Whether a call of the scaler was recorded, and may be replayed without any Python."""
         self._past: CapturedScale | None = None
         self._known: dict[int, Any] = {}
         self._used_up: set[int] = set()
-        self._waiting: dict[int, _Waiting] = {}
+        self._seen: dict[int, GradientsSeen] = {}
+        self._unscaled: dict[int, OptimizerRecord] = {}
 
     def begin(self) -> CapturedScale:
         """Return the captured scale of the losses since the last update, a new one after it."""
+        self.is_recorded = self.is_recorded or is_being_recorded()
         if self.present is None:
             self.present = CapturedScale()
-            self._used_up.clear()
+            self._forget()
         return self.present
 
-    def end(self, records: dict[int, OptimizerRecord], is_scale_unchanged: bool) -> None:
-        """Note an update, with which these records end; gradients that no step has used wait for a later one.
+    def end(self, records: dict[int, OptimizerRecord]) -> None:
+        """Note an update, with which these records end; gradients that no step has used may wait for a later one.
 
-        What is known of gradients that are unscaled already is kept only if some optimizer was stepped: else the user
-        has skipped, and new gradients may come from a replayed graph, which leaves no trace.
+        The record of gradients that are unscaled already is kept only if some optimizer was stepped: else the user has
+        skipped.
         """
+        self.is_recorded = self.is_recorded or is_being_recorded()
         stepped = {key for key, record in records.items() if record["stage"] is STEPPED}
         unscaled = {key: record for key, record in records.items() if record["stage"] is UNSCALED}
-        self._used_up |= stepped or set(unscaled)
         if self.present is None:
+            if any(record.captured is None for record in records.values()):
+                self._forget()
+            self._used_up |= stepped
             return
-        if self.present.last_backward is not None:
-            self._keep_what_waits(self.present, unscaled if stepped else {}, is_scale_unchanged)
-        self.present.end()
-        self._past, self.present = self.present, None
+        self._used_up = stepped or set(unscaled)
+        may_wait = self.present.last_backward is not None and not self.is_recorded
+        waiting = self._look_at_what_waits() if may_wait else {}
+        self._unscaled = {key: record for key, record in unscaled.items() if key in waiting}
+        for record in self._unscaled.values():
+            record.is_doubtful = record.moment != self.moment()
+        self._seen = waiting
+        self.present.end(may_wait=bool(waiting))
+        self._past, self.present = (self.present if may_wait else None), None
 
-    def moment(self) -> tuple[int, int | None]:
-        """Return a mark that stays the same while no operation is recorded and no scaled loss runs backward."""
-        return _graphs_built(), None if self.present is None else self.present.last_backward
+    def origin(self, optimizer: Any, present_scale: Tensor) -> Origin | None:
+        """Return the source of an optimizer's gradients, or None while it has none that the question is about.
 
-    def origin(self, optimizer: Any, present_scale: Tensor) -> Origin:
-        """Return where an optimizer's gradients come from; raise `CallOrderError` where nothing tells.
-
-        Waits for the device only where it might settle a doubt that the loss scale is unchanged.
+        Raises `CallOrderError` where nothing tells. Waits for the device only where an unchanged loss scale would
+        settle the doubt.
         """
         key = id(optimizer)
         was_known = _is(self._known.get(key), optimizer)
         self._known[key] = weak_reference(optimizer)
-        waiting = self._waiting.pop(key, None)
-        if waiting is not None and was_known:
-            if waiting.is_unused(optimizer, present_scale):
-                return Origin(waiting.captured, waiting.record, is_same_step=self.present is None)
-            self._used_up.add(key)
         past = self._past
-        if self.present is not None or past is None or past.last_backward is None or key in self._used_up:
+        if self.present is not None or past is None or self.is_recorded or key in self._used_up:
             return _PRESENT
-        if past.is_latest_backward():
-            return Origin(past, None, is_same_step=True)
-        if not was_known:
-            _require_same(past.scale, present_scale)
-        return _PRESENT
+        if not grads_of(optimizer):
+            return None
+        seen = self._seen.get(key) if was_known else None
+        if was_known and seen is None:  # it had no gradients at the update
+            return _PRESENT
+        is_unchanged = seen is None or seen.are_unchanged(optimizer)
+        record = self._unscaled.get(key)
+        if past.ran_backward_since():
+            if seen is None:
+                _require_same(past.scale, present_scale)
+            if seen is None or not is_unchanged:
+                return _PRESENT
+        elif not is_unchanged:
+            _require_same(1.0 if record else past.scale, present_scale)
+        if record is not None and record.is_doubtful:
+            _require_same(1.0, past.scale)
+        return Origin(past, record, is_same_step=True)
 
-    def _keep_what_waits(
-        self, captured: CapturedScale, unscaled: dict[int, OptimizerRecord], is_scale_unchanged: bool
-    ) -> None:
+    def moment(self) -> tuple[int, int | None]:
+        """Return a mark that stays the same while no operation is recorded and no scaled loss runs backward."""
+        last_backward = None if self.present is None else self.present.last_backward
+        return torch.autograd._get_sequence_nr(), last_backward  # type: ignore[attr-defined]
+
+    def _look_at_what_waits(self) -> dict[int, GradientsSeen]:
+        """Return the gradients of the known optimizers that have not used them up."""
+        waiting = {}
         for key, reference in list(self._known.items()):
             optimizer = reference()
             if optimizer is None:
                 del self._known[key]
-                continue
-            if key in self._used_up or (is_scale_unchanged and key not in unscaled):
-                continue
-            earlier = self._waiting.get(key)
-            if earlier is None or earlier.seen.writes_since(optimizer) != 0:
-                seen = GradientsSeen.of(optimizer)
-                record = unscaled.get(key)
-                if seen.references:
-                    is_doubtful = record is not None and record.moment != self.moment()
-                    self._waiting[key] = _Waiting(captured, seen, record, is_doubtful)
-                else:
-                    self._used_up.add(key)
+            elif key not in self._used_up and (seen := GradientsSeen.of(optimizer)).versions:
+                waiting[key] = seen
+        return waiting
+
+    def _forget(self) -> None:
+        self._past = None
+        self._used_up.clear()
+        self._seen.clear()
+        self._unscaled.clear()
 
 
 def _require_same(scale: float | Tensor, present_scale: Tensor) -> None:
@@ -222,11 +221,6 @@ def _is(reference: Any, optimizer: Any) -> bool:
     return reference is not None and reference() is optimizer
 
 
-def _graphs_built() -> int:
-    """Return a number that grows whenever this thread records an operation for backward."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-
-
 _probes = 0
 
 
@@ -235,8 +229,8 @@ def _this_backward() -> int:
     return torch._C._current_graph_task_id() - _probes
 
 
-def _next_backward() -> int:
-    """Return the number that the next backward will have."""
+def _number_of_next_backward() -> int:
+    """Return the number that the next backward will have, by running a small one that does not count."""
     global _probes
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():

@@ -36,7 +36,11 @@ class OptimizerRecord(dict[str, Any]):
     is_carried: bool = False
     """Whether its gradients were unscaled before the last update, which was another optimizer's."""
     moment: Any = None
-    """When they were checked: a mark of `ScaledLosses.moment`."""
+    """The time of their check: a mark of `ScaledLosses.moment`."""
+    is_doubtful: bool = False
+    """Whether a backward may have run between their check and the update."""
+    is_rehearsal: bool = False
+    """Whether the step only makes the optimizer allocate its state."""
     is_combined: bool = False
     """Whether its flag was combined over ranks."""
     had_none: bool = False
@@ -106,40 +110,48 @@ def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tenso
 class Order:
     """The order in which a scaler's optimizers are checked, so that ranks notice where theirs differ.
 
-    Each flag is reduced together with the number of its optimizer and a number made of its parameters' shapes. Ranks
-    whose numbers differ check different optimizers at once, and would decide crosswise. The shapes alone may differ, as
-    between stages of a pipeline: only two optimizers that meet each other both ways are crossed.
+    Each flag is reduced together with the number of its optimizer, a number made of its parameters' shapes, and whether
+    its step counts. Ranks whose numbers differ check different optimizers at once, and would decide crosswise. The
+    shapes alone may differ, as between stages of a pipeline: only two optimizers that meet each other both ways are
+    crossed.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Tensor]] = {}
         self._met: dict[int, Tensor] = {}
+        self._count = 0
 
-    def combine(self, optimizer: Any, found: dict[Any, Tensor], groups: Iterable[Any], device: torch.device) -> Tensor:
-        """Return the flags of one check combined over the ranks of each group, all of which must call, on `device`.
+    def combine(
+        self, optimizer: Any, found: dict[Any, Tensor], counts: bool, groups: Iterable[Any], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return a check's flags, and whether its step counts, combined over the ranks of each group, on `device`.
 
-        It is infinite where ranks check different optimizers. Does not synchronise.
+        All ranks of a group must call. The flag is infinite where ranks check different optimizers. Does not
+        synchronise.
         """
         flags = [moved(flag, device) for flag in found.values()]
         flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
         message = self._message_of(optimizer, device).clone()
         message[0] = flag
+        if not counts:
+            message[1] = 0.0
         for group in groups:
             reduce_max(message[0] if isinstance(group, JoinedScaler) else message, [group])
-        differs = message[1] != -message[2]
-        pair = message[3:]
+        differs, pair = message[2] != -message[3], message[4:]
         for key, met in self._met.items():
             if key != id(optimizer):
                 differs = differs | ((met == pair).all() & (pair[0] != -pair[1]))
         self._met[id(optimizer)] = pair
-        return torch.where(differs, torch.inf, message[0])
+        return torch.where(differs, torch.inf, message[0]), message[1]
 
     def _message_of(self, optimizer: Any, device: torch.device) -> Tensor:
         reference, message = self._known.get(id(optimizer), (None, None))
         if message is None or reference is None or reference() is not optimizer:
-            number, shapes = float(len(self._known)), _number_of_shapes(optimizer)
-            message = torch.tensor([0.0, number, -number, shapes, -shapes], dtype=torch.float32).to(device)
+            number, shapes = float(self._count), _number_of_shapes(optimizer)
+            self._count += 1
+            message = torch.tensor([0.0, 1.0, number, -number, shapes, -shapes], dtype=torch.float32).to(device)
             self._known[id(optimizer)] = (weak_reference(optimizer), message)
+            self._met.pop(id(optimizer), None)
         return message
 
 

@@ -40,12 +40,17 @@ def takes_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
+def takes_factor(optimizer: Any) -> bool:
+    """Return whether an optimizer's kernel divides its gradients by a factor that it is given."""
+    return is_fused(optimizer) and not takes_scaler(type(optimizer).step)
+
+
 def has_zero_rates(optimizer: Any) -> bool:
     """Return whether every learning rate is zero; one that lives on a device is not waited for."""
     for group in optimizer.param_groups:
         rate = group.get("lr", 1.0)
         if isinstance(rate, Tensor):
-            rate = rate.detach().numpy().sum() if rate.is_cpu else 1.0
+            rate = rate.detach().float().numpy().sum() if rate.is_cpu else 1.0
         if rate != 0.0:
             return False
     return True
@@ -54,6 +59,11 @@ def has_zero_rates(optimizer: Any) -> bool:
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being recorded, in which nothing can be read on the host."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_being_recorded() -> bool:
+    """Return whether what runs now may run again without any Python: in a CUDA graph, or under a dispatch mode."""
+    return torch._C._len_torch_dispatch_stack() > 0 or is_capturing()
 
 
 def call_fused_step(

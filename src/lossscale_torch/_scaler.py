@@ -24,7 +24,6 @@ from lossscale_torch._decision import (
     found_inf,
     known_on_host,
     mesh_groups,
-    reduce_max,
     require_member,
 )
 from lossscale_torch._gradients import Gradients, grads_of, half_gradients_message, moved
@@ -33,8 +32,9 @@ from lossscale_torch._norm import can_stay_on_device
 from lossscale_torch._optimizers import (
     call_fused_step,
     has_zero_rates,
-    is_capturing,
+    is_being_recorded,
     is_fused,
+    takes_factor,
     takes_scaler,
 )
 from lossscale_torch._state import ScalerState
@@ -120,6 +120,7 @@ class GradScaler(TorchNames):
         self._are_flags_shared = False
         self._joint: list[OptimizerRecord] = []
         self._had_no_gradients = False
+        self._skipped: set[int] = set()
         self._last_step: StepInfo | None = None
 
     @torch.compiler.disable
@@ -152,7 +153,7 @@ class GradScaler(TorchNames):
     @torch.compiler.disable
     def unscale_and_clip_(
         self,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -167,7 +168,9 @@ class GradScaler(TorchNames):
         that is not a number from 0. Synchronises with the host once for an ordinary optimizer, for a fused one on a
         CUDA device only if `error_if_nonfinite`.
         """
-        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if not optimizers:
+            raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
         how = _clip.clipping(max_norm, norm_type, error_if_nonfinite)
         if not self._enabled:
             return how.apply_torchs(optimizers)
@@ -187,7 +190,7 @@ class GradScaler(TorchNames):
             norm = how.apply_torchs([optimizer])
         else:
             record = self._record_to_unscale(optimizer, "clip_and_step")
-            norm = self._clip_all([optimizer], [record], how, is_deferred=is_fused(optimizer))
+            norm = self._clip_all([optimizer], [record], how, is_deferred=takes_factor(optimizer))
         self.step(optimizer)
         return norm
 
@@ -207,11 +210,12 @@ class GradScaler(TorchNames):
         record = self._record_of(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self._is_rehearsal(optimizer, record):
-            record.flag = True
-            result = optimizer.step(*args, **kwargs)
+        if is_fused(optimizer) and takes_scaler(type(optimizer).step):
+            result = self._step_by_itself(optimizer, record, *args, **kwargs)
         else:
-            if not self._has_begun:
+            if record["stage"] is READY:
+                record = self._prepare(optimizer, record)
+            if not self._has_begun and not record.is_rehearsal:
                 self._warn_if_resumed(optimizer)
             step = self._step_fused if is_fused(optimizer) else self._step_plain
             result = step(optimizer, record, *args, **kwargs)
@@ -227,6 +231,7 @@ class GradScaler(TorchNames):
         synchronise.
         """
         if not self._enabled:
+            self._skipped.add(id(optimizer))
             return
         record = self._record_of(optimizer, "skip")
         if record["stage"] is STEPPED:
@@ -246,8 +251,11 @@ class GradScaler(TorchNames):
         """
         if self._enabled:
             self._last_step = self._update(new_scale)
+            if self._state.is_on_host:
+                check_overflow_streak(self.policy, self._state.read())
         else:
-            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), None)
+            skipped, self._skipped = self._skipped, set()
+            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
         return self._last_step
 
     @property
@@ -261,7 +269,7 @@ class GradScaler(TorchNames):
         For a process that steps and updates but never scales a loss, such as a stage of a pipeline whose gradients come
         from the last one's loss.
         """
-        if self._enabled and self._scale is None:
+        if self._enabled and self._state.loss_scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
     def metrics(self) -> dict[str, Any]:
@@ -346,6 +354,7 @@ class GradScaler(TorchNames):
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
             self._interval_as_given = None if interval is None else given_interval(interval)
+        self._begun_with = (self.get_scale(), self._get_growth_tracker())
         self._has_begun = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -387,6 +396,8 @@ class GradScaler(TorchNames):
         record = self._records[key] = OptimizerRecord.of(self._records[key])
         if not record.is_admitted:
             origin = self._losses.origin(optimizer, present_scale)
+            if origin is None:
+                return record
             if origin.record is not None:
                 record = self._records[key] = origin.record
                 record.is_carried = True
@@ -415,9 +426,9 @@ class GradScaler(TorchNames):
         replay what the tensor then holds.
         """
         persistent = self._require_scale("step")
-        captured, present = record.captured, self._losses.present
-        if captured is None and present is not None and present.version != persistent._version:
-            captured = present  # somebody has written the scale since the loss was scaled
+        captured, losses = record.captured, self._losses
+        if captured is None and losses.present is not None and not losses.is_recorded:
+            captured = None if losses.present.is_held_by(persistent) else losses.present
         if captured is None:
             return persistent, self._state.may_be_below_one()
         return moved(captured.scale, persistent.device), captured.may_be_below_one
@@ -469,9 +480,13 @@ class GradScaler(TorchNames):
         """Record what a check found, combined over the ranks that must decide alike; nothing found leaves it ready."""
         groups = self._groups(optimizer)
         record.had_none, record.moment, record.is_combined = not found, self._losses.moment(), bool(groups)
+        may_rehearse = bool(found or groups) and has_zero_rates(optimizer) and not is_being_recorded()
+        counts = not (may_rehearse and Gradients([optimizer]).are_zero())
         if groups:
             device = self._require_scale("step").device
-            found, known = {device: self._order.combine(optimizer, found, groups, device)}, None
+            flag, any_counts = self._order.combine(optimizer, found, counts, groups, device)
+            found, known, counts = {device: flag}, None, counts or bool(any_counts)
+        record.is_rehearsal = not counts
         if found:
             record.note(found, known)
         if groups and device.type == "cpu":
@@ -490,7 +505,8 @@ class GradScaler(TorchNames):
     def _clip_all(
         self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, is_deferred: bool = False
     ) -> Tensor:
-        if self._is_replaced("_unscale_grads_") or any(record.is_carried for record in records):
+        is_replaced = self._is_replaced("_unscale_grads_") or self._is_replaced("unscale_")
+        if is_replaced or any(record.is_carried for record in records):
             return self._clip_as_torch(optimizers, records, how)
         scale, may_be_below_one = self._scale_of(records[0])
         on_host = scale.is_cpu or not all(map(is_fused, optimizers))
@@ -515,7 +531,10 @@ class GradScaler(TorchNames):
     def _clip_as_torch(self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping) -> Tensor:
         """Unscale, then clip in a second pass: for gradients whose norm one read cannot both take and trust."""
         for optimizer, record in zip(optimizers, records, strict=True):
-            self._unscale_once(optimizer, record)
+            if self._is_replaced("unscale_") and not record.is_carried:
+                self.unscale_(optimizer)
+            else:
+                self._unscale_once(optimizer, record)
         if len(records) > 1:
             flag = found_inf(records, self._require_scale("step").device)
             for record in records:
@@ -529,19 +548,28 @@ class GradScaler(TorchNames):
         """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""
         if not self._joint_skip:
             return [record]
-        records = list(self._records.values())
-        late = any(each["stage"] is STEPPED and each is not record for each in records)
-        if late and not any(each is record for each in self._joint):
+        if self._joint and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
                 "call unscale_() on every optimizer before the first step()"
             )
-        self._joint = records
-        return records
+        self._joint = [each for each in self._records.values() if isinstance(each, OptimizerRecord)]
+        return self._joint
+
+    def _prepare(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
+        """Unscale and check, or only check for a fused optimizer, by the methods that a subclass may have replaced."""
+        method = "_check_inf_per_device" if is_fused(optimizer) else "unscale_"
+        if self._is_replaced(method):
+            getattr(self, method)(optimizer)
+            self._are_flags_shared = True
+            return self._record_of(optimizer, "step")
+        if is_fused(optimizer):
+            self._check(optimizer, record)
+        else:
+            self._unscale(optimizer, record)
+        return record
 
     def _step_plain(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
-        if record["stage"] is READY:
-            self._unscale(optimizer, record)
         if self._are_flags_shared:
             record.finite = None  # somebody may have raised a flag since it was read
         if not self._is_replaced("_maybe_opt_step"):
@@ -557,31 +585,14 @@ class GradScaler(TorchNames):
         return optimizer.step(*args, **kwargs) if optimizer_state.flag else None
 
     def _step_fused(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
-        if takes_scaler(type(optimizer).step):
-            warnings.warn(_LEGACY, FutureWarning, stacklevel=4)
-            record.flag = True
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
-        if record["stage"] is READY:
-            self._check(optimizer, record)
         record.flag = found_inf(self._deciding(record), self._require_scale("step").device)
         return call_fused_step(optimizer, record.grad_scale, record.flag, args, kwargs)
 
-    def _is_rehearsal(self, optimizer: Any, record: OptimizerRecord) -> bool:
-        """Return whether this step only makes an optimizer allocate its state, and says nothing about the loss scale.
-
-        `torch.distributed.checkpoint` takes one, with gradients and learning rates of zero, before it loads a state:
-        https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/state_dict.py (`_init_optim_state`).
-        Synchronises with the host where every learning rate is zero.
-        """
-        if record["stage"] is not READY or not has_zero_rates(optimizer) or is_capturing():
-            return False
-        gradients = Gradients([optimizer])
-        groups = self._groups(optimizer)
-        if not groups:
-            return bool(gradients.buckets) and gradients.are_zero()
-        differs = torch.full((), float(not gradients.are_zero()), device=self._require_scale("step").device)
-        reduce_max(differs, groups)
-        return bool(differs == 0.0)
+    def _step_by_itself(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer of torch's older contract, which is handed the scaler and calls its methods."""
+        warnings.warn(_LEGACY, FutureWarning, stacklevel=4)  # past this method, `step` and its wrapper
+        record.flag = True
+        return optimizer.step(*args, **kwargs, grad_scaler=self)
 
     def _warn_if_resumed(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn where an optimizer goes on and its scaler does not; called before the first step of a fresh scaler."""
@@ -598,17 +609,16 @@ class GradScaler(TorchNames):
     def _update(self, new_scale: float | Tensor | None) -> StepInfo:
         device = self._require_scale("update").device
         records = {key: OptimizerRecord.of(record) for key, record in self._records.items()}
-        checked = [record for record in records.values() if record.flags]
+        checked = [record for record in records.values() if record.flags and not record.is_rehearsal]
         if new_scale is None and not checked and all(record["stage"] is READY for record in records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._had_no_gradients = not checked
+        self._had_no_gradients = not any(record.flags for record in records.values())
         if (joined := self._active_join()) is not None:
             joined.end_step()
         if self._are_flags_shared:
             for record in checked:
                 record.read_again()
         finite = all_finite(checked, device)
-        scale_before = self._state.known_loss_scale()
         if new_scale is not None:
             info = self._set_scale(new_scale, finite)
         elif checked:
@@ -617,21 +627,19 @@ class GradScaler(TorchNames):
             now = self._state.snapshot()
             info = step_info(now, now)
         self._records, self._joint, self._are_flags_shared = new_records(), [], False
-        scale_after = self._state.known_loss_scale()
-        self._losses.end(records, scale_before is not None and scale_before == scale_after)
-        if self._state.is_on_host:
-            check_overflow_streak(self.policy, self._state.read())
+        self._losses.end(records)
         return with_optimizers(info, {key: each.flag for key, each in records.items() if each["stage"] is STEPPED})
 
     def _set_scale(self, new_scale: Any, finite: bool | Tensor) -> CoreStepInfo:
+        before = self._state.snapshot()
         if isinstance(new_scale, Tensor):
             if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
                 raise AssertionError(_NEW_SCALE)
-            new_scale = new_scale.item()
-        if isinstance(new_scale, bool) or not isinstance(new_scale, int | float) or not new_scale > 0:
+            self._state.set_loss_scale(new_scale)
+        elif isinstance(new_scale, bool) or not isinstance(new_scale, int | float) or not new_scale > 0:
             raise AssertionError(_NEW_SCALE)
-        before = self._state.snapshot()
-        self._state.set(loss_scale=within_bounds(new_scale, self.policy))
+        else:
+            self._state.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self._state.snapshot()
         return CoreStepInfo(finite, before.loss_scale, after.loss_scale, after.overflow_streak)
 

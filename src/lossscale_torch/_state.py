@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import ScalingPolicy, StepInfo, step_info
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, ScalingPolicy, StepInfo, step_info
 from lossscale_core.errors import CallOrderError
 
 
@@ -14,9 +14,9 @@ class ScalerState:
 
     The tensors are made once, by `place`, and from then on written in place: a recorded CUDA graph and whoever keeps
     one of them read and write this memory. While every flag is known on the host, the state is updated there, in
-    microseconds, and only the loss scale is written to its tensor. The first flag that only the device knows, and the
-    first write to a tensor by somebody else, make the tensors the truth for good: a graph that is replayed changes them
-    without running any Python.
+    microseconds, and only the loss scale is written to its tensor. The first flag that only the device knows makes the
+    tensors the truth for good, and so does handing one of them out: a replayed graph, a collective or a kernel may then
+    change it without a trace.
 
     Updates that follow one another without `begin_step` count as one step whose flag is theirs combined, so that a
     scale backs off once however many optimizers overflowed.
@@ -29,7 +29,6 @@ class ScalerState:
         self._host = policy.init_state() if state is None else state
         self._placed: Any = None
         self._uploaded: Any = None  # what the tensors hold while the host's scalars count
-        self._versions = (0, 0)
         self._before: Any = None
         self._finite: Any = None
 
@@ -38,7 +37,6 @@ class ScalerState:
         self._host = self.read()
         self.is_on_host = True
         self._placed, self._uploaded = self._as_tensors(self._host, device), self._host
-        self._note_versions()
 
     def replace_loss_scale(self, tensor: Tensor | None) -> None:
         """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets all tensors."""
@@ -48,8 +46,8 @@ class ScalerState:
             return
         if self._placed is None or self._placed.loss_scale.device != tensor.device:
             self.place(tensor.device)
+        self.hand_out()
         self._placed = self._placed._replace(loss_scale=tensor.detach().float().reshape(()))
-        self._trust_device()
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -61,10 +59,12 @@ class ScalerState:
         """The persistent tensor of the growth tracker: int32, shape `()`; None until it is placed."""
         if self._placed is None:
             return None
-        if self._is_host_true():
-            self._upload("growth_tracker")
-            self._note_versions()
         return self._placed.growth_tracker
+
+    def hand_out(self) -> None:
+        """Make the tensors the truth, and bring them up to date: somebody else may write to them from now on."""
+        if self.is_on_host and self._placed is not None:
+            self._trust_device()
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
@@ -72,7 +72,7 @@ class ScalerState:
 
     def update(self, grads_finite: bool | Tensor) -> StepInfo:
         """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise."""
-        if isinstance(grads_finite, Tensor) or not self._is_host_true():
+        if isinstance(grads_finite, Tensor) or not self.is_on_host:
             return self._update_on_device(grads_finite)
         before = self._host if self._before is None else self._before
         finite = grads_finite if self._finite is None else self._finite and grads_finite
@@ -83,36 +83,39 @@ class ScalerState:
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""
-        if self._is_host_true():
+        if self.is_on_host:
             return self._host
         start = self.policy.init_state()
         return start._make(type(first)(value.item()) for first, value in zip(start, self._placed, strict=True))
 
     def read_loss_scale(self) -> float:
         """Return the loss scale; waits for the device while its tensors are the truth."""
-        return float(self._host.loss_scale if self._is_host_true() else self._placed.loss_scale)
-
-    def known_loss_scale(self) -> float | None:
-        """Return the loss scale where the host knows it, else None."""
-        return float(self._host.loss_scale) if self._is_host_true() else None
+        return float(self._host.loss_scale if self.is_on_host else self._placed.loss_scale)
 
     def snapshot(self) -> Any:
         """Return the state where it is: host scalars, or copies of the tensors. Does not synchronise."""
-        return self._host if self._is_host_true() else self._placed._make(each.clone() for each in self._placed)
+        return self._host if self.is_on_host else self._placed._make(each.clone() for each in self._placed)
 
     def set(self, **fields: Any) -> None:
         """Set fields of the state to plain numbers, in place where they are tensors."""
         self.begin_step()
-        if self._is_host_true():
+        if self.is_on_host:
             types = {name: type(getattr(self._host, name)) for name in fields}
             self._set_host(self._host._replace(**{name: types[name](value) for name, value in fields.items()}))
         else:
             for name, value in fields.items():
                 getattr(self._placed, name).fill_(value)
 
+    def set_loss_scale(self, tensor: Tensor) -> None:
+        """Set the loss scale to what a tensor of one element holds, within bounds. Does not synchronise."""
+        self.begin_step()
+        self.hand_out()
+        low, high = scale_bounds(self.policy)
+        self._placed.loss_scale.copy_(tensor.detach().reshape(()).float().clamp(low, high))
+
     def restore(self, policy: ScalingPolicy, state: Any) -> None:
         """Go on under `policy` from `state`, host scalars; tensors that are placed stay and are written in place."""
-        on_host, device = self._is_host_true(), None if self._placed is None else self._placed.loss_scale.device
+        on_host, device = self.is_on_host, None if self._placed is None else self._placed.loss_scale.device
         if device is not None and self._placed._fields != state._fields:
             kept = {"loss_scale": self._placed.loss_scale, "growth_tracker": self._placed.growth_tracker}
             self._placed, self._uploaded = self._as_tensors(state, device)._replace(**kept), state
@@ -123,40 +126,24 @@ class ScalerState:
             for name in state._fields:
                 getattr(self._placed, name).fill_(getattr(state, name).item())
             self._uploaded = state
-            self._note_versions()
         self.is_on_host = on_host
 
     def may_be_below_one(self) -> bool:
         """Return whether the loss scale may be below 1, where unscaling can overflow. Waits for no device."""
-        if self._is_host_true():
+        if self.is_on_host:
             return bool(self._host.loss_scale < 1.0)
         if self._placed.loss_scale.is_cpu:
             return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # in the host's own memory nobody is waited for
         return getattr(self.policy, "min_scale", 0.0) < 1.0
 
-    def _is_host_true(self) -> bool:
-        """Return whether the host's scalars count, having noticed whether somebody else has written to a tensor."""
-        placed = self._placed
-        if self.is_on_host and placed is not None:
-            versions = (placed.loss_scale._version, placed.growth_tracker._version)
-            if versions != self._versions:
-                self._trust_device()
-        return self.is_on_host
-
     def _set_host(self, state: Any) -> None:
         self._host = state
         if self._placed is not None and state.loss_scale != self._uploaded.loss_scale:
             self._upload("loss_scale")
-            self._note_versions()
 
     def _trust_device(self) -> None:
-        """Make the tensors the truth; what others may have written to them stays, the rest is brought up to date."""
-        is_tracker_newer = self._placed.growth_tracker._version != self._versions[1]
-        written = {"loss_scale", "growth_tracker"} if is_tracker_newer else {"loss_scale"}
-        # torch._amp_update_scale_ writes the tracker without a new version, but then after it has been handed out
         for name in self._host._fields:
-            if name not in written:
-                self._upload(name)
+            self._upload(name)
         self.is_on_host = False
         if self._before is not None:
             self._before = self._as_tensors(self._before, self._placed.loss_scale.device)
@@ -191,11 +178,13 @@ class ScalerState:
         self._before, self._finite = before, finite
         return step_info(before, after)
 
-    def _note_versions(self) -> None:
-        self._versions = (self._placed.loss_scale._version, self._placed.growth_tracker._version)
-
     @staticmethod
     def _as_tensors(state: Any, device: torch.device | str) -> Any:
         dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
         pairs = zip(state, dtypes, strict=True)
         return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+
+
+def scale_bounds(policy: Any) -> tuple[float, float]:
+    """Return the least and the largest loss scale that may be set under a policy."""
+    return getattr(policy, "min_scale", SMALLEST_SCALE), getattr(policy, "max_scale", LARGEST_SCALE)

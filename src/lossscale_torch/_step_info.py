@@ -15,6 +15,7 @@ class StepInfo(lossscale_core.StepInfo):
     """
 
     _flags: dict[int, Any] | None = None
+    _default: bool = False
 
     def applied_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
@@ -22,21 +23,21 @@ class StepInfo(lossscale_core.StepInfo):
         `applied` is True only if every optimizer's step was applied; one may have moved and another not. False for an
         optimizer that was not stepped since the update before. Does not synchronise.
         """
-        if self._flags is None:
-            return True
-        flag = self._flags.get(id(optimizer), False)
+        if self._flags is None:  # a copy that `_replace` made knows of all of them together
+            return self.applied
+        flag = self._flags.get(id(optimizer), self._default)
         return flag == 0.0 if isinstance(flag, torch.Tensor) else flag
 
 
-def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any] | None) -> StepInfo:
+def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], default: bool = False) -> StepInfo:
     """Return `info`, in plain numbers where it is on the host, with a flag for each optimizer that was stepped.
 
-    A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; without flags all are applied.
+    A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    if any(flag is False for flag in (flags or {}).values()):
+    if any(flag is False for flag in flags.values()):
         info = info._replace(applied=False)
     whole = StepInfo._make(map(plain, info))
-    whole._flags = flags
+    whole._flags, whole._default = flags, default
     return whole
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import PolicyError
 from lossscale_torch._decision import OptimizerRecord
-from lossscale_torch._state import ScalerState
+from lossscale_torch._state import ScalerState, scale_bounds
 
 _LARGEST_INTERVAL = 2**31 - 1
 _ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -80,7 +80,9 @@ class TorchNames(torch.amp.GradScaler):
         self._state.policy = dataclasses.replace(self.policy, **settings)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        return self._require_scale(funcname), self._state.growth_tracker  # type: ignore[return-value]
+        scale = self._require_scale(funcname)
+        self._state.hand_out()
+        return scale, self._state.growth_tracker  # type: ignore[return-value]
 
     def _require_scale(self, caller: str) -> Tensor:
         """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
@@ -95,6 +97,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
+        self._state.hand_out()
         return self._state.loss_scale
 
     @_scale.setter
@@ -103,6 +106,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _growth_tracker(self) -> Any:
+        self._state.hand_out()
         return self._state.growth_tracker
 
     @_growth_tracker.setter
@@ -114,7 +118,7 @@ class TorchNames(torch.amp.GradScaler):
         return int(self._state.read().growth_tracker) if self._enabled else 0
 
     def _get_scale_async(self) -> Tensor | None:
-        return self._state.loss_scale
+        return self._scale
 
     @property
     def _init_scale(self) -> float:
@@ -166,7 +170,7 @@ def new_records() -> defaultdict[int, Any]:
 
 def within_bounds(scale: float, policy: Any) -> float:
     """Return `scale` brought within the policy's bounds, if it has any."""
-    low, high = getattr(policy, "min_scale", 2.0**-126), getattr(policy, "max_scale", 2.0**126)
+    low, high = scale_bounds(policy)
     return min(max(float(scale), low), high)
 
 

@@ -159,6 +159,38 @@ def test_a_subclass_decides_on_the_step(base):
 
 
 @EACH_BASE
+@EITHER_KIND
+def test_a_subclass_adds_to_the_check(base, fused):
+    """`step` calls `unscale_`, or `_check_inf_per_device` for a fused optimizer, as torch's ShardedGradScaler needs."""
+
+    class Checking(base):
+        calls = 0
+        overflows_elsewhere = False
+
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+            self._add(optimizer)
+
+        def _check_inf_per_device(self, optimizer):
+            result = super()._check_inf_per_device(optimizer)
+            self._add(optimizer)
+            return result
+
+        def _add(self, optimizer):
+            self.calls += 1
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.fill_(max(flag.item(), float(self.overflows_elsewhere)))
+
+    param, optimizer = _one(fused)
+    scaler = Checking("cpu", init_scale=1024.0)
+    for scaler.overflows_elsewhere in (False, True):
+        _backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.calls, param.item(), scaler.get_scale()) == (2, 0.0, 512.0)
+
+
+@EACH_BASE
 def test_a_subclass_updates_with_torchs_own_kernel(base):
     """`update` writes the persistent tensors itself and replaces the records, as Megatron's and NeMo's do."""
 
@@ -224,6 +256,32 @@ def test_what_is_written_in_place_is_seen_at_once(make_scaler):
     scaler.step(optimizer)
     scaler.update()
     assert (scaler.get_scale(), scaler._growth_tracker.item(), param.item()) == (64.0, 0, -2.0)
+
+
+@AGAINST_TORCH
+def test_a_scale_written_without_a_new_version(make_scaler):
+    """As a broadcast from another rank writes it."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    _backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler._scale.data.fill_(512.0)
+    assert scaler.get_scale() == scaler.state_dict()["scale"] == 512.0
+    param.grad = None
+    (param.sum() * scaler.get_scale()).backward()
+    scaler.step(optimizer)
+    assert param.item() == -1.0
+
+
+@AGAINST_TORCH
+def test_what_a_state_was_loaded_with_is_what_it_began_with(make_scaler):
+    """As torch's own tests of checkpoints read it."""
+    scaler = make_scaler("cpu", init_scale=6.0)
+    scaler._init_growth_tracker = 7
+    scaler.scale(torch.ones(()))
+    scaler.load_state_dict(make_scaler("cpu", init_scale=3.0).state_dict())
+    assert (scaler._init_growth_tracker, scaler._init_scale, scaler._get_growth_tracker()) == (0, 3.0, 0)
 
 
 @AGAINST_TORCH

@@ -533,6 +533,45 @@ def test_ranks_may_hold_other_parameters():
     _on_ranks(2, _step_stages)
 
 
+def _step_with_a_frozen_stage(rank, world_size):
+    for fused in (False, True):
+        param = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param], lr=1.0 if rank else 0.0, fused=fused)
+        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, process_group=dist.group.WORLD)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * rank).backward()
+            scaler.step(optimizer)
+            assert scaler.update().applied
+        assert (param.item(), scaler.get_scale()) == (1.0 - 3.0 * rank, 64.0)
+        scaler.check_sync()
+
+
+def test_one_rank_with_rates_and_gradients_of_zero():
+    """Its step counts with the others'; only a step that rehearses on every rank does not."""
+    _on_ranks(2, _step_with_a_frozen_stage)
+
+
+def _renew_an_optimizer(rank, world_size):
+    param = torch.nn.Parameter(torch.ones(1))
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    kept = []
+    for _ in range(5):
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        kept += [optimizer] if rank else []
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        del optimizer
+    assert param.item() == -4.0
+
+
+def test_an_optimizer_for_each_phase():
+    """One rank frees the old one and another keeps it: the order is the same."""
+    _on_ranks(2, _renew_an_optimizer)
+
+
 def _stand_outside(rank, world_size):
     group = dist.new_group([0])
     scaler = GradScaler("cpu", init_scale=2.0 ** (3 + rank), process_group=group)

@@ -68,6 +68,13 @@ class _Side:
     def unscale(self, i):
         self.scaler.unscale_(self.optimizers[i])
 
+    def clip(self, i):
+        if isinstance(self.scaler, GradScaler):
+            self.scaler.unscale_and_clip_(self.optimizers[i], float("inf"))
+        else:
+            self.unscale(i)
+            torch.nn.utils.clip_grad_norm_(self.params[i], float("inf"))
+
     def step(self, i):
         self.scaler.step(self.optimizers[i])
 
@@ -129,7 +136,7 @@ class _Truth:
             self.factors[i] = set()
         elif self.gradients[args[0]] is not None and name == "spoil":
             self.gradients[args[0]] = float("inf")
-        elif self.gradients[args[0]] is not None and name in ("step", "unscale"):
+        elif self.gradients[args[0]] is not None and name in ("step", "unscale", "clip"):
             self.factors[args[0]] = {1.0}
             self.stepped |= {args[0]} if name == "step" else set()
 
@@ -153,10 +160,10 @@ def _next(chance, truth):
     if truth.pending:
         operations.append((2, ("late_backward",)))
     if truth.gradients[i] is not None or chance.random() < 0.02:
-        operations += [(6, ("step", i)), (2, ("unscale", i))]
+        operations += [(6, ("step", i)), (1, ("unscale", i)), (1, ("clip", i))]
     weights, choices = zip(*operations, strict=True)
     choice = chance.choices(choices, weights)[0]
-    return ("zero", i, True) if choice[0] in ("step", "unscale") and truth.is_hopeless(i) else choice
+    return ("zero", i, True) if choice[0] in ("step", "unscale", "clip") and truth.is_hopeless(i) else choice
 
 
 def _difference(truth, operation, before, sides, errors):
@@ -173,7 +180,7 @@ def _difference(truth, operation, before, sides, errors):
         if moves[0] != moves[1] and not all(move != move for move in moves):
             assert moves[1] == truth.gradients[i], moves
             return "waits"
-    if operation[0] == "unscale" and errors == [None, None]:
+    if operation[0] in ("unscale", "clip") and errors == [None, None]:
         i = operation[1]
         grads = [side.params[i].grad for side in sides]
         if grads[0] is not None and grads[0].item() != grads[1].item():

@@ -236,6 +236,75 @@ def test_a_user_skips_a_replayed_step(make_scaler, device):
     assert weight.tolist() == [0.0] * 3
 
 
+@ON_EACH_DEVICE
+@AGAINST_TORCH
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_critic_steps_more_often_than_the_replayed_generator(make_scaler, device, zeroes):
+    """Both are unscaled at every replay, one is stepped at some: what was unscaled before is not what is there now."""
+    weights, optimizers = zip(*(_one_weight(device) for _ in range(2)), strict=True)
+    scaler = make_scaler(device, init_scale=1024.0)
+    with _capture(device) as graph:
+        scaler.scale(sum(weights).sum()).backward()
+    for iteration in range(3):
+        for weight in weights:
+            weight.grad.zero_() if zeroes else weight.grad.data.zero_()  # with a new version, or without one
+        graph.replay()
+        before = weights[1][0].item()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers[: 2 if iteration else 1]:
+            scaler.step(optimizer)
+        assert before - weights[1][0].item() == (1.0 if iteration else 0.0)
+        scaler.update()
+
+
+@ON_EACH_DEVICE
+@AGAINST_TORCH
+def test_one_loss_replayed_and_one_eager(make_scaler, device):
+    """Two updates an iteration, each of which changes the scale."""
+    weights, optimizers = zip(*(_one_weight(device) for _ in range(2)), strict=True)
+    scaler = make_scaler(device, init_scale=1024.0, growth_interval=1)
+    with _capture(device) as graph:
+        scaler.scale(weights[0].sum()).backward()
+    for _ in range(4):
+        weights[0].grad.zero_()
+        graph.replay()
+        before = [weight[0].item() for weight in weights]
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[1].zero_grad()
+        scaler.scale((weights[0] * 0.0 + weights[1]).sum()).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+        assert [old - weight[0].item() for old, weight in zip(before, weights, strict=True)] == [1.0, 1.0]
+
+
+@ON_EACH_DEVICE
+@AGAINST_TORCH
+def test_a_hand_made_loss_after_replayed_steps(make_scaler, device):
+    """The scale that the replays have left is the one that counts."""
+    weight, optimizer = _one_weight(device, FUSED["sgd"])
+    scaler = make_scaler(device, init_scale=4.0, growth_interval=1)
+    with _warming_up(device):
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    weight.grad.zero_()
+    scaler.scale(weight.sum()).backward()
+    with _capture(device) as graph:
+        scaler.step(optimizer)
+        scaler.update()
+    for _ in range(2):
+        weight.grad.zero_()
+        scaler.scale(weight.sum()).backward()
+        graph.replay()
+    weight.grad.zero_()
+    (weight.sum() * scaler.get_scale()).backward()
+    before = weight[0].item()
+    scaler.step(optimizer)
+    assert before - weight[0].item() == 1.0
+
+
 @pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
 def test_a_tensor_that_somebody_keeps_stays_the_one(name):
     """Through steps, growth, backoff, a new scale and a loaded state."""

@@ -142,8 +142,9 @@ def test_torch_doubles_what_waits_over_an_update():
     assert _moved(params[1], scaler.step, optimizers[1]) == 2.0
 
 
-def _second_waits_over_an_update(make_scaler):
-    """Return two parameters and optimizers, and a scaler; the second's gradients are of the scale before the last."""
+@AGAINST_TORCH
+def test_gradients_kept_over_the_next_loss(make_scaler):
+    """Once another loss is scaled, every gradient is divided by its scale, as torch does; do not keep them so long."""
     params, optimizers = _two()
     scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
     for stepped in (optimizers, optimizers[:1]):
@@ -154,27 +155,79 @@ def _second_waits_over_an_update(make_scaler):
             scaler.step(optimizer)
         scaler.update()
     optimizers[0].zero_grad()
-    return params, optimizers, scaler
-
-
-@pytest.mark.parametrize(("make_scaler", "expected"), [(GradScaler, 1.0), (torch.amp.GradScaler, 0.5)])
-def test_gradients_that_wait_over_the_next_loss(make_scaler, expected):
-    """They keep their scale while nobody writes to them, whatever is scaled meanwhile; torch divides by the new one."""
-    params, optimizers, scaler = _second_waits_over_an_update(make_scaler)
     scaler.scale(params[0].sum()).backward()
     scaler.step(optimizers[0])
-    assert _moved(params[1], scaler.step, optimizers[1]) == expected
+    assert _moved(params[1], scaler.step, optimizers[1]) == 0.5
 
 
-def test_gradients_of_two_scales_that_were_added_up():
-    """No factor unscales them, so the step is refused; zeroed in place first, they are the new loss's alone."""
-    params, optimizers, scaler = _second_waits_over_an_update(GradScaler)
-    scaler.scale(sum(params).sum()).backward()
-    with pytest.raises(CallOrderError, match="nothing tells which"):
-        scaler.step(optimizers[1])
-    params, optimizers, scaler = _second_waits_over_an_update(GradScaler)
-    optimizers[1].zero_grad(set_to_none=False)
-    scaler.scale(sum(params).sum()).backward()
+@EITHER_KIND
+@AGAINST_TORCH
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gan_that_zeroes_at_the_top(make_scaler, fused, set_to_none):
+    """Two scaled losses and two updates an iteration, each of which changes the scale."""
+    params, optimizers = _two(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            scaler.scale(param.sum()).backward()
+            assert _moved(param, scaler.step, optimizer) == 1.0
+            scaler.update()
+
+
+@AGAINST_TORCH
+def test_gradients_written_by_hand_after_the_others_update(make_scaler):
+    """In place and by assignment, without any backward: refused where torch takes the new scale for granted."""
+    for is_assigned in (False, True):
+        params, optimizers = _two()
+        scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(sum(params).sum()).backward()
+            for optimizer in optimizers[: 2 if scaler.get_scale() == 1024.0 else 1]:
+                scaler.step(optimizer)
+            scaler.update()
+        by_hand = torch.full((1,), scaler.get_scale())
+        if is_assigned:
+            params[1].grad = by_hand
+        else:
+            params[1].grad.copy_(by_hand)
+        if make_scaler is GradScaler:
+            with pytest.raises(CallOrderError):
+                scaler.step(optimizers[1])
+        else:
+            assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+@EITHER_KIND
+@AGAINST_TORCH
+def test_a_scaled_loss_of_long_ago(make_scaler, fused):
+    """One scaled loss, then losses by hand: a second optimizer's first step takes the present scale."""
+    params, optimizers = _two(fused)
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        (params[0].sum() * scaler.get_scale()).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+    (params[1].sum() * scaler.get_scale()).backward()
+    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+def test_an_early_look_decides_nothing():
+    """`unscale_` of an optimizer without gradients does not settle which scale divides those of the next loss."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    scaler.unscale_(optimizers[1])
+    scaler.scale(params[1].sum()).backward()
     assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
 
 
@@ -201,19 +254,23 @@ def test_what_nothing_tells_does_not_matter_while_the_scale_is_unchanged():
     assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
 
 
-@pytest.mark.parametrize("clips_by_value", [False, True])
-def test_unscaled_gradients_that_wait_may_be_written_to(clips_by_value):
-    """Noise or clipping by value between the other's update and the step does not unscale them again."""
+@pytest.mark.parametrize("writes", [False, True])
+def test_unscaled_gradients_that_wait(writes):
+    """They are not unscaled again; written to after the other's update, nothing tells them from new ones."""
     params, optimizers = _two()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     scaler.scale(sum(params).sum()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_value_(params, 0.5)
     scaler.step(optimizers[0])
     scaler.update()
-    if clips_by_value:
-        torch.nn.utils.clip_grad_value_(params[1], 0.5)
-    assert _moved(params[1], scaler.step, optimizers[1]) == (0.5 if clips_by_value else 1.0)
+    if writes:
+        torch.nn.utils.clip_grad_value_(params[1], 0.25)
+        with pytest.raises(CallOrderError, match="by 1, before the last update"):
+            scaler.step(optimizers[1])
+    else:
+        assert _moved(params[1], scaler.step, optimizers[1]) == 0.5
 
 
 def test_gradients_that_were_renewed_after_they_were_unscaled():
@@ -372,6 +429,41 @@ def test_a_user_decides_to_skip(fused, looks_first):
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         scaler.step(optimizer)
     GradScaler("cpu", enabled=False).skip(optimizer)
+
+
+@pytest.mark.parametrize("is_rehearsal", [False, True])
+def test_one_of_two_that_skip_together_is_left_out(is_rehearsal):
+    """A step that the user leaves out, or that only rehearses, decides nothing for the other."""
+    params, optimizers = _two()
+    scaler = GradScaler("cpu", init_scale=1024.0, joint_skip=True)
+    scaler.scale(sum(params).sum()).backward()
+    if is_rehearsal:
+        optimizers[0].param_groups[0]["lr"] = 0.0
+        params[0].grad.zero_()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizers[0]) if is_rehearsal else scaler.skip(optimizers[0])
+    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
+
+
+def test_a_disabled_scaler_knows_what_the_user_left_out():
+    """So a schedule stays in step with it."""
+    _, optimizers = _two()
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.skip(optimizers[0])
+    info = scaler.update()
+    assert (info.applied, info.applied_of(optimizers[0]), info.applied_of(optimizers[1])) == (False, False, True)
+    assert scaler.update().applied is True
+
+
+def test_a_copy_of_the_outcome_tells_no_more_than_the_whole():
+    """`_replace` makes a tuple of the fields alone."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert info._replace(overflow_streak=5).applied_of(optimizer) is False
 
 
 def test_an_overflow_that_was_looked_at_and_skipped_backs_off():

@@ -135,6 +135,57 @@ def test_a_warning_never_raises():
         scaler._warn_if_resumed(optimizer)
 
 
+class _Legacy(torch.optim.SGD):
+    """Is handed the scaler, and asks it for what it needs."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
+        if stage.name == "READY":
+            grad_scaler.unscale_(self)
+        super().step()
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+def test_an_optimizer_of_the_old_contract_is_clipped_in_place():
+    """It takes no factor, so `clip_and_step` leaves it none."""
+    param = _param()
+    optimizer = _Legacy([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.clip_and_step(optimizer, 10.0)
+    assert param.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rates_that_are_tensors(dtype):
+    """Of any dtype."""
+    param = _param()
+    optimizer = torch.optim.SGD([param], lr=torch.tensor(1.0, dtype=dtype))
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.item() == 0.0
+
+
+class _Iterable(torch.optim.SGD):
+    """Has parameters to iterate over."""
+
+    def __iter__(self):
+        return iter(self.param_groups)
+
+
+def test_an_optimizer_that_can_be_iterated_over_is_one():
+    """Only a list or a tuple is several; an empty one is an error."""
+    param = _param()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    assert scaler.unscale_and_clip_(_Iterable([param], lr=1.0), 1.0).item() == 1.0
+    with pytest.raises(ValueError, match="empty list"):
+        scaler.unscale_and_clip_([], 1.0)
+
+
 # -- steps that are interrupted ----------------------------------------------------------------------------------------
 
 
