@@ -99,7 +99,7 @@ class GradScaler(TorchNames):
             raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; a policy goes to policy=")
         if policy is not None and (init_scale, growth_factor, backoff_factor, growth_interval) != _TORCH_DEFAULTS:
             raise PolicyError(
-                "policy= says it all; leave out init_scale, growth_factor, backoff_factor, growth_interval"
+                "pass either policy= or init_scale, growth_factor, backoff_factor and growth_interval, not both"
             )
         if policy is None:
             policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)

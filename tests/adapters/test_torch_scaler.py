@@ -735,5 +735,5 @@ def test_a_policy_goes_to_its_own_argument():
     """Not in the place of the device, and not beside torch's four settings, which would be ignored."""
     with pytest.raises(TypeError, match="a policy goes to policy="):
         GradScaler({"kind": "dynamic"})
-    with pytest.raises(PolicyError, match="policy= says it all"):
+    with pytest.raises(PolicyError, match="pass either policy= or init_scale"):
         GradScaler("cpu", init_scale=8.0, policy="dynamic")
