@@ -1,4 +1,4 @@
-"""Which loss scale an optimizer's gradients were made with: the present one, or the one of a `scale` before the update.
+"""The loss scale that an optimizer's gradients were made with: the present one, or the one before the last update.
 
 Gradients are divided by what their loss was multiplied by. That is the present loss scale, with one exception: an
 optimizer that is stepped only after `update` was called for another one, as Accelerate does, still holds gradients of
@@ -108,7 +108,7 @@ _PRESENT = Origin(None, None, is_same_step=False)
 
 
 class ScaledLosses:
-    """Which optimizers have used up the gradients of the losses that were scaled before the last update."""
+    """The losses that were scaled before the last update, and the optimizers that have used up their gradients."""
 
     def __init__(self) -> None:
         self.present: CapturedScale | None = None

@@ -1,4 +1,4 @@
-"""What a scaler saves and restores, and how the ranks of a job compare it: functions on a state."""
+"""Saving and restoring a scaler's state, and comparing it between ranks."""
 
 import math
 import warnings
@@ -41,7 +41,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     differing = [
         f"{name}={theirs!r} and {ours!r}"
-        for name, theirs, ours in _said_twice(saved)
+        for name, theirs, ours in _values_given_twice(saved)
         if theirs != ours and not (_is_number(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
     ]
     if not differing:
@@ -55,7 +55,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: saved[key] for key in _TORCHS_KEYS}
 
 
-def _said_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _values_given_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and the two values of what torch's keys and ours both say."""
     if "scale" not in saved:
         return

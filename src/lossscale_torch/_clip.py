@@ -13,7 +13,7 @@ from lossscale_torch._norm import norm_on_device, unscaled_norm
 
 
 class Clipping(NamedTuple):
-    """How to clip: the arguments of `torch.nn.utils.clip_grad_norm_`."""
+    """The arguments of `torch.nn.utils.clip_grad_norm_`."""
 
     max_norm: float
     norm_type: float
@@ -38,7 +38,7 @@ class Clipping(NamedTuple):
 
 
 class Clipped(NamedTuple):
-    """What clipping found, and what it has left to do."""
+    """The outcome of clipping."""
 
     norm: Tensor
     """The norm of the unscaled gradients before clipping, shape `()`."""

@@ -18,7 +18,7 @@ READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by na
 
 
 class OptimizerRecord(dict[str, Any]):
-    """What a scaler knows of one optimizer since the last update: torch's two keys, and what was decided.
+    """The record of one optimizer since the last update: torch's two keys, and what was decided.
 
     torch's keys are `stage` and `found_inf_per_device`; other packages read and write them.
     """

@@ -1,4 +1,4 @@
-"""What a scaler must know of an optimizer, of torch's or a stranger's with no more than `param_groups` and `step`."""
+"""Questions to an optimizer, of torch's or of another package's with no more than `param_groups` and `step`."""
 
 import functools
 import inspect

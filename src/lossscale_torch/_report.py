@@ -1,4 +1,4 @@
-"""Which parameters overflowed, and how."""
+"""A report on the parameters whose gradients overflowed."""
 
 from collections.abc import Iterable
 

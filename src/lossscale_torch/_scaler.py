@@ -260,7 +260,7 @@ class GradScaler(TorchNames):
 
     @property
     def last_step(self) -> StepInfo | None:
-        """What the last `update` returned, for code whose framework called it; None before the first."""
+        """The `StepInfo` that the last `update` returned, for code whose framework called it; None before the first."""
         return self._last_step
 
     def place_on(self, device: torch.device | str) -> None:

@@ -1,4 +1,4 @@
-"""What `GradScaler.update` returns."""
+"""The outcome of a step, as `GradScaler.update` returns it."""
 
 from typing import Any
 

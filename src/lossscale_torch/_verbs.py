@@ -62,7 +62,7 @@ def unscale(grads: Any, state: Any) -> Any:
         if not is_gradient(leaf):
             return leaf
         lifted = _lifted(_as_tensor(leaf))
-        return lifted / _beside(state.loss_scale, lifted)
+        return lifted / _on_device_of(state.loss_scale, lifted)
 
     return tree.map_leaves(unscale_leaf, grads)
 
@@ -89,7 +89,7 @@ def select(grads_finite: Any, new: Any, old: Any) -> Any:
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     """Return one tensor times the loss scale, half ones in float32."""
     lifted = _lifted(loss)
-    return lifted * _beside(loss_scale, lifted)
+    return lifted * _on_device_of(loss_scale, lifted)
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -123,7 +123,7 @@ def _lifted(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
-def _beside(loss_scale: Any, tensor: Tensor) -> Any:
+def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:
     """Return `loss_scale` so that it can stand in an expression beside `tensor`."""
     if not isinstance(loss_scale, Tensor):
         return float(loss_scale)
