@@ -136,8 +136,12 @@ class ScaledLosses:
         skipped.
         """
         self.is_recorded = self.is_recorded or is_being_recorded()
-        stepped = {key for key, record in records.items() if record["stage"] is STEPPED}
-        unscaled = {key: record for key, record in records.items() if record["stage"] is UNSCALED}
+        stepped, unscaled = set(), {}
+        for key, record in records.items():
+            if record["stage"] is STEPPED:
+                stepped.add(key)
+            elif record["stage"] is UNSCALED:
+                unscaled[key] = record
         if self.present is None:
             if any(record.captured is None for record in records.values()):
                 self._forget()
@@ -200,10 +204,7 @@ class ScaledLosses:
         return waiting
 
     def _forget(self) -> None:
-        self._past = None
-        self._used_up.clear()
-        self._seen.clear()
-        self._unscaled.clear()
+        self._past, self._used_up, self._seen, self._unscaled = None, set(), {}, {}
 
 
 def _require_same(scale: float | Tensor, present_scale: Tensor) -> None:

@@ -1,6 +1,7 @@
 """One answer for all: flags of devices, ranks, mesh axes and joint optimizers become one decision on a step."""
 
 import math
+import sys
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -79,12 +80,12 @@ def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
         found = [flag.item() for flag in record["found_inf_per_device"].values()]
+        record.finite = found.count(0.0) == len(found)
         if record.is_combined and math.inf in found:
             raise SyncError(
                 "ranks unscale or step different optimizers at the same time, so that one's overflow would skip "
                 "another's step; call unscale_() and step() on the optimizers in the same order on every rank"
             )
-        record.finite = not any(value != 0.0 for value in found)
     return record.finite
 
 
@@ -181,8 +182,8 @@ def _number_of_shapes(optimizer: Any) -> float:
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return ()  # there is no device mesh without processes
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
+        return ()  # there is no device mesh without DTensor and without processes
     params: list[Any] = [*params_of(optimizer)]
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
     return tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

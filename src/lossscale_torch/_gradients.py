@@ -213,14 +213,16 @@ def _without_partial_sums(grad: Any) -> Any:
 
 def _are_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
-    first = grads[0]
+    first, strided = grads[0], torch.strided
     dtype, device, is_cpu = first.dtype, first.get_device(), first.is_cpu
     if dtype.is_complex or dtype.itemsize < 2 or (device < 0 and not is_cpu):  # a device type without indices
         return False
     for grad in grads:
-        if type(grad) is not Tensor or grad.dtype is not dtype or grad.get_device() != device:
+        if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not strided:
             return False
-        if grad.is_cpu is not is_cpu or grad.layout is not torch.strided or not grad.is_contiguous() or grad.is_neg():
+        if not (grad.is_cpu if is_cpu else grad.get_device() == device and not grad.is_cpu):
+            return False
+        if not grad.is_contiguous() or grad.is_neg():
             return False
     return True
 

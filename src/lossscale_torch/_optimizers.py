@@ -58,7 +58,7 @@ def has_zero_rates(optimizer: Any) -> bool:
 
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being recorded, in which nothing can be read on the host."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_being_recorded() -> bool:

@@ -43,6 +43,7 @@ from lossscale_torch._torch_names import TorchNames, given_interval, new_records
 from lossscale_torch._verbs import scaled
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
+_HOOKS = ("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
 _LEGACY = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
     "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
@@ -75,6 +76,8 @@ class GradScaler(TorchNames):
     An ordinary optimizer costs one host synchronisation a step, in `step`; a fused one costs none.
     """
 
+    _replaced: frozenset[str] = frozenset()
+    """The methods among `_HOOKS` that a subclass has replaced."""
     _joined: JoinedScaler | None = None
     _join_config: Any  # set by Join
 
@@ -210,14 +213,15 @@ class GradScaler(TorchNames):
         record = self._record_of(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if is_fused(optimizer) and takes_scaler(type(optimizer).step):
+        fused = is_fused(optimizer)
+        if fused and takes_scaler(type(optimizer).step):
             result = self._step_by_itself(optimizer, record, *args, **kwargs)
         else:
             if record["stage"] is READY:
-                record = self._prepare(optimizer, record)
+                record = self._prepare(optimizer, record, fused)
             if not self._has_begun and not record.is_rehearsal:
                 self._warn_if_resumed(optimizer)
-            step = self._step_fused if is_fused(optimizer) else self._step_plain
+            step = self._step_fused if fused else self._step_plain
             result = step(optimizer, record, *args, **kwargs)
         record["stage"] = STEPPED
         return result
@@ -251,7 +255,7 @@ class GradScaler(TorchNames):
         """
         if self._enabled:
             self._last_step = self._update(new_scale)
-            if self._state.is_on_host:
+            if self._state.is_on_host and getattr(self.policy, "max_overflow_streak", None) is not None:
                 check_overflow_streak(self.policy, self._state.read())
         else:
             skipped, self._skipped = self._skipped, set()
@@ -541,8 +545,12 @@ class GradScaler(TorchNames):
                 record.note({flag.device: flag.clone()})
         return how.apply_torchs(optimizers)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._replaced = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(GradScaler, name))
+
     def _is_replaced(self, method: str) -> bool:
-        return method in self.__dict__ or getattr(type(self), method) is not getattr(GradScaler, method)
+        return method in self._replaced or method in self.__dict__
 
     def _deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
         """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""
@@ -556,14 +564,14 @@ class GradScaler(TorchNames):
         self._joint = [each for each in self._records.values() if isinstance(each, OptimizerRecord)]
         return self._joint
 
-    def _prepare(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
+    def _prepare(self, optimizer: Any, record: OptimizerRecord, fused: bool) -> OptimizerRecord:
         """Unscale and check, or only check for a fused optimizer, by the methods that a subclass may have replaced."""
-        method = "_check_inf_per_device" if is_fused(optimizer) else "unscale_"
+        method = "_check_inf_per_device" if fused else "unscale_"
         if self._is_replaced(method):
             getattr(self, method)(optimizer)
             self._are_flags_shared = True
             return self._record_of(optimizer, "step")
-        if is_fused(optimizer):
+        if fused:
             self._check(optimizer, record)
         else:
             self._unscale(optimizer, record)
@@ -608,13 +616,18 @@ class GradScaler(TorchNames):
 
     def _update(self, new_scale: float | Tensor | None) -> StepInfo:
         device = self._require_scale("update").device
-        records = {key: OptimizerRecord.of(record) for key, record in self._records.items()}
-        checked = [record for record in records.values() if record.flags and not record.is_rehearsal]
-        if new_scale is None and not checked and all(record["stage"] is READY for record in records.values()):
+        records: dict[int, OptimizerRecord] = {}
+        found, flags = [], {}
+        for key, each in self._records.items():
+            record = records[key] = OptimizerRecord.of(each)
+            if record["found_inf_per_device"]:
+                found.append(record)
+            if record["stage"] is STEPPED:
+                flags[key] = record.flag
+        if not found and new_scale is None and all(record["stage"] is READY for record in records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._had_no_gradients = not any(record.flags for record in records.values())
-        if (joined := self._active_join()) is not None:
-            joined.end_step()
+        self._had_no_gradients = not found
+        checked = [record for record in found if not record.is_rehearsal]
         if self._are_flags_shared:
             for record in checked:
                 record.read_again()
@@ -628,7 +641,7 @@ class GradScaler(TorchNames):
             info = step_info(now, now)
         self._records, self._joint, self._are_flags_shared = new_records(), [], False
         self._losses.end(records)
-        return with_optimizers(info, {key: each.flag for key, each in records.items() if each["stage"] is STEPPED})
+        return with_optimizers(info, flags)
 
     def _set_scale(self, new_scale: Any, finite: bool | Tensor) -> CoreStepInfo:
         before = self._state.snapshot()

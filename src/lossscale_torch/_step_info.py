@@ -34,9 +34,12 @@ def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], defaul
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    if any(flag is False for flag in flags.values()):
-        info = info._replace(applied=False)
-    whole = StepInfo._make(map(plain, info))
+    applied, used, after, streak = info
+    if not isinstance(applied, torch.Tensor):
+        applied, used, after, streak = bool(applied), plain(used), plain(after), plain(streak)
+    for flag in flags.values():
+        applied = False if flag is False else applied
+    whole = StepInfo(applied, used, after, streak)
     whole._flags, whole._default = flags, default
     return whole
 
