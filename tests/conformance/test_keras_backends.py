@@ -1,11 +1,15 @@
-"""`lossscale_tf.LossScaleOptimizer` where Keras runs on JAX or PyTorch, each in a process of its own."""
+"""`lossscale_tf.LossScaleOptimizer` where Keras runs on JAX, PyTorch or NumPy, each in a process of its own."""
 
 import os
 import subprocess
 import sys
 
 CODE = "import keras, lossscale_tf; lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD())"
-ADAPTERS = {"jax": "lossscale_jax.loss_scaled", "torch": "lossscale_torch.GradScaler"}
+ADAPTERS = {
+    "jax": "lossscale_jax.loss_scaled",
+    "torch": "lossscale_torch.GradScaler",
+    "numpy": "lossscale_tf trains on TensorFlow",
+}
 
 
 def test_other_backends_of_keras_are_refused():
