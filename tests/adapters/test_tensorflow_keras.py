@@ -2,9 +2,6 @@
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 
