@@ -36,16 +36,15 @@ _LATE = (
 class CapturedScale:
     """The loss scale that `scale` multiplied losses by between two updates."""
 
-    def __init__(self) -> None:
-        self.scale: Any = None
-        """A copy of the persistent tensor, taken by the latest `scale`; backward keeps it, and nobody writes to it."""
-        self.may_be_below_one = False
-        self.last_backward: int | None = None
-        """The number of the latest backward of such a loss; None before the first."""
-        self.next_backward: int | None = None
-        """The number that the first backward after the update has; None before the update."""
-        self._source: Any = None
-        self._version = 0
+    scale: Any = None
+    """A copy of the persistent tensor, taken by the latest `scale`; backward keeps it, and nobody writes to it."""
+    may_be_below_one = False
+    last_backward: int | None = None
+    """The number of the latest backward of such a loss; None before the first."""
+    next_backward: int | None = None
+    """The number that the first backward after the update has; None before the update."""
+    _source: Any = None
+    _version = 0
 
     def take(self, persistent: Tensor, may_be_below_one: bool) -> Tensor:
         """Copy the persistent loss scale, and return the copy."""
@@ -126,7 +125,8 @@ class ScaledLosses:
         self.is_recorded = self.is_recorded or is_being_recorded()
         if self.present is None:
             self.present = CapturedScale()
-            self._forget()
+            if self._past is not None or self._used_up:
+                self._forget()
         return self.present
 
     def end(self, records: dict[int, OptimizerRecord]) -> None:
@@ -194,6 +194,8 @@ class ScaledLosses:
 
     def _look_at_what_waits(self) -> dict[int, GradientsSeen]:
         """Return the gradients of the known optimizers that have not used them up."""
+        if self._used_up.issuperset(self._known):
+            return {}
         waiting = {}
         for key, reference in list(self._known.items()):
             optimizer = reference()

@@ -452,8 +452,7 @@ class GradScaler(TorchNames):
 
     def _unscale(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         scale, may_be_below_one = self._scale_of(record)
-        flag = torch.zeros((), dtype=torch.float32, device=scale.device)
-        found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
+        found = self._unscale_grads_(optimizer, scale.reciprocal(), torch.zeros_like(scale), self._half_gradients)
         if may_be_below_one:  # there a finite gradient may overflow by being unscaled
             Gradients([optimizer]).check_again(found)
         self._note(optimizer, record, found)
