@@ -208,6 +208,7 @@ def _graph_breaks(make_scaler):
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
+@pytest.mark.filterwarnings("default:.*torch.jit.*:DeprecationWarning")  # of what Dynamo itself calls in an optimizer
 def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
     """Neither the methods nor the hook on the scaled loss are traced."""
     assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
