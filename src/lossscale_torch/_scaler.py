@@ -625,6 +625,8 @@ class GradScaler(TorchNames):
                 flags[key] = record.flag
         if not found and new_scale is None and all(record["stage"] is READY for record in records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
+        if (joined := self._active_join()) is not None:
+            joined.end_step()
         self._had_no_gradients = not found
         checked = [record for record in found if not record.is_rehearsal]
         if self._are_flags_shared:
