@@ -26,6 +26,8 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch._decision import STEPPED, UNSCALED, OptimizerRecord
 from lossscale_torch._gradients import grads_of
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
+from lossscale_torch._state import CapturedScale, ScalerState
+from lossscale_torch._verbs import scaled
 
 _LATE = (
     "backward() of a loss that scale() multiplied before the last update() cannot be told from one of the present loss "
@@ -33,44 +35,31 @@ _LATE = (
 )
 
 
-class CapturedScale:
-    """The loss scale that `scale` multiplied losses by between two updates."""
+class Backwards:
+    """The backward passes of the losses that were scaled between two updates, by their numbers in autograd's engine."""
 
-    scale: Any = None
-    """A copy of the persistent tensor, taken by the latest `scale`; backward keeps it, and nobody writes to it."""
-    may_be_below_one = False
-    last_backward: int | None = None
-    """The number of the latest backward of such a loss; None before the first."""
-    next_backward: int | None = None
-    """The number that the first backward after the update has; None before the update."""
-    _source: Any = None
-    _version = 0
+    __slots__ = ("_next", "last")
 
-    def take(self, persistent: Tensor, may_be_below_one: bool) -> Tensor:
-        """Copy the persistent loss scale, and return the copy."""
-        self.scale, self.may_be_below_one = persistent.clone(), may_be_below_one
-        self._source, self._version = persistent, persistent._version
-        return self.scale
-
-    def is_held_by(self, persistent: Tensor) -> bool:
-        """Return whether nobody has written to the persistent loss scale since it was copied."""
-        return self._source is persistent and self._version == persistent._version
+    def __init__(self) -> None:
+        self.last: int | None = None
+        """The number of the latest backward of such a loss; None before the first."""
+        self._next: int | None = None  # the number of the first backward after the update; None before the update
 
     @torch.compiler.disable  # else Dynamo breaks its graph at it where a compiled function calls backward
-    def note_backward(self, _: Tensor) -> None:
+    def note(self, _: Tensor) -> None:
         """Note that backward of a scaled loss begins; after an update it is an error, as with torch's own scaler."""
-        if self.next_backward is not None:
+        if self._next is not None:
             raise RuntimeError(_LATE)
-        self.last_backward = _this_backward()
+        self.last = _this_backward()
 
     def end(self, may_wait: bool) -> None:
         """Note that `update` was called, and exactly how many backwards ran before it if a gradient may wait."""
-        last = -1 if self.last_backward is None else self.last_backward
-        self.next_backward = _number_of_next_backward() if may_wait else last + 1
+        last = -1 if self.last is None else self.last
+        self._next = _number_of_next_backward() if may_wait else last + 1
 
-    def ran_backward_since(self) -> bool:
+    def ran_since(self) -> bool:
         """Return whether any backward ran in this process since the update."""
-        return _number_of_next_backward() != self.next_backward
+        return _number_of_next_backward() != self._next
 
 
 class GradientsSeen(NamedTuple):
@@ -110,24 +99,46 @@ class ScaledLosses:
     """The losses that were scaled before the last update, and the optimizers that have used up their gradients."""
 
     def __init__(self) -> None:
-        self.present: CapturedScale | None = None
-        """The scale of the losses scaled since the last update."""
-        self.is_recorded = False
-        """Whether a call of the scaler was recorded, and may be replayed without any Python."""
+        self.captured: CapturedScale | None = None
+        """The scale of the losses scaled since the last update; None where none was."""
+        self._is_recorded = False  # whether a call of the scaler was recorded, and may be replayed without any Python
+        self._backwards = Backwards()
         self._past: CapturedScale | None = None
         self._known: dict[int, Any] = {}
         self._used_up: set[int] = set()
         self._seen: dict[int, GradientsSeen] = {}
         self._unscaled: dict[int, OptimizerRecord] = {}
 
-    def begin(self) -> CapturedScale:
-        """Return the captured scale of the losses since the last update, a new one after it."""
-        self.is_recorded = self.is_recorded or is_being_recorded()
-        if self.present is None:
-            self.present = CapturedScale()
+    def scale(self, loss: Tensor, state: ScalerState) -> Tensor:
+        """Return a loss times the present loss scale, and watch for its backward."""
+        if self.captured is None:
+            state.begin_step()
+            self._backwards = Backwards()
             if self._past is not None or self._used_up:
                 self._forget()
-        return self.present
+        self.captured = state.capture(is_recorded=self.is_recorded())
+        result = scaled(loss, self.captured.scale)
+        if result.requires_grad:
+            result.register_hook(self._backwards.note)
+        return result
+
+    def is_recorded(self) -> bool:
+        """Return whether this call, or one before it, was recorded, and may be replayed without any Python."""
+        if not self._is_recorded:
+            self._is_recorded = is_being_recorded()
+        return self._is_recorded
+
+    def scale_of(self, record: OptimizerRecord, state: ScalerState) -> CapturedScale:
+        """Return the loss scale that a record's gradients were made with, on the device of the present one.
+
+        The persistent tensor itself wherever it still holds that scale, for a graph that records this: at each replay
+        it reads what the tensor then holds.
+        """
+        if record.captured is not None:
+            return record.captured.moved_to(state.device)
+        if self.captured is None or self.is_recorded():
+            return state.present()
+        return self.captured.moved_to(state.device)
 
     def end(self, records: dict[int, OptimizerRecord]) -> None:
         """Note an update, with which these records end; gradients that no step has used may wait for a later one.
@@ -135,29 +146,29 @@ class ScaledLosses:
         The record of gradients that are unscaled already is kept only if some optimizer was stepped: else the user has
         skipped.
         """
-        self.is_recorded = self.is_recorded or is_being_recorded()
         stepped, unscaled = set(), {}
         for key, record in records.items():
             if record["stage"] is STEPPED:
                 stepped.add(key)
             elif record["stage"] is UNSCALED:
                 unscaled[key] = record
-        if self.present is None:
+        is_recorded = self.is_recorded()
+        if self.captured is None:
             if any(record.captured is None for record in records.values()):
                 self._forget()
             self._used_up |= stepped
             return
         self._used_up = stepped or set(unscaled)
-        may_wait = self.present.last_backward is not None and not self.is_recorded
+        may_wait = self._backwards.last is not None and not is_recorded
         waiting = self._look_at_what_waits() if may_wait else {}
         self._unscaled = {key: record for key, record in unscaled.items() if key in waiting}
         for record in self._unscaled.values():
             record.is_doubtful = record.moment != self.moment()
         self._seen = waiting
-        self.present.end(may_wait=bool(waiting))
-        self._past, self.present = (self.present if may_wait else None), None
+        self._backwards.end(may_wait=bool(waiting))
+        self._past, self.captured = (self.captured if may_wait else None), None
 
-    def origin(self, optimizer: Any, present_scale: Tensor) -> Origin | None:
+    def origin(self, optimizer: Any, present_scale: Any) -> Origin | None:
         """Return the source of an optimizer's gradients, or None while it has none that the question is about.
 
         Raises `CallOrderError` where nothing tells. Waits for the device only where an unchanged loss scale would
@@ -167,7 +178,7 @@ class ScaledLosses:
         was_known = _is(self._known.get(key), optimizer)
         self._known[key] = weak_reference(optimizer)
         past = self._past
-        if self.present is not None or past is None or self.is_recorded or key in self._used_up:
+        if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
             return _PRESENT
         if not grads_of(optimizer):
             return None
@@ -176,7 +187,7 @@ class ScaledLosses:
             return _PRESENT
         is_unchanged = seen is None or seen.are_unchanged(optimizer)
         record = self._unscaled.get(key)
-        if past.ran_backward_since():
+        if self._backwards.ran_since():
             if seen is None:
                 _require_same(past.scale, present_scale)
             if seen is None or not is_unchanged:
@@ -189,8 +200,7 @@ class ScaledLosses:
 
     def moment(self) -> tuple[int, int | None]:
         """Return a mark that stays the same while no operation is recorded and no scaled loss runs backward."""
-        last_backward = None if self.present is None else self.present.last_backward
-        return torch.autograd._get_sequence_nr(), last_backward  # type: ignore[attr-defined]
+        return torch.autograd._get_sequence_nr(), self._backwards.last  # type: ignore[attr-defined]
 
     def _look_at_what_waits(self) -> dict[int, GradientsSeen]:
         """Return the gradients of the known optimizers that have not used them up."""

@@ -18,8 +18,9 @@ from lossscale_core import (
 )
 from lossscale_core.dialects import number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
-from lossscale_torch._torch_names import reachable_interval
+from lossscale_torch._state import ScalerState
 
+LARGEST_INTERVAL = 2**31 - 1
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -114,7 +115,19 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
         )
 
 
-def has_stepped(optimizer: Any) -> bool:
+def warn_if_resumed(optimizer: Any, state: ScalerState) -> None:
+    """Warn where an optimizer goes on and its scaler does not; called before the first step of a fresh scaler."""
+    if state.is_on_host and state.read().steps == 0 and _has_stepped(optimizer):
+        warnings.warn(
+            "the optimizer has taken steps before, but its scaler begins anew with a loss scale of "
+            f"{state.read_loss_scale():g}; to go on from a checkpoint, save scaler.state_dict() in it and pass it to "
+            "scaler.load_state_dict()",
+            CheckpointWarning,
+            stacklevel=4,  # past this function, `step` and the wrapper of `torch.compiler.disable`
+        )
+
+
+def _has_stepped(optimizer: Any) -> bool:
     """Return whether an optimizer remembers a step; a count that lives on a device is not waited for.
 
     Optimizers differ in what they keep: most count under "step" for each parameter, MADGRAD under a name of its own for
@@ -153,3 +166,13 @@ def torch_policy(
         min_scale=SMALLEST_SCALE,
         max_scale=LARGEST_SCALE,
     )
+
+
+def reachable_interval(interval: int) -> int:
+    """Return a growth interval that a policy takes: what torch's scaler never reaches is the largest int32."""
+    return interval if 0 < interval < LARGEST_INTERVAL else LARGEST_INTERVAL
+
+
+def given_interval(interval: int) -> int | None:
+    """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
+    return None if reachable_interval(interval) == interval else int(interval)

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lossscale_core import LARGEST_SCALE
+from lossscale_torch._decision import OptimizerRecord, found_inf, mesh_groups
 from lossscale_torch._gradients import Gradients, params_of
-from lossscale_torch._norm import norm_on_device, unscaled_norm
+from lossscale_torch._norm import can_stay_on_device, norm_on_device, unscaled_norm
+from lossscale_torch._optimizers import is_fused
+from lossscale_torch._records import OptimizerRecords
 
 
 class Clipping(NamedTuple):
@@ -57,7 +60,44 @@ def clipping(max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     return Clipping(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
-def unscale_and_clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+def unscale_and_clip(
+    records: OptimizerRecords, optimizers: list[Any], how: Clipping, allow_half: bool, is_deferred: bool
+) -> Tensor | None:
+    """Unscale and clip with one read, and note what was found; return the norm, or None where one read cannot do it.
+
+    That is where it cannot both take the norm and tell whether the gradients are finite. With `is_deferred` a fused
+    optimizer is left to multiply.
+    """
+    ours: list[OptimizerRecord] = [records.by_id[id(optimizer)] for optimizer in optimizers]
+    if any(record.captured is not ours[0].captured for record in ours) or any(map(mesh_groups, optimizers)):
+        return None
+    scale, may_be_below_one = records.scale_of(ours[0])[:2]
+    gradients = Gradients.to_unscale(optimizers, allow_half)
+    on_host = scale.is_cpu or not all(map(is_fused, optimizers))
+    can_wait = not may_be_below_one and can_stay_on_device(gradients, how.norm_type, scale.device)
+    if how.needs_torchs(gradients) or not (on_host or can_wait):
+        return None
+    clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred)
+    for optimizer, record in zip(optimizers, ours, strict=True):
+        found = {scale.device: clipped.found_inf.clone()} if gradients.buckets else {}
+        records.note(optimizer, record, found, clipped.finite)
+        record.grad_scale = clipped.grad_scale
+    if how.error_if_nonfinite and bool(clipped.found_inf):
+        how.raise_nonfinite()
+    return clipped.norm
+
+
+def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: Clipping) -> Tensor:
+    """Clip gradients that are unscaled already in a second pass; an overflow in one optimizer is one in all of them."""
+    ours: list[OptimizerRecord] = [records.by_id[id(optimizer)] for optimizer in optimizers]
+    if len(ours) > 1:
+        flag = found_inf(ours, records.device)
+        for record in ours:
+            record.note({flag.device: flag.clone()})
+    return how.apply_torchs(optimizers)
+
+
+def _clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Synchronises with the host once."""
     norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type)
     finite, grad_scale = math.isfinite(norm), None
@@ -72,7 +112,7 @@ def unscale_and_clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping,
     return Clipped(torch.tensor(norm, dtype=dtype, device=scale.device), found, finite, grad_scale)
 
 
-def unscale_and_clip_on_device(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+def _clip_on_device(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Does not synchronise."""
     norm = norm_on_device(gradients, how.norm_type, scale.device) / scale
     finite = torch.isfinite(norm)

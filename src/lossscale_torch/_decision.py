@@ -156,6 +156,34 @@ class Order:
         return message
 
 
+class Ranks:
+    """The ranks that decide alike: those of a process group and of the meshes over which parameters are sharded."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+        self.joined: JoinedScaler | None = None
+        """The scaler's part in `Join`, while that is active."""
+        self._order = Order()
+
+    def groups_of(self, optimizer: Any) -> tuple[Any, ...]:
+        """Return what an optimizer's flags are combined over: process groups, or the scaler's part in `Join`."""
+        groups = mesh_groups(optimizer)
+        if self.process_group is None:
+            return groups
+        require_member(self.process_group)
+        return (*groups, self.active_join() or self.process_group)
+
+    def active_join(self) -> JoinedScaler | None:
+        """Return the scaler's part in `Join` while ranks may run out of inputs."""
+        return self.joined if self.joined is not None and self.joined.is_enabled() else None
+
+    def combine(
+        self, optimizer: Any, found: dict[Any, Tensor], counts: bool, groups: tuple[Any, ...], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return a check's flags, and whether its step counts, combined over the groups; see `Order.combine`."""
+        return self._order.combine(optimizer, found, counts, groups, device)
+
+
 def require_member(group: Any) -> None:
     """Raise `SyncError` in a process that a group does not contain: nobody would answer it."""
     if torch.distributed.get_rank(group) < 0:

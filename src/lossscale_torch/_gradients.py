@@ -32,6 +32,14 @@ class Gradients:
                 [_writable_values(param) for optimizer in optimizers for param in params_of(optimizer)]
             )
 
+    @classmethod
+    def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":
+        """Return the gradients; raise torch's `ValueError` for float16 ones unless they are allowed."""
+        gradients = cls(optimizers)
+        if not allow_half and torch.float16 in gradients.dtypes:
+            raise ValueError(half_gradients_message(optimizers))
+        return gradients
+
     @property
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the gradients; a complex one counts as the dtype of its parts."""

@@ -16,11 +16,12 @@ class JoinedScaler:
     that of https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html.
     """
 
-    def __init__(self, scaler: Any, is_combining: bool) -> None:
+    def __init__(self, scaler: Any, ranks: Any) -> None:
         self._scaler = scaler
+        self._ranks = ranks
         self._group = scaler.join_process_group
         self._device = scaler.join_device
-        self.is_combining = is_combining
+        self.is_combining = scaler.is_enabled() and ranks.process_group is not None
         """Whether flags are combined over the group; else its ranks have nothing to say to each other in a step."""
 
     def is_enabled(self) -> bool:
@@ -57,7 +58,7 @@ class JoinedScaler:
         torch.distributed.all_gather_object(everyone, (is_last_joiner, self._scaler.state_dict()), group=self._group)
         if not is_last_joiner:
             self._scaler.load_state_dict(next(state for is_last, state in everyone if is_last))
-        self._scaler._joined = None
+        self._ranks.joined = None
 
     def _exchange(self, message: Tensor) -> None:
         torch.distributed.all_reduce(message, op=torch.distributed.ReduceOp.MAX, group=self._group)

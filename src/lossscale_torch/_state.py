@@ -1,12 +1,38 @@
 """A scaler's state: on the host while flags arrive there, and in persistent tensors on its device."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, ScalingPolicy, StepInfo, step_info
 from lossscale_core.errors import CallOrderError
+from lossscale_torch._gradients import moved
+
+_NEW_SCALE = (
+    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
+)
+
+
+class CapturedScale(NamedTuple):
+    """A loss scale at one time: what multiplied a loss, and what its gradients are divided by."""
+
+    scale: Tensor
+    """float32, shape `()`; nobody writes to it while gradients of it may arrive."""
+    may_be_below_one: bool
+    """Whether it may be below 1, where unscaling can overflow; known without waiting for a device."""
+    known_inverse: Tensor | None = None
+    """The factor that unscales, where it was computed before."""
+
+    def inverse(self) -> Tensor:
+        """Return the factor that unscales: float32, shape `()`."""
+        return self.scale.reciprocal() if self.known_inverse is None else self.known_inverse
+
+    def moved_to(self, device: torch.device) -> "CapturedScale":
+        """Return the same on another device."""
+        if self.scale.device == device:
+            return self
+        return CapturedScale(moved(self.scale, device), self.may_be_below_one)
 
 
 class ScalerState:
@@ -29,6 +55,9 @@ class ScalerState:
         self._host = policy.init_state() if state is None else state
         self._placed: Any = None
         self._uploaded: Any = None  # what the tensors hold while the host's scalars count
+        self._captured: CapturedScale | None = (
+            None  # a copy of the placed loss scale, while the host knows it
+        )
         self._before: Any = None
         self._finite: Any = None
 
@@ -36,7 +65,24 @@ class ScalerState:
         """Make the persistent tensors, on `device`."""
         self._host = self.read()
         self.is_on_host = True
-        self._placed, self._uploaded = self._as_tensors(self._host, device), self._host
+        self._placed, self._uploaded, self._captured = self._as_tensors(self._host, device), self._host, None
+
+    def capture(self, is_recorded: bool) -> CapturedScale:
+        """Return a copy of the loss scale, for backward to keep and for unscaling; the tensor itself may change.
+
+        One copy serves until the loss scale changes, but for a recorded call, which copies anew at each replay.
+        """
+        if is_recorded or not self.is_on_host:
+            return self.present()._replace(scale=self._placed.loss_scale.clone())
+        if self._captured is None:
+            with torch.inference_mode(False):  # the copy outlives a validation loop that may be running
+                copy = self._placed.loss_scale.clone()
+                self._captured = CapturedScale(copy, self.may_be_below_one(), copy.reciprocal())
+        return self._captured
+
+    def present(self) -> CapturedScale:
+        """Return the loss scale as its persistent tensor holds it, at each replay of a graph that records its use."""
+        return CapturedScale(self._placed.loss_scale, self.may_be_below_one())
 
     def replace_loss_scale(self, tensor: Tensor | None) -> None:
         """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets all tensors."""
@@ -53,6 +99,11 @@ class ScalerState:
     def loss_scale(self) -> Tensor | None:
         """The persistent tensor that multiplies losses: float32, shape `()`; None until it is placed."""
         return None if self._placed is None else self._placed.loss_scale
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self._placed.loss_scale.device
 
     @property
     def growth_tracker(self) -> Tensor | None:
@@ -79,7 +130,8 @@ class ScalerState:
         after = self.policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        return step_info(before, after)
+        scales = before.loss_scale.item(), after.loss_scale.item()
+        return StepInfo(finite, *scales, after.overflow_streak.item())
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""
@@ -106,7 +158,21 @@ class ScalerState:
             for name, value in fields.items():
                 getattr(self._placed, name).fill_(value)
 
-    def set_loss_scale(self, tensor: Tensor) -> None:
+    def update_to(self, new_scale: Any, grads_finite: bool | Tensor, device_type: str) -> StepInfo:
+        """Set the loss scale instead of updating it; raise torch's error for what is not a scale."""
+        before = self.snapshot()
+        if isinstance(new_scale, Tensor):
+            if new_scale.device.type != device_type or new_scale.numel() != 1 or new_scale.requires_grad:
+                raise AssertionError(_NEW_SCALE)
+            self._set_loss_scale(new_scale)
+        elif isinstance(new_scale, bool) or not isinstance(new_scale, int | float) or not new_scale > 0:
+            raise AssertionError(_NEW_SCALE)
+        else:
+            self.set(loss_scale=within_bounds(new_scale, self.policy))
+        after = self.snapshot()
+        return StepInfo(grads_finite, before.loss_scale, after.loss_scale, after.overflow_streak)
+
+    def _set_loss_scale(self, tensor: Tensor) -> None:
         """Set the loss scale to what a tensor of one element holds, within bounds. Does not synchronise."""
         self.begin_step()
         self.hand_out()
@@ -125,7 +191,7 @@ class ScalerState:
         if device is not None:
             for name in state._fields:
                 getattr(self._placed, name).fill_(getattr(state, name).item())
-            self._uploaded = state
+            self._uploaded, self._captured = state, None
         self.is_on_host = on_host
 
     def may_be_below_one(self) -> bool:
@@ -160,6 +226,7 @@ class ScalerState:
                 "anew at each replay; take one step with this optimizer before capturing one"
             )
         target.fill_(value.item())
+        self._captured = None
         self._uploaded = self._uploaded._replace(**{name: value})
 
     def _update_on_device(self, grads_finite: bool | Tensor) -> StepInfo:
@@ -183,6 +250,12 @@ class ScalerState:
         dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
         pairs = zip(state, dtypes, strict=True)
         return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+
+
+def within_bounds(scale: float, policy: Any) -> float:
+    """Return `scale` brought within the policy's bounds, if it has any."""
+    low, high = scale_bounds(policy)
+    return min(max(float(scale), low), high)
 
 
 def scale_bounds(policy: Any) -> tuple[float, float]:

@@ -1,18 +1,19 @@
 """torch's getters, setters and semi-private names, which other packages read and write: delegation only."""
 
 import dataclasses
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, state_to_dict
 from lossscale_core.errors import PolicyError
-from lossscale_torch._decision import OptimizerRecord
-from lossscale_torch._state import ScalerState, scale_bounds
+from lossscale_torch import _checkpoint
+from lossscale_torch._checkpoint import LARGEST_INTERVAL, given_interval, reachable_interval
+from lossscale_torch._decision import Ranks
+from lossscale_torch._records import OptimizerRecords
+from lossscale_torch._state import ScalerState, within_bounds
 
-_LARGEST_INTERVAL = 2**31 - 1
 _ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
@@ -26,8 +27,9 @@ class TorchNames(torch.amp.GradScaler):
     _device: str
     _enabled: bool
     _state: ScalerState
-    _records: defaultdict[int, Any]
-    _are_flags_shared: bool
+    _records: OptimizerRecords
+    _follows_checkpoint: bool
+    _has_begun: bool
     _begun_with: tuple[float, int]
     _interval_as_given: int | None = None
 
@@ -64,7 +66,7 @@ class TorchNames(torch.amp.GradScaler):
         """Return the growth interval as it was given; the largest int32 for a policy that never grows."""
         if self._interval_as_given is not None:
             return self._interval_as_given
-        return int(getattr(self.policy, "growth_interval", _LARGEST_INTERVAL))
+        return int(getattr(self.policy, "growth_interval", LARGEST_INTERVAL))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
@@ -73,6 +75,72 @@ class TorchNames(torch.amp.GradScaler):
         """
         self._change_policy(growth_interval=reachable_interval(new_interval))
         self._interval_as_given = given_interval(new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
+
+        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Empty
+        when disabled. Synchronises with the host.
+        """
+        if not self._enabled:
+            return {}
+        state = self._state.read()
+        return {
+            "scale": float(state.loss_scale),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": int(state.growth_tracker),
+            **state_to_dict(state, self.policy),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
+
+        A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
+        policy keeps it, and a `CheckpointWarning` names each difference.
+
+        Raises:
+            RuntimeError: torch's, for an empty dict.
+            KeyError: For a missing key.
+            CheckpointError: For a newer version, and for a value that no state can hold.
+
+        """
+        if not self._enabled:
+            return
+        _checkpoint.require_saved_state(state_dict)
+        saved, policy = _checkpoint.torchs_part(state_dict), self.policy
+        if self._follows_checkpoint:
+            policy = _checkpoint.saved_policy(saved, policy)
+        self._state.restore(policy, _checkpoint.saved_state(saved, policy))
+        if self._follows_checkpoint:
+            interval = saved.get("growth_interval")
+            self._interval_as_given = None if interval is None else given_interval(interval)
+        self._begun_with = (self.get_scale(), self._get_growth_tracker())
+        self._has_begun = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._records.by_id:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        return self._state_for(None)
+
+    def __copy__(self) -> "TorchNames":
+        self.__getstate__()  # refuses in the middle of an iteration
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self._state_for(self._records.ranks.process_group))  # a group is shared, not copied
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TorchNames":
+        return self.__copy__()
+
+    def _state_for(self, process_group: Any) -> dict[str, Any]:
+        """Return the attributes of a scaler that goes on alone from this one's state."""
+        state = ScalerState(self.policy, self._state.read())
+        records = OptimizerRecords(state, Ranks(process_group), self._records.joint_skip)
+        return {**self.__dict__, "_state": state, "_records": records, "_last_step": None}
 
     def _change_policy(self, **settings: Any) -> None:
         if not isinstance(self.policy, DynamicScaling) and not hasattr(self.policy, next(iter(settings))):
@@ -146,39 +214,18 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> Any:
-        self._are_flags_shared = True  # a flag may be raised through it, and no version would tell
-        return self._records
+        self._records.are_flags_shared = True  # a flag may be raised through it, and no version would tell
+        return self._records.by_id
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, value: Any) -> None:
-        self._records = value
+        self._records.by_id = value
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
-        self._are_flags_shared = True
-        record = self._records.get(id(optimizer))
+        self._records.are_flags_shared = True
+        record = self._records.by_id.get(id(optimizer))
         return {} if record is None else record["found_inf_per_device"]
 
     _growth_factor = property(get_growth_factor, set_growth_factor)
     _backoff_factor = property(get_backoff_factor, set_backoff_factor)
     _growth_interval = property(get_growth_interval, set_growth_interval)
-
-
-def new_records() -> defaultdict[int, Any]:
-    """Return the records of no optimizer yet."""
-    return defaultdict(OptimizerRecord.fresh)
-
-
-def within_bounds(scale: float, policy: Any) -> float:
-    """Return `scale` brought within the policy's bounds, if it has any."""
-    low, high = scale_bounds(policy)
-    return min(max(float(scale), low), high)
-
-
-def reachable_interval(interval: int) -> int:
-    """Return a growth interval that a policy takes: what torch's scaler never reaches is the largest int32."""
-    return interval if 0 < interval < _LARGEST_INTERVAL else _LARGEST_INTERVAL
-
-
-def given_interval(interval: int) -> int | None:
-    """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
-    return None if reachable_interval(interval) == interval else int(interval)

@@ -1,0 +1,133 @@
+"""What is known of each optimizer since the last update: whose gradients it holds, and what was found of them."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossscale_core.errors import CallOrderError
+from lossscale_torch._captured import ScaledLosses
+from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host
+from lossscale_torch._gradients import Gradients, grads_of
+from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
+from lossscale_torch._state import CapturedScale, ScalerState
+
+
+class OptimizerRecords:
+    """The records of the optimizers that a scaler has met since the last update, and how their flags are combined."""
+
+    def __init__(self, state: ScalerState, ranks: Ranks, joint_skip: bool) -> None:
+        self._state, self.ranks, self.joint_skip = state, ranks, joint_skip
+        self.losses = ScaledLosses()
+        self.by_id: defaultdict[int, Any] = new_records()
+        """torch's own dict of records, by the id of their optimizer."""
+        self.are_flags_shared = False
+        """Whether others may raise a flag after it was read."""
+        self._joint: list[OptimizerRecord] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the loss scale."""
+        return self._state.device
+
+    def of(self, optimizer: Any, caller: str) -> OptimizerRecord:
+        """Return an optimizer's record; the first time since an update, ask where its gradients come from."""
+        key = id(optimizer)
+        record = self.by_id[key]
+        if not isinstance(record, OptimizerRecord):
+            record = self.by_id[key] = OptimizerRecord(record)
+        if not record.is_admitted:
+            record = self._admit(optimizer, record)
+        if record.had_none and record["stage"] is UNSCALED and any(each.numel() for each in grads_of(optimizer)):
+            raise CallOrderError(
+                "this rank had no gradients when it decided with the others, and has some now; "
+                f"call {caller}() on an optimizer after backward()"
+            )
+        return record
+
+    def to_unscale(self, optimizer: Any, caller: str) -> OptimizerRecord:
+        """Return an optimizer's record, or raise torch's error where it was unscaled or stepped."""
+        record = self.of(optimizer, caller)
+        if record["stage"] is UNSCALED and not record.is_carried:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if record["stage"] is STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        return record
+
+    def to_step(self, optimizer: Any) -> OptimizerRecord:
+        """Return an optimizer's record, or raise torch's error where it was stepped."""
+        record = self.of(optimizer, "step")
+        if record["stage"] is STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        return record
+
+    def scale_of(self, record: OptimizerRecord) -> CapturedScale:
+        """Return the loss scale that a record's gradients were made with."""
+        return self.losses.scale_of(record, self._state)
+
+    def note(self, optimizer: Any, record: OptimizerRecord, found: dict[Any, Tensor], known: Any = None) -> None:
+        """Record what a check found, combined over the ranks that must decide alike; nothing found leaves it ready.
+
+        `known` is what the host knows of it already: True if every gradient is finite.
+        """
+        groups = self.ranks.groups_of(optimizer)
+        record.had_none, record.moment, record.is_combined = not found, self.losses.moment(), bool(groups)
+        may_rehearse = bool(found or groups) and has_zero_rates(optimizer) and not is_being_recorded()
+        counts = not (may_rehearse and Gradients([optimizer]).are_zero())
+        if groups:
+            device = self._state.device
+            flag, any_counts = self.ranks.combine(optimizer, found, counts, groups, device)
+            found, known, counts = {device: flag}, None, counts or bool(any_counts)
+        record.is_rehearsal = not counts
+        if found:
+            record.note(found, known)
+        if groups and device.type == "cpu":
+            known_on_host(record)  # nobody waits, so ranks that differ are told at once
+
+    def deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
+        """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""
+        if not self.joint_skip:
+            return [record]
+        if self._joint and not any(each is record for each in self._joint):
+            raise CallOrderError(
+                "with joint_skip another optimizer has stepped before this one was unscaled; "
+                "call unscale_() on every optimizer before the first step()"
+            )
+        self._joint = [each for each in self.by_id.values() if isinstance(each, OptimizerRecord)]
+        return self._joint
+
+    def checked(self) -> list[OptimizerRecord]:
+        """Return the records in which something was found; raise torch's error where no optimizer was touched."""
+        for key, each in self.by_id.items():
+            if not isinstance(each, OptimizerRecord):
+                self.by_id[key] = OptimizerRecord(each)
+        return [record for record in self.by_id.values() if record["found_inf_per_device"]]
+
+    def are_untouched(self) -> bool:
+        """Return whether no optimizer was unscaled, stepped or skipped since the last update."""
+        return all(record["stage"] is READY for record in self.by_id.values())
+
+    def end(self) -> dict[int, Any]:
+        """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""
+        records = self.by_id
+        self.losses.end(records)
+        self.by_id, self._joint, self.are_flags_shared = new_records(), [], False
+        return {key: record.flag for key, record in records.items() if record["stage"] is STEPPED}
+
+    def _admit(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
+        origin = self.losses.origin(optimizer, self._state.loss_scale)
+        if origin is None:
+            return record
+        if origin.record is not None:
+            record = self.by_id[id(optimizer)] = origin.record
+            record.is_carried = True
+        record.captured, record.is_admitted = origin.captured, True
+        if not origin.is_same_step and self.losses.captured is None:
+            self._state.begin_step()
+        return record
+
+
+def new_records() -> defaultdict[int, Any]:
+    """Return the records of no optimizer yet."""
+    return defaultdict(OptimizerRecord.fresh)

@@ -1,0 +1,45 @@
+"""Unscaling an optimizer's gradients and finding out whether they are finite: in place, or for a fused optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lossscale_torch._decision import OptimizerRecord
+from lossscale_torch._gradients import Gradients
+from lossscale_torch._records import OptimizerRecords
+
+
+def unscale(
+    records: OptimizerRecords,
+    optimizer: Any,
+    record: OptimizerRecord,
+    unscale_grads: Callable[..., Any],
+    allow_half: bool,
+    is_replaced: bool,
+) -> None:
+    """Divide the gradients of an optimizer by their loss scale, in place, and note whether they are finite.
+
+    `unscale_grads(optimizer, inverse, found_inf, allow_half)` does it, and returns a flag for each device; with
+    `is_replaced` it is a subclass's. Gradients that were unscaled before an `update` that was another optimizer's are
+    left as they are.
+    """
+    if record.is_carried:
+        record.is_carried = False
+        return
+    captured = records.scale_of(record)
+    inverse = captured.inverse()
+    if is_replaced:
+        inverse = inverse.clone()  # a subclass may write to the factor, which other steps share
+    found = unscale_grads(optimizer, inverse, torch.zeros_like(captured.scale), allow_half)
+    if captured.may_be_below_one:  # there a finite gradient may overflow by being unscaled
+        Gradients([optimizer]).check_again(found)
+    records.note(optimizer, record, found)
+
+
+def check(records: OptimizerRecords, optimizer: Any, record: OptimizerRecord) -> None:
+    """Note whether the gradients are finite, and will be when a fused optimizer unscales them; leave them alone."""
+    captured = records.scale_of(record)
+    found = Gradients([optimizer]).found_inf(captured.inverse() if captured.may_be_below_one else None)
+    records.note(optimizer, record, found)
+    record.grad_scale = captured.scale
