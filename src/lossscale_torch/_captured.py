@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
-from lossscale_torch._decision import STEPPED, UNSCALED, OptimizerRecord
+from lossscale_torch._decision import OptimizerRecord
 from lossscale_torch._gradients import grads_of
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
 from lossscale_torch._state import CapturedScale, ScalerState
@@ -136,32 +136,27 @@ class ScaledLosses:
         """
         if record.captured is not None:
             return record.captured.moved_to(state.device)
-        if self.captured is None or self.is_recorded():
+        if self.is_recorded() or self.captured is None:
             return state.present()
         return self.captured.moved_to(state.device)
 
-    def end(self, records: dict[int, OptimizerRecord]) -> None:
-        """Note an update, with which these records end; gradients that no step has used may wait for a later one.
+    def end(self, stepped: set[int], unscaled: dict[int, OptimizerRecord], used_present: bool) -> None:
+        """Note an update, which these optimizers were stepped or only unscaled before, by their ids.
 
-        The record of gradients that are unscaled already is kept only if some optimizer was stepped: else the user has
-        skipped.
+        Gradients that no step has used may wait for a later one. The record of gradients that are unscaled already is
+        kept only if some optimizer was stepped: else the user has skipped. `used_present` says whether some gradients
+        belonged to the present scale.
         """
-        stepped, unscaled = set(), {}
-        for key, record in records.items():
-            if record["stage"] is STEPPED:
-                stepped.add(key)
-            elif record["stage"] is UNSCALED:
-                unscaled[key] = record
         is_recorded = self.is_recorded()
         if self.captured is None:
-            if any(record.captured is None for record in records.values()):
+            if used_present:
                 self._forget()
             self._used_up |= stepped
             return
         self._used_up = stepped or set(unscaled)
         may_wait = self._backwards.last is not None and not is_recorded
         waiting = self._look_at_what_waits() if may_wait else {}
-        self._unscaled = {key: record for key, record in unscaled.items() if key in waiting}
+        self._unscaled = {key: record for key, record in unscaled.items() if key in waiting} if unscaled else {}
         for record in self._unscaled.values():
             record.is_doubtful = record.moment != self.moment()
         self._seen = waiting
@@ -175,9 +170,10 @@ class ScaledLosses:
         settle the doubt.
         """
         key = id(optimizer)
-        was_known = _is(self._known.get(key), optimizer)
-        self._known[key] = weak_reference(optimizer)
-        past = self._past
+        reference, past = self._known.get(key), self._past
+        was_known = reference is not None and reference() is optimizer
+        if not was_known:
+            self._known[key] = weak_reference(optimizer)
         if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
             return _PRESENT
         if not grads_of(optimizer):
@@ -228,10 +224,6 @@ def _require_same(scale: float | Tensor, present_scale: Tensor) -> None:
             f"update(), or from a later one at {now:g}, and nothing tells which; step every optimizer before update(), "
             "or call scale() on each loss after it"
         )
-
-
-def _is(reference: Any, optimizer: Any) -> bool:
-    return reference is not None and reference() is optimizer
 
 
 _probes = 0

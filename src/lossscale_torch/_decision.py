@@ -79,9 +79,11 @@ class OptimizerRecord(dict[str, Any]):
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
-        found = [flag.item() for flag in record["found_inf_per_device"].values()]
-        record.finite = found.count(0.0) == len(found)
-        if record.is_combined and math.inf in found:
+        record.finite, found = True, 0.0
+        for flag in record["found_inf_per_device"].values():
+            found = flag.item()
+            record.finite = record.finite and found == 0.0
+        if record.is_combined and found == math.inf:
             raise SyncError(
                 "ranks unscale or step different optimizers at the same time, so that one's overflow would skip "
                 "another's step; call unscale_() and step() on the optimizers in the same order on every rank"
@@ -91,10 +93,12 @@ def known_on_host(record: OptimizerRecord) -> bool:
 
 def all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
     """Return the records' flags combined: a bool where the host knows all of them, else a tensor on `device`."""
-    known = [record.finite for record in records]
-    if None not in known:
-        return False not in known
-    return found_inf(records, device) == 0.0
+    finite = True
+    for record in records:
+        if record.finite is None:
+            return found_inf(records, device) == 0.0
+        finite = finite and record.finite
+    return finite
 
 
 def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tensor:
@@ -171,11 +175,13 @@ class Ranks:
         if self.process_group is None:
             return groups
         require_member(self.process_group)
-        return (*groups, self.active_join() or self.process_group)
+        is_joined = self.joined is not None and self.joined.is_enabled()
+        return (*groups, self.joined if is_joined else self.process_group)
 
-    def active_join(self) -> JoinedScaler | None:
-        """Return the scaler's part in `Join` while ranks may run out of inputs."""
-        return self.joined if self.joined is not None and self.joined.is_enabled() else None
+    def end_step(self) -> None:
+        """Tell ranks that have run out of inputs that no more flags come in this step."""
+        if self.joined is not None and self.joined.is_enabled():
+            self.joined.end_step()
 
     def combine(
         self, optimizer: Any, found: dict[Any, Tensor], counts: bool, groups: tuple[Any, ...], device: torch.device

@@ -36,7 +36,7 @@ class Gradients:
     def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":
         """Return the gradients; raise torch's `ValueError` for float16 ones unless they are allowed."""
         gradients = cls(optimizers)
-        if not allow_half and torch.float16 in gradients.dtypes:
+        if not allow_half and any(bucket[0].dtype is torch.float16 for bucket in gradients.buckets):
             raise ValueError(half_gradients_message(optimizers))
         return gradients
 

@@ -56,14 +56,11 @@ def has_zero_rates(optimizer: Any) -> bool:
     return True
 
 
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being recorded, in which nothing can be read on the host."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def is_being_recorded() -> bool:
     """Return whether what runs now may run again without any Python: in a CUDA graph, or under a dispatch mode."""
-    return torch._C._len_torch_dispatch_stack() > 0 or is_capturing()
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def call_fused_step(

@@ -110,10 +110,16 @@ class OptimizerRecords:
 
     def end(self) -> dict[int, Any]:
         """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""
-        records = self.by_id
-        self.losses.end(records)
+        flags, unscaled, used_present = {}, {}, False
+        for key, record in self.by_id.items():
+            used_present = used_present or record.captured is None
+            if record["stage"] is STEPPED:
+                flags[key] = record.flag
+            elif record["stage"] is UNSCALED:
+                unscaled[key] = record
+        self.losses.end(set(flags), unscaled, used_present)
         self.by_id, self._joint, self.are_flags_shared = new_records(), [], False
-        return {key: record.flag for key, record in records.items() if record["stage"] is STEPPED}
+        return flags
 
     def _admit(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
         origin = self.losses.origin(optimizer, self._state.loss_scale)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import StepInfo as CoreStepInfo
-from lossscale_core import as_policy, check_overflow_streak, diagnose, metrics, state_to_dict, step_info, tree
+from lossscale_core import as_policy, check_overflow_streak, diagnose, metrics, state_to_dict, tree
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
@@ -17,14 +17,14 @@ from lossscale_torch._gradients import Gradients
 from lossscale_torch._join import JoinedScaler
 from lossscale_torch._optimizers import is_fused, takes_factor, takes_scaler
 from lossscale_torch._records import OptimizerRecords
-from lossscale_torch._state import ScalerState
-from lossscale_torch._step_info import StepInfo, plain, with_optimizers
+from lossscale_torch._state import ScalerState, plain
+from lossscale_torch._step_info import StepInfo, with_optimizers
 from lossscale_torch._stepping import step_by_itself, step_fused
 from lossscale_torch._torch_names import TorchNames
 from lossscale_torch._unscaling import check, unscale
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
-_HOOKS = ("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step")
+_HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
 
 
 class GradScaler(TorchNames):
@@ -330,15 +330,18 @@ class GradScaler(TorchNames):
         super().__init_subclass__(**kwargs)
         cls._replaced = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(GradScaler, name))
 
-    def _is_replaced(self, method: str) -> bool:
-        return method in self._replaced or method in self.__dict__
+    def _hooks(self) -> frozenset[str]:
+        """Return the methods among `_HOOKS` that a subclass, or an assignment to this scaler, has replaced."""
+        if _HOOKS.isdisjoint(self.__dict__):
+            return self._replaced
+        return self._replaced | (_HOOKS & self.__dict__.keys())
 
     def _record_to_unscale(self, optimizer: Any, caller: str) -> OptimizerRecord:
         self._require_scale(caller)
         return self._records.to_unscale(optimizer, caller)
 
     def _unscale(self, optimizer: Any, record: OptimizerRecord) -> None:
-        is_replaced = self._is_replaced("_unscale_grads_")
+        is_replaced = "_unscale_grads_" in self._hooks()
         unscale(self._records, optimizer, record, self._unscale_grads_, self._half_gradients, is_replaced)
 
     def _unscale_grads_(
@@ -359,13 +362,13 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return how.apply_torchs(optimizers)
         records = [self._record_to_unscale(each, caller) for each in optimizers]
-        is_replaced = self._is_replaced("_unscale_grads_") or self._is_replaced("unscale_")
-        if not is_replaced and not any(record.is_carried for record in records):
+        hooks = self._hooks()
+        if hooks.isdisjoint(("unscale_", "_unscale_grads_")) and not any(record.is_carried for record in records):
             norm = _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
             if norm is not None:
                 return norm
         for optimizer, record in zip(optimizers, records, strict=True):
-            if self._is_replaced("unscale_") and not record.is_carried:
+            if "unscale_" in hooks and not record.is_carried:
                 self.unscale_(optimizer)
             else:
                 self._unscale(optimizer, record)
@@ -374,7 +377,7 @@ class GradScaler(TorchNames):
     def _prepare(self, optimizer: Any, record: OptimizerRecord, fused: bool) -> OptimizerRecord:
         """Unscale and check, or only check for a fused optimizer, by the methods that a subclass may have replaced."""
         method = "_check_inf_per_device" if fused else "unscale_"
-        if self._is_replaced(method):
+        if method in self._hooks():
             getattr(self, method)(optimizer)
             self._records.are_flags_shared = True
             return self._records.of(optimizer, "step")
@@ -387,7 +390,7 @@ class GradScaler(TorchNames):
     def _step_plain(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         if self._records.are_flags_shared:
             record.finite = None  # somebody may have raised a flag since it was read
-        if not self._is_replaced("_maybe_opt_step"):
+        if "_maybe_opt_step" not in self._hooks():
             return self._maybe_opt_step(optimizer, record, *args, **kwargs)
         self._records.are_flags_shared, record.flag = True, None
         result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
@@ -396,7 +399,10 @@ class GradScaler(TorchNames):
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer_state.flag = all(map(known_on_host, self._records.deciding(optimizer_state)))
+        deciding = self._records.deciding(optimizer_state)
+        optimizer_state.flag = (
+            known_on_host(optimizer_state) if len(deciding) == 1 else all(map(known_on_host, deciding))
+        )
         return optimizer.step(*args, **kwargs) if optimizer_state.flag else None
 
     def _update(self, new_scale: float | Tensor | None) -> StepInfo:
@@ -404,8 +410,7 @@ class GradScaler(TorchNames):
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
-        if (joined := records.ranks.active_join()) is not None:
-            joined.end_step()
+        records.ranks.end_step()
         self._had_no_gradients = not found
         checked = [record for record in found if not record.is_rehearsal]
         if records.are_flags_shared:
@@ -417,8 +422,7 @@ class GradScaler(TorchNames):
         elif checked:
             info = self._state.update(finite)
         else:
-            now = self._state.snapshot()
-            info = step_info(now, now)
+            info = self._state.stay()
         return with_optimizers(info, records.end())
 
 

@@ -52,12 +52,12 @@ class ScalerState:
         self.policy = policy
         self.is_on_host = True
         """Whether reading the state costs no synchronisation."""
+        self.loss_scale: Tensor | None = None
+        """The persistent tensor that multiplies losses: float32, shape `()`; None until it is placed."""
         self._host = policy.init_state() if state is None else state
         self._placed: Any = None
         self._uploaded: Any = None  # what the tensors hold while the host's scalars count
-        self._captured: CapturedScale | None = (
-            None  # a copy of the placed loss scale, while the host knows it
-        )
+        self._captured: CapturedScale | None = None  # a copy of the placed loss scale, while the host knows it
         self._before: Any = None
         self._finite: Any = None
 
@@ -66,6 +66,7 @@ class ScalerState:
         self._host = self.read()
         self.is_on_host = True
         self._placed, self._uploaded, self._captured = self._as_tensors(self._host, device), self._host, None
+        self.loss_scale = self._placed.loss_scale
 
     def capture(self, is_recorded: bool) -> CapturedScale:
         """Return a copy of the loss scale, for backward to keep and for unscaling; the tensor itself may change.
@@ -88,17 +89,13 @@ class ScalerState:
         """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets all tensors."""
         if tensor is None:
             self._host, self.is_on_host = self.read(), True
-            self._placed = None
+            self._placed = self.loss_scale = None
             return
         if self._placed is None or self._placed.loss_scale.device != tensor.device:
             self.place(tensor.device)
         self.hand_out()
-        self._placed = self._placed._replace(loss_scale=tensor.detach().float().reshape(()))
-
-    @property
-    def loss_scale(self) -> Tensor | None:
-        """The persistent tensor that multiplies losses: float32, shape `()`; None until it is placed."""
-        return None if self._placed is None else self._placed.loss_scale
+        self.loss_scale = tensor.detach().float().reshape(())
+        self._placed = self._placed._replace(loss_scale=self.loss_scale)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +167,12 @@ class ScalerState:
         else:
             self.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self.snapshot()
-        return StepInfo(grads_finite, before.loss_scale, after.loss_scale, after.overflow_streak)
+        return StepInfo(grads_finite, *map(plain, (before.loss_scale, after.loss_scale, after.overflow_streak)))
+
+    def stay(self) -> StepInfo:
+        """Return the outcome of a step that counts for nothing. Does not synchronise."""
+        now = self.snapshot()
+        return StepInfo(*map(plain, step_info(now, now)))
 
     def _set_loss_scale(self, tensor: Tensor) -> None:
         """Set the loss scale to what a tensor of one element holds, within bounds. Does not synchronise."""
@@ -250,6 +252,11 @@ class ScalerState:
         dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
         pairs = zip(state, dtypes, strict=True)
         return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+
+
+def plain(value: Any) -> Any:
+    """Return a host scalar as the plain Python number it is; a tensor stays on its device."""
+    return value if isinstance(value, Tensor) or not hasattr(value, "item") else value.item()
 
 
 def within_bounds(scale: float, policy: Any) -> float:

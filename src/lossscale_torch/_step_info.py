@@ -30,20 +30,12 @@ class StepInfo(lossscale_core.StepInfo):
 
 
 def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], default: bool = False) -> StepInfo:
-    """Return `info`, in plain numbers where it is on the host, with a flag for each optimizer that was stepped.
+    """Return `info` with a flag for each optimizer that was stepped.
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    applied, used, after, streak = info
-    if not isinstance(applied, torch.Tensor):
-        applied, used, after, streak = bool(applied), plain(used), plain(after), plain(streak)
-    for flag in flags.values():
-        applied = False if flag is False else applied
-    whole = StepInfo(applied, used, after, streak)
+    whole = StepInfo._make(info)
+    if any(flag is False for flag in flags.values()):
+        whole = whole._replace(applied=False)
     whole._flags, whole._default = flags, default
     return whole
-
-
-def plain(value: Any) -> Any:
-    """Return a host scalar as the plain Python number it is; a tensor stays on its device."""
-    return value if isinstance(value, torch.Tensor) or not hasattr(value, "item") else value.item()

@@ -88,7 +88,7 @@ def select(grads_finite: Any, new: Any, old: Any) -> Any:
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     """Return one tensor times the loss scale, half ones in float32."""
-    lifted = _lifted(loss)
+    lifted = loss if loss.dtype.itemsize >= 4 else _lifted(loss)
     return lifted * _on_device_of(loss_scale, lifted)
 
 
