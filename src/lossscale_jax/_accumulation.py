@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -87,7 +88,7 @@ class Accumulation(NamedTuple):
         """Return `window` with one more micro-batch of scaled gradients, which only counts if it is finite."""
         # Each is divided before it is added, so that finite micro-batches cannot make an infinite sum.
         shares = multiply(unscale(grads, scale_state), jnp.float32(1.0 / self.size))
-        total = optax.tree.add(window.total, optax.tree.cast_like(shares, window.total))
+        total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(shares, window.total))
         finite = window.finite + grads_finite.astype(jnp.int32)
         return Window(select(grads_finite, total, window.total), window.seen + 1, finite, window.stepped)
 

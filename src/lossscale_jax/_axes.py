@@ -14,8 +14,7 @@ def all_true(flag: Array, axis_name: Hashable) -> Array:
     """Return whether `flag` is true everywhere along `axis_name`, or `flag` itself where that is None."""
     if axis_name is None:
         return flag
-    everywhere: Array = lax.pmin(flag.astype(jnp.int32), axis_name) == 1
-    return everywhere
+    return lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
 
 def varying_as(x: Tree, like: PyTree) -> Tree:
@@ -30,8 +29,7 @@ def matching(x: Tree, like: PyTree) -> Tree:
         leaf = leaf if jnp.result_type(leaf) == other.dtype else leaf.astype(other.dtype)
         return _vary(leaf, _varying_axes(other))
 
-    matched: Tree = jax.tree.map(match, x, like)
-    return matched
+    return jax.tree.map(match, x, like)
 
 
 def vary_over(x: Tree, axis_name: Hashable) -> Tree:
@@ -41,8 +39,7 @@ def vary_over(x: Tree, axis_name: Hashable) -> Tree:
 
 
 def _vary_over(x: Tree, axes: frozenset[str]) -> Tree:
-    varied: Tree = jax.tree.map(lambda leaf: _vary(leaf, axes), x)
-    return varied
+    return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
 
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:

@@ -38,8 +38,7 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
         proven &= loss_scale >= 1.0
     known = _axes.varying_as(jnp.asarray(True), (leaves, loss_scale))
     exact = functools.partial(each_element_finite, loss_scale=loss_scale, keep_dtypes=keep_dtypes)
-    finite: Array = lax.cond(proven, lambda _: known, exact, leaves)
-    return finite
+    return lax.cond(proven, lambda _: known, exact, leaves)
 
 
 _all_finite_at_once = jax.jit(_all_finite, static_argnums=2)  # eagerly, `cond` would be compiled anew at every call
@@ -129,8 +128,7 @@ def lift_leaves(tree: Tree) -> Tree:
 
 
 def _map_gradients(function: Any, tree: Tree) -> Tree:
-    mapped: Tree = jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
-    return mapped
+    return jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
 
 
 def times(array: Array, factor: Array) -> Array:

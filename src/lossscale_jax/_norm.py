@@ -48,8 +48,7 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None) -> Array:
         norm = jnp.minimum(root * inverse * root * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
         return _axes.varying_as(jnp.where(finite, norm, jnp.inf), (leaves, inverse))
 
-    norm: Array = lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
-    return norm
+    return lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
 
 
 _global_norm_at_once = jax.jit(_global_norm)  # eagerly, `cond` would be compiled anew at every call

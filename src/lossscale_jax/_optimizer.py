@@ -167,8 +167,7 @@ class _Wrapper(NamedTuple):
         inner_update = with_extra_args(self.inner.update)
 
         def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            stepped: tuple[Tree, PyTree] = inner_update(grads, inner_state, self._shown(params), **extra_args)
-            return stepped
+            return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
         return self._take(step, lambda: no_updates(updates), updates, state)
 

@@ -23,8 +23,7 @@ def place_beside(state: Tree, params: PyTree) -> Tree:
         on_one_device = isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)
         return jax.device_put(leaf, replicated) if on_one_device else leaf
 
-    placed: Tree = jax.tree.map(place, state)
-    return placed
+    return jax.tree.map(place, state)
 
 
 def _mesh(params: PyTree) -> Mesh | AbstractMesh | None:

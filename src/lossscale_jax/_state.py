@@ -100,8 +100,7 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
         placed = [jnp.asarray(value, device=fixed_place(old)) for value, old in zip(state, leaves, strict=True)]
         return node._replace(scale_state=jax.tree.unflatten(structure, placed))
 
-    restored: Tree = jax.tree.map(restore, opt_state, is_leaf=_is_own)
-    return restored
+    return jax.tree.map(restore, opt_state, is_leaf=_is_own)
 
 
 def find_scale_states(opt_state: PyTree) -> dict[str, ScaleState]:

@@ -32,8 +32,7 @@ def apply_or_skip(
         return _axes.matching(skip(*operands), applied)
 
     if isinstance(applies, jax.core.Tracer):
-        result: Result = lax.cond(applies, apply, skip_alike, *operands)
-        return result
+        return lax.cond(applies, apply, skip_alike, *operands)
     if is_checked():  # the step that is not taken would raise, and every operation is waited for anyway
         return apply(*operands) if applies else unchecked(skip_alike)(*operands)
     return select(applies, apply(*operands), skip_alike(*operands))
@@ -46,16 +45,14 @@ def no_updates(grads: Tree) -> Tree:
         is_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
         return lax.full_like(leaf, complex(-0.0, -0.0) if is_complex else -0.0)
 
-    updates: Tree = jax.tree.map(negative_zeros, grads)
-    return updates
+    return jax.tree.map(negative_zeros, grads)
 
 
 def with_updates(params: Tree, updates: PyTree) -> Tree:
     """Return `params` with `updates` added in float32 or wider, in the parameters' dtypes."""
     wide = lift_leaves(params)
     # `apply_updates` alone would promote half-precision parameters by itself, which JAX's strict promotion refuses.
-    updated: Tree = optax.tree.cast_like(optax.apply_updates(wide, optax.tree.cast_like(updates, wide)), params)
-    return updated
+    return optax.tree.cast_like(optax.apply_updates(wide, optax.tree.cast_like(updates, wide)), params)
 
 
 def with_extra_args(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -126,8 +126,7 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
     """
     if jnp.shape(grads_finite) != ():
         raise ValueError(f"grads_finite has shape {jnp.shape(grads_finite)}; pass one flag, of shape ()")
-    selected: Tree = jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
-    return selected
+    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
 
 
 def _select_leaf(grads_finite: ArrayLike, path: Any, new: Any, old: Any) -> Any:
