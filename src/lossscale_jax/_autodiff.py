@@ -42,7 +42,7 @@ def value_and_grad(
     axis_name: Hashable = None,
 ) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, Aux, Params]]: ...
 @overload
-def value_and_grad(
+def value_and_grad(  # type: ignore[overload-overlap]  # they differ in the name of a parameter alone
     fun: Callable[Concatenate[Params, P], Value],
     argnums: Literal[0] = 0,
     has_aux: Literal[False] = False,
