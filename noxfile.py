@@ -22,6 +22,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
 TORCH = "torch==2.13.0"
 JAX = "jax==0.10.2"
+OPTAX = "optax==0.2.8"
 TENSORFLOW = "tensorflow-cpu==2.21.*"
 FRAMEWORKS = {"numpy": None, "torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW}
 
@@ -51,9 +52,10 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", TORCH, JAX, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, JAX, OPTAX, *_group("typing"))
     session.run("mypy")
-    session.run("mypy", "--strict", "--config-file=", "tests/typing/user.py")
+    session.run("mypy", "--strict", "--config-file=", "tests/typing/user.py", "tests/typing/user_jax.py")
+    session.run("pyright", "-p", "tests/typing")
 
 
 @nox.session
@@ -90,7 +92,7 @@ def oldest(session: nox.Session, framework: str) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Run one suite on every framework, and carry checkpoints between them: `nox -s conformance`."""
-    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, TENSORFLOW)
+    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, OPTAX, TENSORFLOW)
     session.run("pytest", "tests/conformance", "-n", "auto", *session.posargs)
 
 
@@ -103,7 +105,7 @@ def docs(session: nox.Session) -> None:
         session.run("mkdocs", *session.posargs, env=quiet)
         return
     session.run("mkdocs", "build", "--strict", env=quiet)
-    session.install("-e", ".[demo]", TORCH, JAX, TENSORFLOW, "optax==0.2.8", *_group("test"))
+    session.install("-e", ".[demo]", TORCH, JAX, OPTAX, TENSORFLOW, *_group("test"))
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 

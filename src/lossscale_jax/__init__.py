@@ -6,14 +6,15 @@ Everything is pure and works eagerly and under every transform; the state is a p
 from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._export import register_state_types as _register_state_types
-from lossscale_jax._grads import all_finite, scale, select, unscale
-from lossscale_jax._optimizer import LossScaledState, get_scale_state, load_scale_state, loss_scaled
+from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._report import overflow_report
-from lossscale_jax._state import init_state
+from lossscale_jax._state import LossScaledState, get_scale_state, load_scale_state
+from lossscale_jax._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [
     "GradientReport",
     "LossScaledState",
+    "LossScaledTransformation",
     "ScaledGradients",
     "all_finite",
     "get_scale_state",
@@ -27,7 +28,8 @@ __all__ = [
     "value_and_grad",
 ]
 
-for _type in (LossScaledState, ScaledGradients):  # a pickle names the face, so that rooms behind it may move
+for _type in (LossScaledState, LossScaledTransformation, ScaledGradients):
+    # A pickle then names the public module, so that the private ones may move.
     _type.__module__ = __name__
 del _type
 _register_state_types()

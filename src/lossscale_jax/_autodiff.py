@@ -3,45 +3,92 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._grads import all_finite, scale, unscale
+from lossscale_jax._types import HasLossScale, PyTree
+from lossscale_jax._verbs import all_finite, scale, unscale
+
+P = ParamSpec("P")
+Params = TypeVar("Params", bound=Any)  # bound, so that pyright lets a lambda compute with what it stands for
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+Grads = TypeVar("Grads")
 
 
-class ScaledGradients(NamedTuple):
-    """What a scaled backward pass yields, unscaled."""
+class ScaledGradients(NamedTuple, Generic[Value, Aux, Grads]):
+    """The results of a scaled backward pass, unscaled."""
 
-    value: Any
+    value: Value
     """The loss as `fun` returned it."""
-    aux: Any
+    aux: Aux
     """What else `fun` returned; None without `has_aux`."""
-    grads: Any
+    grads: Grads
     """The gradients, unscaled, in float32 or wider; averaged over `axis_name`."""
     grads_finite: Array
     """bool, shape `()`: every gradient element is finite, on every device along `axis_name`."""
 
 
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[Params, P], tuple[Value, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, Aux, Params]]: ...
+@overload
+def value_and_grad(  # type: ignore[overload-overlap]  # they differ in the name of a parameter alone
+    fun: Callable[Concatenate[Params, P], Value],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, None, Params]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Value, Aux]],
+    argnums: int | Sequence[int],
+    has_aux: Literal[True],
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, P], ScaledGradients[Value, Aux, PyTree]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Value],
+    argnums: int | Sequence[int],  # no default: a lambda that fits two overloads is inferred as Any by mypy
+    has_aux: Literal[False] = False,
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, P], ScaledGradients[Value, None, PyTree]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    axis_name: Any = None,
-) -> Callable[..., ScaledGradients]:
-    """Return a function `(state, *args, **kwargs)` that differentiates `fun(*args, **kwargs)` with its loss scaled.
+    axis_name: Hashable = None,
+) -> Callable[..., ScaledGradients[Any, Any, PyTree]]:
+    """Create a function that differentiates `fun` with its loss scaled, as `jax.value_and_grad` does without.
 
-    As `jax.value_and_grad`, the loss multiplied by the state's scale on the way. `argnums` counts without the state.
-    Under `shard_map`, `pmap` or `vmap` with data split over `axis_name`, gradients are unscaled, averaged over it and
-    checked, so that every device comes to the same `grads_finite`; `value` and `aux` stay each device's own. Forgetting
-    it there lets the devices' states drift apart: `shard_map` raises, `pmap` cannot know. Does not synchronise with the
-    host. Follows the interface of flax's `DynamicScale.value_and_grad`.
+    Follows the interface of flax's `DynamicScale.value_and_grad`. Does not synchronise with the host.
+
+    Args:
+        fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
+        argnums: Which arguments of `fun` to differentiate, counted without the state.
+        has_aux: Whether `fun` returns such a pair.
+        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of them, over which the data are split.
+            Gradients are then unscaled, averaged over it and checked, so that every device comes to the same
+            `grads_finite`; `value` and `aux` stay each device's own. Without it there, the devices' states drift apart:
+            `shard_map` raises, `pmap` cannot know.
+
+    Returns:
+        A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
+
+    Raises:
+        ValueError: When called under `shard_map`: devices that share a state have gradients or losses of their own.
     """
 
-    def scaled_value_and_grad(state: Any, /, *args: Any, **kwargs: Any) -> ScaledGradients:
+    def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
         def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return scale(value, state), (value, aux)
@@ -59,7 +106,7 @@ def value_and_grad(
             _axes.require_reduced(value, (state, [args[n] for n in chosen]), _ADVICE)
         return ScaledGradients(value, aux, grads, finite)
 
-    return _presented_as(scaled_value_and_grad, fun)
+    return _presented_as(fun, scaled_value_and_grad)
 
 
 _ADVICE = (
@@ -74,10 +121,10 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
     return {operator.index(n) % count for n in numbers if count}
 
 
-def _presented_as(function: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` under the name of `fun`, and with its parameters after the state, by which `jit` goes."""
+def _presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
+    """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
-    del function.__wrapped__  # type: ignore[attr-defined]
+    del function.__wrapped__  # type: ignore[attr-defined]  # `inspect.signature` would follow it to `fun` itself
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin, say

@@ -1,53 +1,60 @@
 """Named axes of `shard_map`, `pmap` and `vmap`: combining over them, and what `shard_map` tracks of them."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from lossscale_jax._types import PyTree, Tree
 
-def all_true(flag: Array, axis_name: Any) -> Array:
-    """Return whether `flag` is true everywhere along `axis_name`; as it is where that is None."""
+
+def all_true(flag: Array, axis_name: Hashable) -> Array:
+    """Return whether `flag` is true everywhere along `axis_name`, or `flag` itself where that is None."""
     if axis_name is None:
         return flag
     return lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
 
-def varying_as(x: Any, like: Any) -> Any:
+def varying_as(x: Tree, like: PyTree) -> Tree:
     """Return the pytree `x` marked as varying over every axis over which a leaf of `like` does."""
-    axes: frozenset[str] = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
-    return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
+    return _vary_over(x, _varying_axes(like))
 
 
-def matching(x: Any, like: Any) -> Any:
+def matching(x: Tree, like: PyTree) -> Tree:
     """Return the pytree `x` in the dtypes and marked as varying over the axes of `like`, leaf by leaf."""
-    return jax.tree.map(lambda leaf, other: _vary(_of_dtype(leaf, other), varying_axes(other)), x, like)
+
+    def match(leaf: Any, other: Any) -> Any:
+        leaf = leaf if jnp.result_type(leaf) == other.dtype else leaf.astype(other.dtype)
+        return _vary(leaf, _varying_axes(other))
+
+    return jax.tree.map(match, x, like)
 
 
-def vary_over(x: Any, axis_name: Any) -> Any:
+def vary_over(x: Tree, axis_name: Hashable) -> Tree:
     """Return the pytree `x` marked as varying over `axis_name`, so that nothing reduces its gradient unasked."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    axes = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    return _vary_over(x, frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes))
+
+
+def _vary_over(x: Tree, axes: frozenset[str]) -> Tree:
     return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Return the mesh axes over which `shard_map` knows `x` to vary; without `check_vma` it knows of none."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset((getattr(aval, "vma", None) or ()) if manual is None else manual.varying)
 
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:
-    missing = tuple(sorted(axes - varying_axes(leaf)))
-    if not missing:
-        return leaf
-    return lax.pcast(leaf, missing, to="varying")
+    missing = tuple(sorted(axes - _varying_axes(leaf)))
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
-def _of_dtype(leaf: Any, like: Any) -> Any:
-    return leaf if jnp.result_type(leaf) == like.dtype else leaf.astype(like.dtype)
+def _varying_axes(x: PyTree) -> frozenset[str]:
+    """Return the mesh axes over which `shard_map` knows a leaf to vary; without `check_vma` it knows of none."""
+    axes: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(x):
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        manual = getattr(aval, "manual_axis_type", None)  # newer versions of JAX keep them there, older ones in `vma`
+        axes |= frozenset((getattr(aval, "vma", None) or ()) if manual is None else manual.varying)
+    return axes
 
 
 def is_sharded_in_type(array: Array) -> bool:
@@ -55,13 +62,12 @@ def is_sharded_in_type(array: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
-def require_reduced(decisive: Any, shared: Any, advice: str) -> None:
+def require_reduced(decisive: PyTree, shared: PyTree, advice: str) -> None:
     """Raise `ValueError` where `shard_map` knows that devices with the same `shared` differ in what is `decisive`.
 
     `advice` says what to do; `{names}` in it stands for the axes.
     """
-    known = frozenset().union(*map(varying_axes, jax.tree.leaves(shared)))
-    axes = sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(decisive))) - known)
+    axes = sorted(_varying_axes(decisive) - _varying_axes(shared))
     if axes:
         raise ValueError(
             f"the gradients differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "

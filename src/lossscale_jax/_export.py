@@ -8,7 +8,7 @@ from jax.export import register_namedtuple_serialization
 from lossscale_core import ScaleState, TolerantScaleState
 from lossscale_jax._accumulation import Window
 from lossscale_jax._autodiff import ScaledGradients
-from lossscale_jax._optimizer import LossScaledState
+from lossscale_jax._state import LossScaledState
 
 
 def register_state_types() -> None:

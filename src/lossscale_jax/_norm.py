@@ -1,28 +1,28 @@
 """The global norm of gradients, whose read proves them finite, and what clipping by it multiplies with."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
 from lossscale_jax._debug import unchecked
-from lossscale_jax._grads import (
+from lossscale_jax._gradients import (
     each_element_finite,
     gradient_leaves,
     is_traced,
-    lifted,
+    lift,
     real_parts,
     sum_of_squares,
 )
+from lossscale_jax._types import PyTree
 
 
 @unchecked
-def global_norm(grads: Any, loss_scale: Any = None) -> Array:
-    """Return the 2-norm of all leaves together, divided by `loss_scale`; not finite exactly where an element is not.
+def global_norm(grads: PyTree, loss_scale: Array | None = None) -> Array:
+    """Return the 2-norm of all leaves together, divided by `loss_scale`; it is finite if and only if every element is.
 
-    Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest.
+    Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest:
+    `optax.global_norm` would be infinite there.
     """
     leaves = gradient_leaves(grads)
     if not leaves:
@@ -30,8 +30,8 @@ def global_norm(grads: Any, loss_scale: Any = None) -> Array:
     return (_global_norm if is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale)
 
 
-def _global_norm(leaves: list[Array], loss_scale: Any) -> Array:
-    leaves = [lifted(leaf) for leaf in leaves]
+def _global_norm(leaves: list[Array], loss_scale: Array | None) -> Array:
+    leaves = [lift(leaf) for leaf in leaves]
     squares = sum_of_squares(leaves)
     inverse = (jnp.float32(1.0) if loss_scale is None else 1.0 / loss_scale).astype(squares.dtype)
 
@@ -55,5 +55,5 @@ _global_norm_at_once = jax.jit(_global_norm)  # eagerly, `cond` would be compile
 
 
 def clip_factor(norm: Array, max_norm: float) -> Array:
-    """Return what to multiply gradients of this norm with so that it becomes at most `max_norm`."""
+    """Return the factor by which gradients of this norm must be multiplied for a norm of at most `max_norm`."""
     return max_norm / jnp.maximum(norm, max_norm)

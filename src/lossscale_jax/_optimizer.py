@@ -1,63 +1,83 @@
-"""`loss_scaled`: any optax-shaped optimizer, its step applied or skipped as a whole."""
+"""`loss_scaled`: any optax optimizer, its step applied or skipped as a whole."""
 
-import sys
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
-from lossscale_core import as_policy, state_from_dict
+from lossscale_core import ScalingPolicy, as_policy
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
-from lossscale_jax._accumulation import Window, empty_window, extended, mean
-from lossscale_jax._grads import cast_to, finite_when_unscaled, lifted_leaves, multiplied, select, unscale
+from lossscale_jax._accumulation import Accumulation, Attempt, Drop
+from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
 from lossscale_jax._norm import clip_factor, global_norm
-from lossscale_jax._state import beside, init_state
+from lossscale_jax._placement import place_beside
+from lossscale_jax._state import LossScaledState, find_scale_states
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
+from lossscale_jax._types import PolicyLike, PyTree, Tree
+from lossscale_jax._verbs import init_state, select, unscale
 
 
-class LossScaledState(NamedTuple):
-    """The optimizer state of `loss_scaled`."""
+class Optimizer(Protocol):
+    """An optimizer of optax's shape."""
 
-    scale_state: Any
-    """The policy's state; `get_scale_state` finds it from the outside."""
-    inner_state: Any
-    """The wrapped optimizer's own state; a skipped step leaves it untouched."""
-    window: Window | None
-    """None without gradient accumulation."""
+    @property
+    def init(self) -> Callable[..., Any]:
+        """Takes the parameters; returns the state before the first step."""
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(self.scale_state, name):
-            hint = f"did you mean get_scale_state(opt_state).{name}?"
-        elif hasattr(self.inner_state, name):
-            hint = f"did you mean opt_state.inner_state.{name}?"
-        else:
-            hint = "what the wrapped optimizer keeps is in opt_state.inner_state"
-        raise AttributeError(f"the optimizer state of loss_scaled has no {name}; {hint}")
+    @property
+    def update(self) -> Callable[..., Any]:
+        """Takes gradients, state and parameters; returns updates and the state after the step."""
 
 
-class _Pair(NamedTuple):
-    init: Callable[..., Any]
-    update: Callable[..., Any]
+class _Init(Protocol):
+    def __call__(self, params: PyTree) -> LossScaledState: ...
 
 
-class Transformation(_Pair):
-    """optax's shape of an optimizer, for where optax is not in use."""
+class _Update(Protocol):
+    def __call__(
+        self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[Tree, LossScaledState]: ...
+
+
+class _ApplyGradients(Protocol):
+    def __call__(
+        self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
+    ) -> tuple[Tree, LossScaledState]: ...
+
+
+class LossScaledTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation of optax that takes the gradients of a scaled loss; `loss_scaled` makes it."""
+
+    init: _Init
+    """`init(params)` returns the optimizer state before the first step."""
+    update: _Update
+    """`update(grads, state, params, **extra_args)` returns the updates, zero where the step is skipped, and the state
+    after it."""
+    apply_gradients: _ApplyGradients
+    """`apply_gradients(grads, state, params, **extra_args)` returns the parameters and the state after a step, as they
+    were where it is skipped: it updates and applies in one go, which saves memory and time."""
+
+    def __new__(cls, init: _Init, update: _Update, apply_gradients: _ApplyGradients) -> "LossScaledTransformation":
+        # optax unpacks a transformation into two, so the third function is an attribute and not an element.
+        self: LossScaledTransformation = super().__new__(cls, init, update)
+        self.apply_gradients = apply_gradients
+        return self
 
 
 def loss_scaled(
-    inner: Any,
-    policy: Any,
+    inner: Optimizer,
+    policy: PolicyLike,
     *,
-    axis_name: Any = None,
+    axis_name: Hashable = None,
     max_norm: float | None = None,
     accumulation_steps: int = 1,
-    drop: Literal["window", "micro_batch"] = "window",
+    drop: Drop = "window",
     keep_dtypes: bool = False,
-) -> Any:
-    """Return `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
+) -> LossScaledTransformation:
+    """Wrap `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
 
     ```python
     optimizer = loss_scaled(optax.adam(1e-3), "dynamic")
@@ -69,87 +89,36 @@ def loss_scaled(
         return optax.apply_updates(params, updates), opt_state
     ```
 
-    `inner` is any optimizer of optax's shape, `policy` anything `as_policy` takes; parameters are a pytree of arrays
-    (partition an Equinox model first). `inner` sees unscaled gradients, in float32 or wider, clipped to a global norm
-    of `max_norm` by the read that proves them finite. A skipped step gives zero updates and leaves the inner state bit
-    for bit. Where each device still has gradients of its own under `shard_map` or `pmap`, `axis_name` combines the
-    decision over them (where you clip or accumulate, reduce first: `axis_name` goes with neither).
+    `inner` sees unscaled gradients, in float32 or wider. A skipped step gives zero updates and leaves the inner state
+    bit for bit. Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`.
 
-    With `accumulation_steps` the mean of that many micro-batches makes one step, and other calls give zero updates.
-    `drop="window"` skips the whole window if one of them overflowed, and the window counts as one step of the policy.
-    `drop="micro_batch"` leaves out only those that overflowed and divides by the number of the others; then every
-    micro-batch counts, and the scale may change within a window.
+    Args:
+        inner: Any optimizer of optax's shape, for a pytree of arrays (partition an Equinox model first).
+        policy: Anything that `lossscale_core.as_policy` accepts.
+        axis_name: The axis of `shard_map` or `pmap`, or a tuple of them, over which to combine the decision, where each
+            device still has gradients of its own. Where you clip or accumulate, reduce the gradients first: `axis_name`
+            goes with neither.
+        max_norm: The global norm to which unscaled gradients are clipped, by the read that proves them finite.
+        accumulation_steps: The number of micro-batches whose mean makes one step; other calls give zero updates.
+        drop: What an overflow drops. `"window"` skips the whole window, which counts as one step of the policy.
+            `"micro_batch"` leaves out those that overflowed and divides by the number of the others; then every
+            micro-batch counts, and the scale may change within a window.
+        keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
+            the dtype in which it came, unscaled in float32 first. That halves the memory of the state, and loses what
+            is too small for float16. By default, updates and inner state are float32.
 
-    Of half-precision parameters, too, updates and inner state are float32. With `keep_dtypes` they are what they are
-    without us: `inner` is initialised with the parameters as they are, and gets each gradient in the dtype in which it
-    came, unscaled in float32 first. That halves the memory of the state, and loses what is too small for float16.
+    Returns:
+        An `optax.GradientTransformationExtraArgs` that can do one thing more, which saves memory and time:
+        `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies in one go. With
+        parameters and state donated to `jit`, a step costs little more than reading the gradients once.
 
-    The result is an `optax.GradientTransformationExtraArgs` where optax is in use. It can do one thing more, which
-    saves memory and time: `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies
-    in one go; with parameters and state donated to `jit`, a step costs little more than reading the gradients once.
-    Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`. Raises `PolicyError`
-    for settings that make no sense.
+    Raises:
+        PolicyError: The settings make no sense, or `policy` is not a policy.
     """
-    optimizer = _LossScaled(as_policy(policy), axis_name, max_norm, accumulation_steps, drop, keep_dtypes, inner)
-    optimizer.validate()
-    optax = sys.modules.get("optax")
-    shape: Any = Transformation if optax is None else optax.GradientTransformationExtraArgs
-    transformation = shape(optimizer.init, optimizer.update)
-    transformation.apply_gradients = optimizer.apply_gradients
-    return transformation
-
-
-def get_scale_state(opt_state: Any) -> Any:
-    """Return the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
-
-    Raises `ScaleStateError` where there is none, or where there are several (the message lists their paths), and where
-    a wrapper of optax around `loss_scaled` drops overflows before they can lower the scale.
-    """
-    _require_overflows_seen(opt_state)
-    found = _find(opt_state)
-    if len(found) == 1:
-        (state,) = found.values()
-        leaves = jax.tree.leaves(state)  # bare arrays, also where flax nnx keeps them in variables that it changes
-        return state._make(leaves) if len(leaves) == len(state) else state
-    if found:
-        raise ScaleStateError(
-            f"the optimizer state holds {len(found)} scale states, at {', '.join(found)}; pass the part that you mean"
-        )
-    raise ScaleStateError(
-        "the optimizer state holds no scale state; wrap the optimizer in loss_scaled, or merge what was split"
-    )
-
-
-def load_scale_state(opt_state: Any, saved: Any, policy: Any) -> Any:
-    """Return an optimizer state with its scale state restored from `saved`, however deep `loss_scaled` is nested in it.
-
-    `saved` is what `lossscale_core.state_to_dict` made in this framework or another, and `policy` that of
-    `loss_scaled`; the arrays go where those in `opt_state` are. As `lossscale_core.state_from_dict`, warns
-    (`CheckpointWarning`) of each difference to the policy it was saved with, and raises `CheckpointError` for a newer
-    version or what is no saved state. Raises `ScaleStateError` where `opt_state` holds no scale state, several, or one
-    of another kind of policy.
-    """
-    get_scale_state(opt_state)
-    state = state_from_dict(saved, policy)
-
-    def restored(node: Any) -> Any:
-        if not isinstance(node, LossScaledState):
-            return node
-        leaves, structure = jax.tree.flatten(node.scale_state)
-        if len(leaves) != len(state):
-            raise ScaleStateError(
-                f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
-                "pass the policy that loss_scaled was given"
-            )
-        placed = [jnp.asarray(value, device=_place(old)) for value, old in zip(state, leaves, strict=True)]
-        return node._replace(scale_state=jax.tree.unflatten(structure, placed))
-
-    return jax.tree.map(restored, opt_state, is_leaf=lambda node: isinstance(node, LossScaledState))
-
-
-def _place(array: Any) -> Any:
-    """Return where `array` has to stay; None where JAX may move it, as to the mesh of what it meets under `jit`."""
-    return array.sharding if getattr(array, "committed", False) else None
+    accumulation = Accumulation(accumulation_steps, drop)
+    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation)
+    wrapper.validate()
+    return LossScaledTransformation(wrapper.init, wrapper.update, wrapper.apply_gradients)
 
 
 _REDUCE = "reduce them first, as with jax.lax.pmean"
@@ -159,172 +128,122 @@ _ADVICE = (
 )
 
 
-class _LossScaled(NamedTuple):
-    policy: Any
-    axis_name: Any
+class _Wrapper(NamedTuple):
+    """The settings of `loss_scaled`, and what it does with them."""
+
+    policy: ScalingPolicy
+    inner: Optimizer
+    axis_name: Hashable
     max_norm: float | None
-    accumulation_steps: int
-    drop: str
     keep_dtypes: bool
-    inner: Any
+    accumulation: Accumulation
 
     def validate(self) -> None:
         if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
             raise PolicyError(f"max_norm={self.max_norm!r} must be positive and finite; leave it out not to clip")
-        if self.axis_name is not None and (self.max_norm is not None or self.accumulation_steps != 1):
+        if self.axis_name is not None and (self.max_norm is not None or self.accumulation.size != 1):
             raise PolicyError(
                 "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
                 "that are not; reduce the gradients over the axis first and leave axis_name out"
             )
-        if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
-            raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
-        if self.drop not in ("window", "micro_batch"):
-            raise PolicyError(f"drop={self.drop!r} must be 'window' or 'micro_batch'")
+        self.accumulation.validate()
 
-    def init(self, params: Any) -> LossScaledState:
-        """Return the optimizer state before the first step."""
+    @property
+    def _accumulates(self) -> bool:
+        return self.accumulation.size > 1
+
+    def init(self, params: PyTree) -> LossScaledState:
         inner_state = self.inner.init(self._shown(params))
-        if _find(inner_state):
+        if find_scale_states(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        window = None if self.accumulation_steps == 1 else empty_window(params)
-        return beside(LossScaledState(init_state(self.policy), inner_state, window), params)
+        window = self.accumulation.init(params) if self._accumulates else None
+        return place_beside(LossScaledState(init_state(self.policy), inner_state, window), params)
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaledState]:
-        """Return the updates for scaled gradients `updates`, zero where the step is skipped, and the state after it."""
+    def update(
+        self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[Tree, LossScaledState]:
         inner_update = with_extra_args(self.inner.update)
 
-        def step(grads: Any, inner_state: Any) -> Any:
+        def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
-        def kept(grads: Any, inner_state: Any) -> Any:
-            return no_updates(grads), inner_state
+        return self._take(step, lambda: no_updates(updates), updates, state)
 
-        return self._take(step, kept, updates, state)
-
-    def apply_gradients(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, LossScaledState]:
-        """Return the parameters and the state after a step with scaled gradients; as they were where it is skipped."""
+    def apply_gradients(
+        self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
+    ) -> tuple[Tree, LossScaledState]:
         inner_update = with_extra_args(self.inner.update)
 
-        def step(grads: Any, inner_state: Any) -> Any:
+        def step(grads: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
-        def kept(_: Any, inner_state: Any) -> Any:
-            return params, inner_state
+        return self._take(step, lambda: params, grads, state)
 
-        return self._take(step, kept, grads, state)
+    def _take(
+        self,
+        step: Callable[[PyTree, PyTree], tuple[Tree, PyTree]],
+        unmoved: Callable[[], Tree],
+        grads: PyTree,
+        state: LossScaledState,
+    ) -> tuple[Tree, LossScaledState]:
+        """Return the result of `step` or `unmoved`, and the state after the call."""
+        self._require_own(state)
+        before = state.scale_state
+        finite, norm = self._check(grads, before)
+        if state.window is None:
+            attempt = Attempt(finite, finite, None, grads, lambda grads: unscale(grads, before), None)
+        else:
+            attempt = self.accumulation.attempt(state.window, grads, finite, before)
 
-    def _take(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
+        def apply(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            unscaled = self._clip(attempt.gradients(source), norm)
+            return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
+
+        def skip(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            return unmoved(), inner_state
+
+        result, inner_state = apply_or_skip(attempt.applies, apply, skip, attempt.source, state.inner_state)
+        after = self.policy.update(before, attempt.grads_finite, xp=jnp)
+        if attempt.counts is not None:
+            after = select(attempt.counts, after, before)
+        return result, LossScaledState(after, inner_state, attempt.window)
+
+    def _require_own(self, state: Any) -> None:
+        """Raise where `state` was not made by `init`, or with other settings."""
         if not isinstance(state, LossScaledState):
             raise ScaleStateError(
-                f"{type(state).__name__} is no state of loss_scaled; pass what its init returned. To go on from a "
+                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned. To go on from a "
                 "checkpoint of the wrapped optimizer alone, pass optimizer.init(params)._replace(inner_state=...)"
             )
-        if (state.window is None) != (self.accumulation_steps == 1):
+        if (state.window is not None) != self._accumulates:
             raise PolicyError(
-                f"accumulation_steps={self.accumulation_steps} does not fit a state made "
+                f"accumulation_steps={self.accumulation.size} does not fit a state made "
                 f"{'without' if state.window is None else 'with'} accumulation; make the optimizer as it was saved"
             )
-        if state.window is None:
-            return self._take_step(step, kept, grads, state)
-        return self._take_micro_step(step, kept, grads, state)
 
-    def _take_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
-        before, clip = state.scale_state, None
-        if self.max_norm is None:
-            finite = self._decision(self._finite(grads, before), before)
+    def _check(self, grads: PyTree, before: Any) -> tuple[Array, Array | None]:
+        """Return whether the gradients are finite, and their norm where the same read tells it."""
+        norm = None
+        if self.max_norm is None or self._accumulates:
+            finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes)
         else:
             norm = global_norm(grads, before.loss_scale)
-            fits = self._finite(grads, before) if self.keep_dtypes else True
-            finite = self._decision(jnp.isfinite(norm) & fits, before)
-            clip = clip_factor(norm, self.max_norm)
-
-        def unscaled_step(grads: Any, inner_state: Any) -> Any:
-            return step(self._for_inner(multiplied(unscale(grads, before), clip), grads), inner_state)
-
-        def unscaled_kept(grads: Any, inner_state: Any) -> Any:
-            return kept(unscale(grads, before), inner_state)
-
-        result, inner_state = apply_or_skip(finite, unscaled_step, unscaled_kept, grads, state.inner_state)
-        return result, LossScaledState(self.policy.update(before, finite, xp=jnp), inner_state, None)
-
-    def _take_micro_step(self, step: Any, kept: Any, grads: Any, state: Any) -> tuple[Any, LossScaledState]:
-        before = state.scale_state
-        finite = self._decision(self._finite(grads, before), before)
-        window = extended(state.window, grads, finite, before, self.accumulation_steps)
-        is_full = window.seen >= self.accumulation_steps
-        if self.drop == "window":
-            applies = window.finite == window.seen
-            after = select(is_full, self.policy.update(before, applies, xp=jnp), before)
-        else:
-            applies = window.finite > 0
-            after = self.policy.update(before, finite, xp=jnp)
-
-        def mean_step(window: Any, inner_state: Any) -> Any:
-            average = mean(window, self.accumulation_steps)
-            clip = None if self.max_norm is None else clip_factor(global_norm(average), self.max_norm)
-            return step(self._for_inner(multiplied(average, clip), grads), inner_state)
-
-        def window_kept(window: Any, inner_state: Any) -> Any:
-            return kept(window.total, inner_state)
-
-        result, inner_state = apply_or_skip(is_full & applies, mean_step, window_kept, window, state.inner_state)
-        window = select(is_full, jax.tree.map(jnp.zeros_like, window), window)._replace(stepped=is_full & applies)
-        return result, LossScaledState(after, inner_state, window)
-
-    def _finite(self, grads: Any, scale_state: Any) -> Array:
-        return finite_when_unscaled(grads, scale_state.loss_scale, self.keep_dtypes)
-
-    def _shown(self, params: Any) -> Any:
-        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
-        return params if self.keep_dtypes else lifted_leaves(params)
-
-    def _for_inner(self, unscaled: Any, grads: Any) -> Any:
-        """Return `unscaled` in the dtypes of `grads` where they are to be kept."""
-        return cast_to(unscaled, grads) if self.keep_dtypes else unscaled
-
-    def _decision(self, finite: Array, scale_state: Any) -> Array:
-        """Return `finite` combined over the axis; raise where devices would decide differently."""
+            finite = jnp.isfinite(norm)
+            if self.keep_dtypes:  # what is finite in float32 may be infinite in the dtype that is kept
+                finite &= finite_when_unscaled(grads, before.loss_scale, keep_dtypes=True)
         finite = _axes.all_true(finite, self.axis_name)
-        _axes.require_reduced(finite, scale_state, _REDUCE if self.max_norm or self.accumulation_steps > 1 else _ADVICE)
-        return finite
+        _axes.require_reduced(finite, before, _REDUCE if self.max_norm or self._accumulates else _ADVICE)
+        return finite, norm
 
+    def _clip(self, unscaled: PyTree, norm: Array | None) -> PyTree:
+        """Return gradients clipped to `max_norm`; of a window's mean, the norm is not known yet."""
+        if self.max_norm is None:
+            return unscaled
+        return multiply(unscaled, clip_factor(global_norm(unscaled) if norm is None else norm, self.max_norm))
 
-def _find(opt_state: Any) -> dict[str, Any]:
-    """Return the scale states in `opt_state` by their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda node: isinstance(node, LossScaledState))
-    return {
-        jax.tree_util.keystr(path) or "the top": node.scale_state
-        for path, node in nodes
-        if isinstance(node, LossScaledState)
-    }
-
-
-def _require_overflows_seen(opt_state: Any) -> None:
-    """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_end)
-    droppers = [_dropper(node) for node in nodes if _dropper(node) and _find(node)]
-    if droppers:
-        raise ScaleStateError(
-            f"{droppers[0]} stands around loss_scaled and drops overflows before they can lower the loss scale; "
-            "leave it out, since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
-        )
-
-
-def _is_end(node: Any) -> bool:
-    return isinstance(node, LossScaledState) or _dropper(node) is not None
-
-
-def _dropper(node: Any) -> str | None:
-    """Return the name of the wrapper of optax that keeps what is not finite from the optimizer within."""
-    optax = sys.modules.get("optax")
-    if optax is None:
-        return None
-    if isinstance(node, optax.ApplyIfFiniteState):
-        return "optax.apply_if_finite"
-    # `skip_not_finite` and `skip_large_updates` both say so under this key; without such a function there is none.
-    if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
-        return "optax.MultiSteps with a should_skip_update_fn"
-    return None
+    def _shown(self, params: PyTree) -> PyTree:
+        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
+        return params if self.keep_dtypes else lift_leaves(params)

@@ -1,22 +1,30 @@
-"""Which gradients overflowed, and how."""
-
-from typing import Any
+"""A report on the gradients that overflowed."""
 
 import jax.numpy as jnp
 from jax import Array
 
 from lossscale_core import GradientReport
 from lossscale_jax._debug import unchecked
-from lossscale_jax._grads import named_gradients, real_parts
+from lossscale_jax._gradients import named_gradients, real_parts
+from lossscale_jax._types import PyTree
 
 
 @unchecked
-def overflow_report(grads: Any) -> list[GradientReport]:
-    """Return a report on each leaf that holds NaN or infinity, named by its path in the pytree.
+def overflow_report(grads: PyTree) -> list[GradientReport]:
+    """Report on each leaf that holds NaN or infinity.
 
-    Call it with the gradients of a skipped step, outside of `jit`; where nothing overflowed the list is empty. Look at
-    the loss beside it: with a finite loss the scale was too large, also where gradients hold NaN and no infinity. Reads
-    every gradient and synchronises with the host.
+    Call it with the gradients of a skipped step, outside of `jit`, and look at the loss, too: with a finite loss the
+    scale was too large, also where gradients hold NaN and no infinity. Reads every gradient and synchronises with the
+    host.
+
+    Args:
+        grads: A pytree of arrays.
+
+    Returns:
+        A report for each such leaf, named by its path in the pytree; empty where nothing overflowed.
+
+    Raises:
+        TypeError: A leaf is not an array.
     """
     return [_report(name, leaf) for name, leaf in named_gradients(grads) if not bool(jnp.isfinite(leaf).all())]
 

@@ -1,52 +1,134 @@
-"""Places a state where JAX's arrays live."""
+"""The optimizer state of `loss_scaled`, and how it is found in a larger one."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+import optax
 
-from lossscale_core import as_policy
+from lossscale_core import ScaleState, state_from_dict
+from lossscale_core.errors import ScaleStateError
+from lossscale_jax._accumulation import Window
+from lossscale_jax._placement import fixed_place
+from lossscale_jax._types import PolicyLike, PyTree, Tree
 
 
-def init_state(policy: Any, *, device: Any = None) -> Any:
-    """Return the state before the first step under `policy`: arrays of shape `()`, and so a pytree.
+class LossScaledState(NamedTuple):
+    """The optimizer state of `loss_scaled`."""
 
-    `policy` is anything `as_policy` takes; `device` is a `jax.Device` or a `jax.sharding.Sharding`. The leaves are
-    strongly typed float32 and int32, and stay so: one compilation serves the whole run. Does not synchronise.
+    scale_state: ScaleState
+    """The policy's state; `get_scale_state` finds it from the outside."""
+    inner_state: PyTree
+    """The wrapped optimizer's own state; a skipped step leaves it untouched."""
+    window: Window | None
+    """None without gradient accumulation."""
+
+
+def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
+    if hasattr(state.scale_state, name):
+        hint = f"did you mean get_scale_state(opt_state).{name}?"
+    elif hasattr(state.inner_state, name):
+        hint = f"did you mean opt_state.inner_state.{name}?"
+    else:
+        hint = "what the wrapped optimizer keeps is in opt_state.inner_state"
+    raise AttributeError(f"the optimizer state of loss_scaled has no {name}; {hint}")
+
+
+if not TYPE_CHECKING:  # a type checker that knew of it would let every name pass
+    LossScaledState.__getattr__ = _explain_missing
+
+
+def get_scale_state(opt_state: PyTree) -> ScaleState:
+    """Find the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
+
+    Args:
+        opt_state: The state of `loss_scaled`, or of an optimizer that holds one.
+
+    Returns:
+        The policy's state, arrays of shape `()`: a `ScaleState`, or what the policy has in its place.
+
+    Raises:
+        ScaleStateError: There is no scale state, or there are several (the message lists their paths), or a wrapper of
+            optax around `loss_scaled` drops overflows before they can lower the loss scale.
     """
+    _require_overflows_seen(opt_state)
+    found = find_scale_states(opt_state)
+    if len(found) == 1:
+        (state,) = found.values()
+        leaves = jax.tree.leaves(state)  # bare arrays, also where flax nnx keeps them in variables that it changes
+        return type(state)(*leaves) if len(leaves) == len(state) else state
+    if found:
+        raise ScaleStateError(
+            f"the optimizer state holds {len(found)} scale states, at {', '.join(found)}; pass the part that you mean"
+        )
+    raise ScaleStateError(
+        "the optimizer state holds no scale state; wrap the optimizer in loss_scaled, or merge what was split"
+    )
 
-    def placed(value: Any) -> Array:
-        dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else jnp.int32)
-        return jnp.asarray(value, dtype, device=device)
 
-    return jax.tree.map(placed, as_policy(policy).init_state())
+def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
+    """Restore the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
+    As `lossscale_core.state_from_dict`, warns (`CheckpointWarning`) of each difference to the policy with which the
+    state was saved.
 
-def beside(state: Any, params: Any) -> Any:
-    """Return a new optimizer state with what lies on one device replicated over the mesh of `params`, if they have one.
+    Args:
+        opt_state: The state of `loss_scaled`, or of an optimizer that holds one.
+        saved: What `lossscale_core.state_to_dict` made in this framework or another.
+        policy: The policy that `loss_scaled` was given.
 
-    A step under `jit` returns it so; given it otherwise, the second step would be compiled once more.
+    Returns:
+        A new optimizer state; the restored arrays lie where those in `opt_state` do.
+
+    Raises:
+        CheckpointError: `saved` is not a saved state, or is of a newer version.
+        ScaleStateError: `opt_state` holds no scale state, several, or one of another kind of policy.
     """
-    mesh = _mesh(params)
-    if mesh is None:
-        return state
-    replicated = NamedSharding(mesh, PartitionSpec())
+    get_scale_state(opt_state)
+    state = state_from_dict(saved, policy)
 
-    def placed(leaf: Any) -> Any:
-        on_one_device = isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)
-        return jax.device_put(leaf, replicated) if on_one_device else leaf
+    def restore(node: Any) -> Any:
+        if not _is_own(node):
+            return node
+        leaves, structure = jax.tree.flatten(node.scale_state)
+        if len(leaves) != len(state):
+            raise ScaleStateError(
+                f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
+                "pass the policy that loss_scaled was given"
+            )
+        placed = [jnp.asarray(value, device=fixed_place(old)) for value, old in zip(state, leaves, strict=True)]
+        return node._replace(scale_state=jax.tree.unflatten(structure, placed))
 
-    return jax.tree.map(placed, state)
+    return jax.tree.map(restore, opt_state, is_leaf=_is_own)
 
 
-def _mesh(params: Any) -> Any:
-    """Return the mesh over which all of `params` lie, in this process alone; None where there is no such mesh."""
-    leaves = jax.tree.leaves(params)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return None
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    meshes = {sharding.mesh if isinstance(sharding, NamedSharding) else None for sharding in shardings}
-    is_local = all(sharding is not None and sharding.is_fully_addressable for sharding in shardings)
-    return meshes.pop() if len(meshes) == 1 and is_local else None
+def find_scale_states(opt_state: PyTree) -> dict[str, ScaleState]:
+    """Return the scale states in `opt_state` by their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_own)
+    return {jax.tree_util.keystr(path) or "the top": node.scale_state for path, node in nodes if _is_own(node)}
+
+
+def _is_own(node: Any) -> TypeGuard[LossScaledState]:
+    return isinstance(node, LossScaledState)
+
+
+def _require_overflows_seen(opt_state: PyTree) -> None:
+    """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_own(node) or _dropper(node) is not None):
+        dropper = _dropper(node)
+        if dropper and find_scale_states(node):
+            raise ScaleStateError(
+                f"{dropper} stands around loss_scaled and drops overflows before they can lower the loss scale; leave "
+                "it out, since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
+            )
+
+
+def _dropper(node: Any) -> str | None:
+    """Return the name of the wrapper of optax that keeps what is not finite from the optimizer within."""
+    if isinstance(node, optax.ApplyIfFiniteState):
+        return "optax.apply_if_finite"
+    # `skip_not_finite` and `skip_large_updates` both say so under this key; without such a function there is none.
+    if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
+        return "optax.MultiSteps with a should_skip_update_fn"
+    return None

@@ -1,61 +1,71 @@
-"""One step of an optax-shaped optimizer, applied or skipped as a whole."""
+"""One step of an optax optimizer, applied or skipped as a whole."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 
 from lossscale_jax import _axes
 from lossscale_jax._debug import is_checked, unchecked
-from lossscale_jax._grads import lifted, select
+from lossscale_jax._gradients import lift_leaves
+from lossscale_jax._types import PyTree, Tree
+from lossscale_jax._verbs import select
+
+Operands = TypeVarTuple("Operands")
+Result = TypeVar("Result")
 
 
-def apply_or_skip(finite: Array, apply: Callable[..., Any], kept: Callable[..., Any], *operands: Any) -> Any:
-    """Return `apply(*operands)` where `finite`, else `kept(*operands)` in the same dtypes.
+def apply_or_skip(
+    applies: Array, apply: Callable[[*Operands], Result], skip: Callable[[*Operands], Result], *operands: *Operands
+) -> Result:
+    """Return `apply(*operands)` where `applies`, else `skip(*operands)` in the same dtypes.
 
     Traced, only the branch that is taken runs, and donated buffers are not copied.
     """
     applied = jax.eval_shape(apply, *operands)
 
-    def skip(*operands: Any) -> Any:
-        return _axes.matching(kept(*operands), applied)
+    def skip_alike(*operands: *Operands) -> Result:
+        return _axes.matching(skip(*operands), applied)
 
-    if isinstance(finite, jax.core.Tracer):
-        return lax.cond(finite, apply, skip, *operands)
+    if isinstance(applies, jax.core.Tracer):
+        return lax.cond(applies, apply, skip_alike, *operands)
     if is_checked():  # the step that is not taken would raise, and every operation is waited for anyway
-        return apply(*operands) if finite else unchecked(skip)(*operands)
-    return select(finite, apply(*operands), skip(*operands))
+        return apply(*operands) if applies else unchecked(skip_alike)(*operands)
+    return select(applies, apply(*operands), skip_alike(*operands))
 
 
-def no_updates(like: Any) -> Any:
-    """Return zero updates: negative, since added to a parameter they leave even the sign of its zeros alone."""
-    return jax.tree.map(lambda leaf: lax.full_like(leaf, _negative_zero(leaf.dtype)), like)
+def no_updates(grads: Tree) -> Tree:
+    """Return updates that change nothing: -0.0, since adding it to 0.0 or -0.0 leaves even the sign alone."""
+
+    def negative_zeros(leaf: Any) -> Array:
+        is_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
+        return lax.full_like(leaf, complex(-0.0, -0.0) if is_complex else -0.0)
+
+    return jax.tree.map(negative_zeros, grads)
 
 
-def with_updates(params: Any, updates: Any) -> Any:
-    """Return `params` with `updates` added, in the parameters' dtypes."""
-    return jax.tree.map(lambda param, update: _moved(jnp.asarray(param), update), params, updates)
-
-
-def _moved(param: Array, update: Array) -> Array:
-    wide = lifted(param) if jnp.issubdtype(param.dtype, jnp.inexact) else param
-    return (wide + update.astype(wide.dtype)).astype(param.dtype)
-
-
-def _negative_zero(dtype: Any) -> complex:
-    return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
+def with_updates(params: Tree, updates: PyTree) -> Tree:
+    """Return `params` with `updates` added in float32 or wider, in the parameters' dtypes."""
+    wide = lift_leaves(params)
+    # `apply_updates` alone would promote half-precision parameters by itself, which JAX's strict promotion refuses.
+    return optax.tree.cast_like(optax.apply_updates(wide, optax.tree.cast_like(updates, wide)), params)
 
 
 def with_extra_args(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's `update` so that it ignores the extra arguments it has no name for."""
+    """Return an optimizer's `update` so that it ignores the extra arguments it has no name for.
+
+    `optax.with_extra_args_support` withholds all of them from what is not a `GradientTransformationExtraArgs`, such as
+    `optax.MultiSteps(...).gradient_transformation()`, whose `update` passes them on to the optimizer within.
+    """
     parameters = inspect.signature(update).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return update
 
-    def known_only(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def with_known_args(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         return update(updates, state, params, **{k: v for k, v in extra_args.items() if k in parameters})
 
-    return known_only
+    return with_known_args

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
-from lossscale_jax import LossScaledState, get_scale_state, load_scale_state, loss_scaled, scale, unscale
+from lossscale_jax import (
+    LossScaledState,
+    LossScaledTransformation,
+    get_scale_state,
+    load_scale_state,
+    loss_scaled,
+    scale,
+    unscale,
+)
 from tests.adapters.jax_reading import late_gradients, reading_refused
 
 SCALE = 2.0**10
@@ -317,7 +325,7 @@ def test_a_state_that_does_not_fit_is_refused():
         windowed.update(GRADS, plain.init(PARAMS), PARAMS)
     with pytest.raises(PolicyError, match="made with accumulation"):
         plain.update(GRADS, windowed.init(PARAMS), PARAMS)
-    with pytest.raises(ScaleStateError, match="ScaleState is no state of loss_scaled"):
+    with pytest.raises(ScaleStateError, match="ScaleState is not a state of loss_scaled"):
         plain.update(GRADS, get_scale_state(plain.init(PARAMS)), PARAMS)
     with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).loss_scale"):
         scale(jnp.ones(()), plain.init(PARAMS))
@@ -390,9 +398,22 @@ def test_extra_args_reach_the_inner_optimizer():
     np.testing.assert_allclose(updates["w"], 3.0 * GRADS["w"])
 
 
+def test_extra_args_reach_an_optimizer_within_multi_steps():
+    """Its `update` passes them on, though optax's own `with_extra_args_support` would withhold them."""
+    plateau = optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 1)
+    optimizer = loss_scaled(plateau.gradient_transformation(), 1.0)
+    updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+    np.testing.assert_allclose(updates["w"], -GRADS["w"])
+
+
 def test_it_is_an_optax_transformation():
-    """So that chains and `isinstance` take it as such."""
-    assert isinstance(loss_scaled(optax.sgd(1.0), POLICY), optax.GradientTransformationExtraArgs)
+    """So that chains and `isinstance` take it as such: two functions, and a third beside them."""
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY)
+    assert isinstance(optimizer, LossScaledTransformation)
+    assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    init, update = optimizer
+    assert (init, update) == (optimizer.init, optimizer.update)
+    assert optax.with_extra_args_support(optimizer) is optimizer
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_what_does_not_count():
     assert all_finite([None, jnp.zeros((0, 3)), jnp.arange(3), np.float32(1), 1])
     assert not all_finite(jnp.array([1 + 1j * jnp.inf]))
     assert all_finite(jnp.array([1e30 + 1e30j]))
-    with pytest.raises(TypeError, match="'w' is no array"):
+    with pytest.raises(TypeError, match="'w' is not an array"):
         all_finite({"a": "w"})
 
 
@@ -188,7 +188,7 @@ def test_select_takes_everything_or_nothing():
     [
         ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, "w"),
         ({"w": jnp.ones(2)}, {"w": jnp.ones(())}, r"\['w'\] has shape \(2,\) in new and \(\) in old"),
-        ({"f": jax.nn.relu}, {"f": jax.nn.gelu}, "a leaf that is no array must not change"),
+        ({"f": jax.nn.relu}, {"f": jax.nn.gelu}, "a leaf that is not an array must not change"),
         ([jnp.ones(2)], [None], "None"),
         ([jnp.ones(2)], [jnp.ones(2, jnp.float16)], "is float32 in new and float16 in old"),
     ],

@@ -46,7 +46,7 @@ def torch_wrapper(saved, policy):
 
 
 class Sgd(NamedTuple):
-    """An optimizer of optax's shape; optax itself is not needed here."""
+    """An optimizer of optax's shape, and not of its type."""
 
     def init(self, params):
         """Remember nothing."""

@@ -37,7 +37,7 @@ EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_foreign_fil
 DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 ADAPTERS = {
     "lossscale_torch": {"torch"},
-    "lossscale_jax": {"jax"},
+    "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
 }
 
