@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core import (
+    BaseScaling,
+    as_policy,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    state_to_dict,
+    step_info,
+    tree,
+)
 from lossscale_core import StepInfo as CoreStepInfo
-from lossscale_core import as_policy, check_overflow_streak, diagnose, metrics, state_to_dict, step_info, tree
 from lossscale_core.errors import CallOrderError, CheckpointWarning, PolicyError
 from lossscale_torch import _checkpoint, _clip
 from lossscale_torch._captured import ScaledLosses
@@ -255,7 +264,7 @@ class GradScaler(TorchNames):
         """
         if self._enabled:
             self._last_step = self._update(new_scale)
-            if self._state.is_on_host and getattr(self.policy, "max_overflow_streak", None) is not None:
+            if self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
                 check_overflow_streak(self.policy, self._state.read())
         else:
             skipped, self._skipped = self._skipped, set()

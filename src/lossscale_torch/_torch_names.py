@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import DynamicScaling
+from lossscale_core import BaseScaling
 from lossscale_core.errors import PolicyError
 from lossscale_torch._decision import OptimizerRecord
 from lossscale_torch._state import ScalerState, scale_bounds
@@ -46,7 +46,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_growth_factor(self) -> float:
         """Return the policy's growth factor; 1.0 for a policy that never grows."""
-        return float(getattr(self.policy, "growth_factor", 1.0))
+        return BaseScaling.of(self.policy).growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Replace the policy by one with this growth factor."""
@@ -54,7 +54,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_backoff_factor(self) -> float:
         """Return the policy's backoff factor; 1.0 for a policy that never backs off."""
-        return float(getattr(self.policy, "backoff_factor", 1.0))
+        return BaseScaling.of(self.policy).backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Replace the policy by one with this backoff factor."""
@@ -64,7 +64,7 @@ class TorchNames(torch.amp.GradScaler):
         """Return the growth interval as it was given; the largest int32 for a policy that never grows."""
         if self._interval_as_given is not None:
             return self._interval_as_given
-        return int(getattr(self.policy, "growth_interval", _LARGEST_INTERVAL))
+        return BaseScaling.of(self.policy).growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
@@ -75,7 +75,7 @@ class TorchNames(torch.amp.GradScaler):
         self._interval_as_given = given_interval(new_interval)
 
     def _change_policy(self, **settings: Any) -> None:
-        if not isinstance(self.policy, DynamicScaling) and not hasattr(self.policy, next(iter(settings))):
+        if not settings.keys() <= BaseScaling.of(self.policy).settings().keys():
             raise PolicyError(f"{self.policy!r} has no {next(iter(settings))}; make the scaler with another policy")
         self._state.policy = dataclasses.replace(self.policy, **settings)
 
