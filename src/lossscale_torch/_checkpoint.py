@@ -16,7 +16,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import number_within
+from lossscale_core.dialects import from_peer, number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._torch_names import reachable_interval
 
@@ -145,11 +145,10 @@ def torch_policy(
         raise AssertionError("The backoff factor must be < 1.0.")
     if not enabled:
         return DynamicScaling()
-    return DynamicScaling(
-        init_scale=min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=reachable_interval(growth_interval),
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
-    )
+    config = {
+        "init_scale": min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+    }
+    return from_peer("torch", config, warn=False)

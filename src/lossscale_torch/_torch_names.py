@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lossscale_core import BaseScaling
+from lossscale_core.dialects import from_peer
 from lossscale_core.errors import PolicyError
 from lossscale_torch._decision import OptimizerRecord
 from lossscale_torch._state import ScalerState, scale_bounds
 
-_LARGEST_INTERVAL = 2**31 - 1
 _ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
@@ -29,7 +29,7 @@ class TorchNames(torch.amp.GradScaler):
     _records: defaultdict[int, Any]
     _are_flags_shared: bool
     _begun_with: tuple[float, int]
-    _interval_as_given: int | None = None
+    _interval_as_given: Any = None
 
     @property
     def policy(self) -> Any:
@@ -63,13 +63,13 @@ class TorchNames(torch.amp.GradScaler):
     def get_growth_interval(self) -> int:
         """Return the growth interval as it was given; the largest int32 for a policy that never grows."""
         if self._interval_as_given is not None:
-            return self._interval_as_given
+            return self._interval_as_given  # torch keeps a fraction, too
         return BaseScaling.of(self.policy).growth_interval
 
-    def set_growth_interval(self, new_interval: int) -> None:
+    def set_growth_interval(self, new_interval: float) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
 
-        0, a negative number and one beyond int32 mean what they mean in torch: the scale never grows.
+        0, a negative number, a fraction and one beyond int32 mean what they mean in torch: the scale never grows.
         """
         self._change_policy(growth_interval=reachable_interval(new_interval))
         self._interval_as_given = given_interval(new_interval)
@@ -174,11 +174,11 @@ def within_bounds(scale: float, policy: Any) -> float:
     return min(max(float(scale), low), high)
 
 
-def reachable_interval(interval: int) -> int:
+def reachable_interval(interval: float) -> int:
     """Return a growth interval that a policy takes: what torch's scaler never reaches is the largest int32."""
-    return interval if 0 < interval < _LARGEST_INTERVAL else _LARGEST_INTERVAL
+    return BaseScaling.of(from_peer("torch", {"growth_interval": interval}, warn=False)).growth_interval
 
 
-def given_interval(interval: int) -> int | None:
+def given_interval(interval: float) -> float | None:
     """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
-    return None if reachable_interval(interval) == interval else int(interval)
+    return None if reachable_interval(interval) == interval else interval

@@ -21,17 +21,18 @@ ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
-def from_peer(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
     """Return the policy that changes the scale and skips steps as the tool `name` does under `config`.
 
     `config` holds the tool's own names: its constructor's keywords, or the block of its config file; those left out
     take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
     2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
     of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
-    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/migrating.md`.
+    `DialectWarning` tells where the config runs into something that the original does wrong; `warn=False` leaves it
+    out, for a drop-in whose users know their tool. See `docs/migrating.md`.
     """
     policy, bugs = translate(find_peer(name, PolicyError), config)
-    for bug in bugs:
+    for bug in bugs if warn else ():
         warnings.warn(bug, DialectWarning, stacklevel=2)
     return policy
 

@@ -31,7 +31,7 @@ _KERAS_SAVED = Saved(
 )
 _DYNAMIC_LOSS_SCALE = (
     key("initial_loss_scale initial", read.INIT_SCALE, 2.0**15),
-    key("increment_period growth", read.INTERVAL_REACHED, 2000),
+    key("increment_period growth", read.INTERVAL_CUT, 2000),
     key("multiplier", read.FACTOR, 2.0),
 )
 
@@ -75,7 +75,7 @@ KERAS = Peer(
             "constructor or `get_config`",
             (
                 key("initial_scale initial", read.INIT_SCALE, 2.0**15, none_is_default=True),
-                key("dynamic_growth_steps growth", read.INTERVAL_REACHED, 2000, none_is_default=True),
+                key("dynamic_growth_steps growth", read.INTERVAL_CUT, 2000, none_is_default=True),
                 key("multiplier", read.ONLY_TWO, 2.0),
                 key("dynamic", read.DYNAMIC, True),
             ),
