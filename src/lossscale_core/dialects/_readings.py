@@ -14,6 +14,8 @@ NEVER = 2**31 - 1
 """A count that no run reaches: what grows on it never grows."""
 UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 FLOOR_OF_ONE = {"min_scale": 1.0, "max_scale": LARGEST_SCALE}
+HALVES = {"growth_factor": 2.0, "backoff_factor": 0.5}
+FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow"
 
 
 def number(setting: str) -> Reading:
