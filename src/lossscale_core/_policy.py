@@ -140,8 +140,8 @@ class _WithDefaults(BaseScaling):
     """A view of a policy that does not derive from `BaseScaling`: its own members, and defaults for the others."""
 
     def __init__(self, policy: Any) -> None:
-        self.state_type = type(policy.init_state())  # type: ignore[misc]  # of this policy alone
-        for name in (name for name in vars(BaseScaling) if not name.startswith("_")):
+        self._policy = policy
+        for name in (name for name in vars(BaseScaling) if not name.startswith("_") and name != "state_type"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
         self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
@@ -149,6 +149,11 @@ class _WithDefaults(BaseScaling):
     def settings(self) -> dict[str, Any]:
         """Return those of its attributes that are settings of the library's own policies."""
         return self._settings
+
+    @property
+    def state_type(self) -> type[Any]:  # type: ignore[override]  # asked seldom, and a state may be costly to make
+        """The type of its state."""
+        return type(self._policy.init_state())
 
 
 def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:

@@ -13,6 +13,7 @@ from lossscale_core import (
     DynamicScaling,
     FixedScaling,
     NoScaling,
+    ScaleState,
     ScalingPolicy,
     TolerantScaling,
     as_policy,
@@ -160,6 +161,7 @@ def test_the_policies_know_themselves(policy):
     assert policy_to_dict(policy)["kind"] == policy.kind
     assert type(policy.init_state()) is policy.state_type
     assert policy.is_constant() != policy.adapts
+    assert policy.state_type._fields[: len(ScaleState._fields)] == ScaleState._fields
     assert policy.bounds()[0] <= policy.init_state().loss_scale <= policy.bounds()[1]
 
 

@@ -112,6 +112,26 @@ def test_adapters_use_public_names_and_their_own_framework():
                 assert parts[0] in STANDARD_LIBRARY | {"lossscale_core", package} | ADAPTERS[package], path
 
 
+POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy"}
+
+
+def _is_policy(node: ast.expr) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in {"policy", "_policy"}
+
+
+def test_nobody_asks_a_policy_what_it_is():
+    """Only `_policy` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
+    for path in (path for path in SRC.rglob("*.py") if path.name != "_policy.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+                if node.func.id in {"getattr", "hasattr"}:
+                    assert not _is_policy(node.args[0]), (path, node.lineno)
+                if node.func.id == "isinstance":
+                    names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                    assert not names & POLICIES, (path, node.lineno)
+
+
 def test_the_factors_are_applied_in_one_file():
     """Only `_policy` multiplies a scale by a growth or backoff factor."""
     for path in SRC.rglob("*.py"):
