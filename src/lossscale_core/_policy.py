@@ -89,10 +89,11 @@ class BaseScaling:
         KINDS[kind] = cls
 
     def __post_init__(self) -> None:
+        settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
         for field, rule in _settings.rules_of(self):
-            object.__setattr__(self, field.name, rule.settle(field.name, getattr(self, field.name)))
-        bounds = {"min_scale": self.min_scale, "max_scale": self.max_scale}
-        _settings.require_ordered_scales({**bounds, **self.settings()})
+            settings[field.name] = rule.settle(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, settings[field.name])
+        _settings.require_ordered_scales(settings)
 
     @staticmethod
     def of(policy: ScalingPolicy) -> "BaseScaling":
