@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core._words import shown
@@ -23,7 +23,7 @@ def state_to_dict(state: AnyScaleState, policy: Any = None) -> dict[str, Any]:
     """Return `state`, of any framework, as plain numbers under `"version"` and the names of its fields.
 
     With `policy` (anything `as_policy` takes) its config is saved too, under `"policy"`, and compared when the state is
-    restored; a policy of one's own has no config and is left out. Synchronises with the host.
+    restored; a policy without a `kind` has no config and is left out. Synchronises with the host.
     """
     saved: dict[str, Any] = {"version": VERSION}
     saved.update({name: _plain_number(value) for name, value in state._asdict().items()})
@@ -77,8 +77,8 @@ def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -
     """Make the restored scale one that the policy has, in place, as a float32 number, and say so where it changed."""
     saved = fields["loss_scale"]
     scale = np.float32(min(max(saved, SMALLEST_SCALE), LARGEST_SCALE))
-    low, high = _scale_bounds(policy)
-    fields["loss_scale"] = fitting = min(max(scale, low), high)
+    low, high = (SMALLEST_SCALE, LARGEST_SCALE) if policy is None else BaseScaling.of(policy).bounds()
+    fields["loss_scale"] = fitting = min(max(scale, np.float32(low)), np.float32(high))
     is_kept = fitting == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
     return [] if is_kept else [f"loss_scale was {saved:g} and becomes {fitting:g}"]
 
@@ -94,15 +94,6 @@ def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_poli
             fields.pop(name, None)
             notes.append(f"{name} starts at {getattr(start, name)}")
     return notes
-
-
-def _scale_bounds(policy: Any) -> tuple[np.float32, np.float32]:
-    """Return the least and the largest scale under `policy`, or any; a policy that never changes it has just one."""
-    if isinstance(policy, NoScaling | FixedScaling):
-        only = policy.init_state().loss_scale
-        return only, only
-    low, high = getattr(policy, "min_scale", SMALLEST_SCALE), getattr(policy, "max_scale", LARGEST_SCALE)
-    return np.float32(low), np.float32(high)
 
 
 def _config_of(policy: ScalingPolicy) -> dict[str, Any] | None:
@@ -132,8 +123,12 @@ def _require_version(saved: Mapping[str, Any]) -> None:
 def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
     if policy is not None:
         return policy.init_state()
-    tolerant = TolerantScaling().init_state()
-    return tolerant if all(name in saved for name in tolerant._fields) else NoScaling().init_state()
+    longest: type[BaseScaling] = NoScaling
+    for policy_type in KINDS.values():
+        fields = policy_type.state_type._fields
+        if len(fields) > len(longest.state_type._fields) and all(name in saved for name in fields):
+            longest = policy_type
+    return longest().init_state()
 
 
 def _item(value: Any) -> Any:

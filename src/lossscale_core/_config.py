@@ -1,5 +1,6 @@
 """Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from lossscale_core._files import read_data, suffix_of, write_whole
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._policy import KINDS, BaseScaling, DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, is_policy
 from lossscale_core._settings import rules_of
 from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
-KINDS: dict[str, type[Any]] = {
-    "none": NoScaling,
-    "fixed": FixedScaling,
-    "dynamic": DynamicScaling,
-    "tolerant": TolerantScaling,
-}
-_OWN_TYPES = frozenset(KINDS.values())  # asked first, since a protocol is asked slowly and some ask at every step
 _LONGEST_NAME = 100
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
@@ -30,9 +24,7 @@ def as_policy(source: Any) -> ScalingPolicy:
     path of a `.toml` or `.json` file. Raises `PolicyError` for anything else, and `OSError` where a file cannot be
     read.
     """
-    if type(source) in _OWN_TYPES:
-        return source  # type: ignore[no-any-return]
-    if isinstance(source, ScalingPolicy) and not isinstance(source, type):
+    if is_policy(source):
         return source
     if isinstance(source, Mapping):
         return policy_from_dict(source)
@@ -51,12 +43,12 @@ def as_policy(source: Any) -> ScalingPolicy:
 def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
     """Return `policy` as a dict of plain values: `"kind"`, then every field that is not None.
 
-    Raises `PolicyError` for a policy that is not one of this library's own.
+    Raises `PolicyError` for a policy without a `kind` of its own.
     """
-    for kind, policy_type in KINDS.items():
-        if type(policy) is policy_type:
-            values = {field.name: getattr(policy, field.name) for field, _ in rules_of(policy)}
-            return {"kind": kind, **{name: value for name, value in values.items() if value is not None}}
+    members = BaseScaling.of(policy)
+    if isinstance(members.kind, str) and KINDS.get(members.kind) is type(policy):
+        settings = {name: value for name, value in members.settings().items() if value is not None}
+        return {"kind": members.kind, **settings}
     raise PolicyError(
         f"{shown(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written"
     )
@@ -65,8 +57,9 @@ def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
 def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     """Return the policy that `config` describes; `config` itself is left alone.
 
-    `"kind"` is `"none"`, `"fixed"`, `"dynamic"` or `"tolerant"`; the other keys are that policy's fields, and those
-    left out take their defaults. Raises `PolicyError` naming an unknown key or kind, and the nearest known one.
+    `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, `"tolerant"`, or that of a class of your own; the other keys are that
+    policy's fields, and those left out take their defaults. Raises `PolicyError` naming an unknown key or kind, and the
+    nearest known one.
     """
     if not isinstance(config, Mapping):
         raise PolicyError(
@@ -82,10 +75,10 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     for name in values:
         if name not in fields:
             raise PolicyError(f"{shown(name)} is no key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}")
-    if kind == "fixed" and "init_scale" not in values:
-        raise PolicyError("a 'fixed' policy needs its scale; add init_scale = 1024.0")
-    policy: ScalingPolicy = KINDS[kind](**values)
-    return policy
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in values:
+            raise PolicyError(f"a {kind!r} policy needs {name}; add it, as in {name} = 1024.0")
+    return KINDS[kind](**values)
 
 
 def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
@@ -105,7 +98,7 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
     """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
 
     A file that is there is replaced, as a whole or not at all; so is a link, whose target is left alone. Raises
-    `PolicyError` for another suffix or a policy that is not one of this library's own, and `OSError` where the file
+    `PolicyError` for another suffix or a policy without a `kind` of its own, and `OSError` where the file
     cannot be written.
     """
     write_whole(path, policy_as_text(policy, path), overwrite=True)

@@ -7,15 +7,16 @@ framework, eagerly or traced: no `if` on an array, no dtype or shape that change
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 
 from lossscale_core import _settings
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
-from lossscale_core._settings import setting
 from lossscale_core._state import Array, ScaleState, TolerantScaleState
+from lossscale_core.errors import PolicyError
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the count of steps with this one, and the namespace."""
@@ -45,12 +46,135 @@ class ScalingPolicy(Protocol):
         ...
 
 
+KINDS: dict[str, type["BaseScaling"]] = {}
+"""The policies that have a kind, by that kind: what a config, the schema and the strategies know."""
+
+
+class BaseScaling:
+    """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
+
+    A policy of your own needs `init_state` and `update` alone, and no base. Derived from this one as a frozen
+    dataclass, with a `kind` of its own, it is also read from and written to dicts and files, saved in checkpoints, part
+    of the JSON Schema and drawn by `lossscale_core.testing.policies`. Its fields are its settings, each a `float`,
+    `int` or `bool`; a setting that another policy has obeys the same rule here.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str | None] = None
+    """The name of the policy in a config; without one it has no config."""
+    state_type: ClassVar[type[Any]] = ScaleState
+    """The type of its state: a NamedTuple that begins with the fields of `ScaleState`."""
+    adapts: ClassVar[bool] = False
+    """Whether overflows and finite steps change the loss scale."""
+    scales_losses: ClassVar[bool] = True
+    """Whether the loss scale may be another number than 1."""
+    min_scale: float = _settings.SMALLEST_SCALE
+    max_scale: float = _settings.LARGEST_SCALE
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = _settings.LARGEST_COUNT
+    hysteresis: int = 1
+    cooldown: int = 0
+    tolerance: float = 0.0
+    max_overflow_streak: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kind = vars(cls).get("kind")
+        if kind is None:
+            return
+        if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:  # slots make a dataclass anew
+            raise PolicyError(f"kind={kind!r} is that of {KINDS[kind].__name__}; give {cls.__name__} another kind")
+        KINDS[kind] = cls
+
+    def __post_init__(self) -> None:
+        settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
+        for field, rule in _settings.rules_of(self):
+            settings[field.name] = rule.settle(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, settings[field.name])
+        _settings.require_ordered_scales(settings)
+
+    @staticmethod
+    def of(policy: ScalingPolicy) -> "BaseScaling":
+        """Return `policy`, or a view of it that has the defaults of the members that it lacks."""
+        return policy if isinstance(policy, BaseScaling) else _WithDefaults(policy)
+
+    def init_state(self) -> Any:
+        """Return the state before the first step. See `ScalingPolicy.init_state`."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_state; define it to return a {self.state_type}")
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
+        """Return the state after a step. See `ScalingPolicy.update`."""
+        raise NotImplementedError(f"{type(self).__name__} has no update; define it to return the state after a step")
+
+    def settings(self) -> dict[str, Any]:
+        """Return its settings by name."""
+        return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(self)}
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the least and the largest loss scale that a state under this policy may have."""
+        return self.min_scale, self.max_scale
+
+    def is_constant(self) -> bool:
+        """Return whether the loss scale stays what it is at the start, so that only counters move."""
+        low, high = self.bounds()
+        return low == high and not self.adapts
+
+    def overflows_down_to(self, loss_scale: float) -> float:
+        """Return how many overflows bring the loss scale from the first one down to `loss_scale`."""
+        if self.backoff_factor >= 1.0:
+            return 0.0
+        backoffs = math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor)
+        return round(backoffs) * self.hysteresis
+
+    def overflow_share(self) -> float:
+        """Return the share of steps that overflow by design, because growth tries a larger scale now and then."""
+        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
+            return self.tolerance
+        growths_per_backoff = -math.log(self.backoff_factor) / math.log(self.growth_factor)
+        by_growth = self.hysteresis / (self.hysteresis + growths_per_backoff * self.growth_interval)
+        return max(by_growth, self.tolerance)
+
+
+class _WithDefaults(BaseScaling):
+    """A view of a policy that does not derive from `BaseScaling`: its own members, and defaults for the others."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        for name in (name for name in vars(BaseScaling) if not name.startswith("_") and name != "state_type"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
+        self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
+
+    def settings(self) -> dict[str, Any]:
+        """Return those of its attributes that are settings of the library's own policies."""
+        return self._settings
+
+    @property
+    def state_type(self) -> type[Any]:  # type: ignore[override]  # asked seldom, and a state may be costly to make
+        """The type of its state."""
+        return type(self._policy.init_state())
+
+
+def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:
+    """Return whether `source` is a policy, and not a class of policies."""
+    return isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class NoScaling:
+class NoScaling(BaseScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
 
     The policy for bfloat16 and float32, where gradients do not underflow but may well be infinite.
     """
+
+    kind = "none"
+    scales_losses = False
+
+    def bounds(self) -> tuple[float, float]:
+        """Return 1 twice: the scale that never changes."""
+        return 1.0, 1.0
 
     def init_state(self) -> ScaleState:
         """Return the state before the first step, on the host."""
@@ -62,17 +186,19 @@ class NoScaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FixedScaling:
+class FixedScaling(BaseScaling):
     """Keep the loss scale at `init_scale`, and skip the steps that overflow.
 
     Raises `PolicyError` where `init_scale` is not a number from 2**-126 to 2**126. Factors other than powers of two
     make unscaling inexact by an ulp.
     """
 
-    init_scale: float = setting(_settings.SCALE)
+    kind = "fixed"
+    init_scale: float
 
-    def __post_init__(self) -> None:
-        _settings.settle(self)
+    def bounds(self) -> tuple[float, float]:
+        """Return the scale that never changes, twice."""
+        return self.init_scale, self.init_scale
 
     def init_state(self) -> ScaleState:
         """Return the state before the first step, on the host."""
@@ -84,7 +210,7 @@ class FixedScaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicScaling:
+class DynamicScaling(BaseScaling):
     """Raise the loss scale while gradients stay finite, lower it when they overflow.
 
     ```
@@ -109,32 +235,31 @@ class DynamicScaling:
     inexact by an ulp. Change a policy with `dataclasses.replace(policy, growth_interval=500)`.
     """
 
-    init_scale: float = setting(_settings.SCALE, 2.0**16)
-    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
-    growth_factor: float = setting(_settings.GROWTH_FACTOR, 2.0)
-    """Multiplies the scale when it grows; above 1."""
-    backoff_factor: float = setting(_settings.BACKOFF_FACTOR, 0.5)
-    """Multiplies the scale when it backs off; between 0 and 1."""
-    growth_interval: int = setting(_settings.COUNT, 2000)
-    """The scale grows on this many-th finite step in a row."""
-    hysteresis: int = setting(_settings.COUNT, 1)
-    """The scale backs off on this many-th overflow; 1 is at once."""
-    refill_on_finite: bool = setting(_settings.FLAG, True)
-    """Whether any finite step restores the tolerance (growth always does)."""
-    refill_on_backoff: bool = setting(_settings.FLAG, False)
-    """Whether backing off restores the tolerance; without it every further overflow backs off too."""
-    cooldown: int = setting(_settings.COUNT_OR_ZERO, 0)
-    """Finite steps that do not count toward growth, at the start and after an overflow."""
-    min_scale: float = setting(_settings.SCALE, 1.0)
-    """Backing off stops here; it never raises a scale that is below already."""
-    max_scale: float = setting(_settings.SCALE, 2.0**32)
-    """Growth stops here."""
-    max_overflow_streak: int | None = setting(_settings.COUNT_OR_NONE, None)
-    """Overflows in a row after which a facade that knows the flag on the host raises `OverflowStreakError`."""
+    kind = "dynamic"
+    adapts = True
 
-    def __post_init__(self) -> None:
-        _settings.settle(self)
-        _settings.require_ordered_scales(self)
+    init_scale: float = 2.0**16
+    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
+    growth_factor: float = 2.0
+    """Multiplies the scale when it grows; above 1."""
+    backoff_factor: float = 0.5
+    """Multiplies the scale when it backs off; between 0 and 1."""
+    growth_interval: int = 2000
+    """The scale grows on this many-th finite step in a row."""
+    hysteresis: int = 1
+    """The scale backs off on this many-th overflow; 1 is at once."""
+    refill_on_finite: bool = True
+    """Whether any finite step restores the tolerance (growth always does)."""
+    refill_on_backoff: bool = False
+    """Whether backing off restores the tolerance; without it every further overflow backs off too."""
+    cooldown: int = 0
+    """Finite steps that do not count toward growth, at the start and after an overflow."""
+    min_scale: float = 1.0
+    """Backing off stops here; it never raises a scale that is below already."""
+    max_scale: float = 2.0**32
+    """Growth stops here."""
+    max_overflow_streak: int | None = None
+    """Overflows in a row after which a facade that knows the flag on the host raises `OverflowStreakError`."""
 
     def init_state(self) -> ScaleState:
         """Return the state before the first step, on the host."""
@@ -172,7 +297,7 @@ class DynamicScaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TolerantScaling:
+class TolerantScaling(BaseScaling):
     """Lower the loss scale only where the share of overflows reaches `tolerance`; raise it like `DynamicScaling`.
 
     ```
@@ -188,24 +313,24 @@ class TolerantScaling:
     few skipped steps. Raises `PolicyError` naming the value, the rule and the mend.
     """
 
-    tolerance: float = setting(_settings.SHARE, 0.05)
-    """The share of overflows at which the scale backs off; 0 is at once."""
-    init_scale: float = setting(_settings.SCALE, 2.0**16)
-    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
-    growth_factor: float = setting(_settings.GROWTH_FACTOR, 2.0)
-    """Multiplies the scale when it grows; above 1."""
-    backoff_factor: float = setting(_settings.BACKOFF_FACTOR, 0.5)
-    """Multiplies the scale when it backs off; between 0 and 1."""
-    growth_interval: int = setting(_settings.COUNT, 2000)
-    """The scale grows on this many-th finite step in a row."""
-    min_scale: float = setting(_settings.SCALE, 1.0)
-    """Backing off stops here; it never raises a scale that is below already."""
-    max_scale: float = setting(_settings.SCALE, 2.0**32)
-    """Growth stops here."""
+    kind = "tolerant"
+    state_type = TolerantScaleState
+    adapts = True
 
-    def __post_init__(self) -> None:
-        _settings.settle(self)
-        _settings.require_ordered_scales(self)
+    tolerance: float = 0.05
+    """The share of overflows at which the scale backs off; 0 is at once."""
+    init_scale: float = 2.0**16
+    """The loss scale of the first step; `min_scale` ≤ it ≤ `max_scale`."""
+    growth_factor: float = 2.0
+    """Multiplies the scale when it grows; above 1."""
+    backoff_factor: float = 0.5
+    """Multiplies the scale when it backs off; between 0 and 1."""
+    growth_interval: int = 2000
+    """The scale grows on this many-th finite step in a row."""
+    min_scale: float = 1.0
+    """Backing off stops here; it never raises a scale that is below already."""
+    max_scale: float = 2.0**32
+    """Growth stops here."""
 
     def init_state(self) -> TolerantScaleState:
         """Return the state before the first step, on the host."""
@@ -242,6 +367,10 @@ class TolerantScaling:
             steps_since_change=xp.where(backs_off, 0.0, since_change),
             overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
         )
+
+
+LIBRARY_KINDS = tuple(KINDS)
+"""The kinds of the library's own policies."""
 
 
 def _with_room(state: Any, xp: Namespace) -> tuple[Array, Array]:

@@ -1,12 +1,11 @@
 """What happened: to one step, in numbers for a log, and in a sentence or two for a person."""
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lossscale_core._config import as_policy
-from lossscale_core._policy import DynamicScaling, FixedScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, Array
 from lossscale_core.errors import OverflowStreakError
@@ -71,7 +70,7 @@ def check_overflow_streak(policy: Any, state: AnyScaleState) -> None:
     `policy` is anything `as_policy` takes, and what is not is a `PolicyError`. For whoever has the state on the host
     anyway; reading it from a device would synchronise.
     """
-    limit = getattr(as_policy(policy), "max_overflow_streak", None)
+    limit = BaseScaling.of(as_policy(policy)).max_overflow_streak
     if limit is None:
         return
     streak = int(state.overflow_streak)
@@ -89,7 +88,7 @@ def diagnose(policy: Any, state: AnyScaleState) -> str:
     started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing against max_scale`, `healthy`, and
     `broken` for a scale that no policy reaches. Synchronises with the host.
     """
-    policy = as_policy(policy)
+    policy = BaseScaling.of(as_policy(policy))
     seen = _Seen(policy, state)
     for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(policy, seen):
@@ -100,31 +99,32 @@ def diagnose(policy: Any, state: AnyScaleState) -> str:
 class _Seen:
     """A state's numbers, read once from wherever it lives."""
 
-    def __init__(self, policy: ScalingPolicy, state: AnyScaleState) -> None:
+    def __init__(self, policy: BaseScaling, state: AnyScaleState) -> None:
         self.scale = float(state.loss_scale)
         self.steps = int(state.steps)
         self.skipped = int(state.skipped_steps)
         self.streak = int(state.overflow_streak)
         self.applied = self.steps - self.skipped
         self.finite_in_a_row = max(0, int(state.growth_tracker))
-        self.adapts = isinstance(policy, DynamicScaling | TolerantScaling)
-        self.at_floor = self.adapts and self.scale <= np.float32(policy.min_scale)  # type: ignore[attr-defined]
-        self.at_ceiling = self.adapts and self.scale >= np.float32(policy.max_scale)  # type: ignore[attr-defined]
+        self.start = float(policy.init_state().loss_scale)
+        low, high = policy.bounds()
+        self.at_floor = policy.adapts and self.scale <= np.float32(low)
+        self.at_ceiling = policy.adapts and self.scale >= np.float32(high)
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
 
 
-def _broken(_: Any, seen: _Seen) -> str | None:
+def _broken(_: BaseScaling, seen: _Seen) -> str | None:
     if SMALLEST_SCALE <= seen.scale <= LARGEST_SCALE:
         return None
     return f"broken: the loss scale is {seen.scale:g}, which no policy reaches. Restore an earlier checkpoint."
 
 
-def _not_started(_: Any, seen: _Seen) -> str | None:
+def _not_started(_: BaseScaling, seen: _Seen) -> str | None:
     return f"not started: no step yet; the first is scaled by {seen.scale:g}." if seen.steps == 0 else None
 
 
-def _at_limit(policy: Any, seen: _Seen) -> str | None:
-    limit = getattr(policy, "max_overflow_streak", None)
+def _at_limit(policy: BaseScaling, seen: _Seen) -> str | None:
+    limit = policy.max_overflow_streak
     if limit is None or seen.streak < limit:
         return None
     return (
@@ -133,7 +133,7 @@ def _at_limit(policy: Any, seen: _Seen) -> str | None:
     )
 
 
-def _stuck(policy: Any, seen: _Seen) -> str | None:
+def _stuck(policy: BaseScaling, seen: _Seen) -> str | None:
     if not seen.at_floor or seen.streak < _FEW:
         return None
     return (
@@ -142,16 +142,16 @@ def _stuck(policy: Any, seen: _Seen) -> str | None:
     )
 
 
-def _calibrating(policy: Any, seen: _Seen) -> str | None:
-    if not seen.adapts or seen.applied or seen.at_floor:
+def _calibrating(policy: BaseScaling, seen: _Seen) -> str | None:
+    if not policy.adapts or seen.applied or seen.at_floor:
         return None
     return (
-        f"calibrating: {seen.counts} while the loss scale comes down from {policy.init_scale:g}, now {seen.scale:g}. "
+        f"calibrating: {seen.counts} while the loss scale comes down from {seen.start:g}, now {seen.scale:g}. "
         "This is normal at the start; a smaller init_scale shortens it."
     )
 
 
-def _skipping(policy: Any, seen: _Seen) -> str | None:
+def _skipping(policy: BaseScaling, seen: _Seen) -> str | None:
     if seen.streak >= _FEW:
         what = f"the last {seen.streak} steps in a row overflowed ({seen.counts})"
     elif _unexplained_skips(policy, seen) > max(_FEW - 1, seen.steps * _tolerable_share(policy)):
@@ -160,16 +160,16 @@ def _skipping(policy: Any, seen: _Seen) -> str | None:
         what = f"{seen.counts}, the last one at min_scale"
     else:
         return None
-    if seen.adapts and not seen.at_floor:
+    if policy.adapts and not seen.at_floor:
         mend = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
-    elif isinstance(policy, FixedScaling) and seen.scale > 1.0:
+    elif policy.is_constant() and seen.scale > 1.0:
         mend = f"A scale of {seen.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
     else:
         mend = _forward_pass(seen.scale)
     return f"skipping too often: {what}. {mend}"
 
 
-def _pressing(policy: Any, seen: _Seen) -> str | None:
+def _pressing(policy: BaseScaling, seen: _Seen) -> str | None:
     if not seen.at_ceiling or seen.at_floor or seen.applied < policy.growth_interval:
         return None
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
@@ -188,27 +188,21 @@ def _forward_pass(scale: float) -> str:
     )
 
 
-def _unexplained_skips(policy: Any, seen: _Seen) -> float:
+def _unexplained_skips(policy: BaseScaling, seen: _Seen) -> float:
     """Return the skips beyond those that bringing the scale down from `init_scale` took.
 
     They are forgiven once a stretch of finite steps shows that the scale has arrived.
     """
-    if not seen.adapts:
+    if not policy.adapts:
         return seen.skipped
     if seen.applied == seen.finite_in_a_row:
         return 0  # every overflow came before the first applied step
     has_settled = seen.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
-    if seen.scale >= policy.init_scale or not has_settled:
+    if seen.scale >= seen.start or not has_settled:
         return seen.skipped
-    backoffs = math.log(seen.scale / policy.init_scale, policy.backoff_factor)
-    return max(0.0, seen.skipped - round(backoffs) * getattr(policy, "hysteresis", 1))
+    return max(0.0, seen.skipped - policy.overflows_down_to(seen.scale))
 
 
-def _tolerable_share(policy: Any) -> float:
+def _tolerable_share(policy: BaseScaling) -> float:
     """Return the share of skipped steps that is no cause for concern: twice what the policy's own design skips."""
-    if not isinstance(policy, DynamicScaling | TolerantScaling):
-        return _OFTEN
-    growths_per_backoff = -math.log(policy.backoff_factor) / math.log(policy.growth_factor)
-    skips = getattr(policy, "hysteresis", 1)
-    by_design = max(skips / (skips + growths_per_backoff * policy.growth_interval), getattr(policy, "tolerance", 0.0))
-    return max(_OFTEN, min(2.0 * by_design, 0.5))
+    return max(_OFTEN, min(2.0 * policy.overflow_share(), 0.5))

@@ -1,7 +1,7 @@
 """The rules of a policy's fields, as data: checked here, drawn as JSON Schema in `_schema`, shown by the command."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,32 +80,47 @@ COUNT_OR_NONE = dataclasses.replace(
     COUNT, text="None or a whole number from 1 to 2**31 - 1", mend="pass None for no limit", optional=True
 )
 FLAG = Rule(bool, "True or False", "pass one of the two")
+NUMBER = Rule(
+    float,
+    "a number from -2**126 to 2**126",
+    "pass a number such as 1.0",
+    minimum=-LARGEST_SCALE,
+    maximum=LARGEST_SCALE,
+)
 
 
-def setting(rule: Rule, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a dataclass field that obeys `rule`."""
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata={"rule": rule})
-    return dataclasses.field(default=default, metadata={"rule": rule})
+RULES = {
+    "init_scale": SCALE,
+    "growth_factor": GROWTH_FACTOR,
+    "backoff_factor": BACKOFF_FACTOR,
+    "growth_interval": COUNT,
+    "hysteresis": COUNT,
+    "refill_on_finite": FLAG,
+    "refill_on_backoff": FLAG,
+    "cooldown": COUNT_OR_ZERO,
+    "min_scale": SCALE,
+    "max_scale": SCALE,
+    "max_overflow_streak": COUNT_OR_NONE,
+    "tolerance": SHARE,
+}
+"""The rule of each setting, by its name, whichever policy has it."""
+_RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 
 def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
-    """Yield each field of a policy (or policy class) with its rule."""
-    for field in dataclasses.fields(policy):
-        yield field, field.metadata["rule"]
+    """Yield each field of a policy (or policy class) with its rule: that of its name, or else that of its type."""
+    for field in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
+        type_name = getattr(field.type, "__name__", field.type)
+        rule = RULES.get(field.name) or _RULES_OF_TYPES.get(str(type_name))
+        if rule is None:
+            raise TypeError(f"{field.name} is declared as {field.type}; declare a setting as float, int or bool")
+        yield field, rule
 
 
-def settle(policy: Any) -> None:
-    """Check every field of a new policy and store it as a plain Python number or bool."""
-    for field, rule in rules_of(policy):
-        object.__setattr__(policy, field.name, rule.settle(field.name, getattr(policy, field.name)))
-
-
-def require_ordered_scales(policy: Any) -> None:
-    """Require `min_scale` ≤ `init_scale` ≤ `max_scale`."""
+def require_ordered_scales(settings: Mapping[str, Any]) -> None:
+    """Require `min_scale` ≤ `init_scale` ≤ `max_scale` of those that are among the settings."""
     for low, high in (("min_scale", "max_scale"), ("min_scale", "init_scale"), ("init_scale", "max_scale")):
-        if getattr(policy, low) > getattr(policy, high):
+        if low in settings and high in settings and settings[low] > settings[high]:
             raise PolicyError(
-                f"{low}={getattr(policy, low)!r} must not exceed {high}={getattr(policy, high)!r}; "
-                f"lower {low} or raise {high}"
+                f"{low}={settings[low]!r} must not exceed {high}={settings[high]!r}; lower {low} or raise {high}"
             )

@@ -4,22 +4,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lossscale_core._config import KINDS
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core._settings import (
-    BACKOFF_FACTOR,
-    COUNT,
-    COUNT_OR_NONE,
-    COUNT_OR_ZERO,
-    FLAG,
-    GROWTH_FACTOR,
-    LARGEST_SCALE,
-    SCALE,
-    SHARE,
-    SMALLEST_SCALE,
-    rules_of,
-)
+from lossscale_core._policy import KINDS, ScalingPolicy
+from lossscale_core._settings import BACKOFF_FACTOR, GROWTH_FACTOR, SCALE, Rule, rules_of
 
+_USUAL = {GROWTH_FACTOR: (1.0009765625, 16.0), BACKOFF_FACTOR: (0.0625, 0.9990234375)}
+"""Factors that move a scale by a sensible amount, within the rules' own ranges."""
 _SCALES = ("min_scale", "init_scale", "max_scale")
 
 
@@ -40,28 +29,21 @@ def _policies_of_kind(policy_type: Any, powers_of_two: bool) -> st.SearchStrateg
     rules = {field.name: rule for field, rule in rules_of(policy_type)}
     values = {name: _values(rule, powers_of_two) for name, rule in rules.items() if name not in _SCALES}
     scale = _values(SCALE, powers_of_two)
-    if "min_scale" in rules:
-        scales = st.lists(scale, min_size=3, max_size=3).map(
-            lambda three: dict(zip(_SCALES, sorted(three), strict=True))
-        )
-    else:
-        scales = st.fixed_dictionaries({"init_scale": scale} if "init_scale" in rules else {})
+    names = [name for name in _SCALES if name in rules]
+    scales = st.lists(scale, min_size=len(names), max_size=len(names)).map(
+        lambda drawn: dict(zip(names, sorted(drawn), strict=True))
+    )
     return st.tuples(scales, st.fixed_dictionaries(values)).map(lambda parts: policy_type(**parts[0], **parts[1]))
 
 
-def _values(rule: Any, powers_of_two: bool) -> st.SearchStrategy[Any]:
-    small_counts = {COUNT: st.integers(1, 12), COUNT_OR_ZERO: st.integers(0, 12)}
+def _values(rule: Rule, powers_of_two: bool) -> st.SearchStrategy[Any]:
     exponents = {SCALE: (-126, 126), GROWTH_FACTOR: (1, 8), BACKOFF_FACTOR: (-8, -1)}
-    floats = {
-        SCALE: st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32),
-        GROWTH_FACTOR: st.floats(1.0009765625, 16.0, width=32),
-        BACKOFF_FACTOR: st.floats(0.0625, 0.9990234375, width=32),
-        SHARE: st.floats(0.0, 1.0, width=32),
-        FLAG: st.booleans(),
-        COUNT_OR_NONE: st.none() | st.integers(1, 12),
-    }
-    if rule in small_counts:
-        return small_counts[rule]
     if powers_of_two and rule in exponents:
         return st.integers(*exponents[rule]).map(lambda exponent: 2.0**exponent)
-    return floats[rule]
+    if rule.type is bool:
+        return st.booleans()
+    if rule.type is int:
+        counts = st.integers(int(rule.minimum), 12)
+        return st.none() | counts if rule.optional else counts
+    low, high = _USUAL.get(rule, (rule.minimum, rule.maximum))
+    return st.floats(low, high, width=32)

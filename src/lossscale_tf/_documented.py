@@ -1,57 +1,51 @@
 """The policies that TensorFlow's own documents name, under their parameters and defaults."""
 
-from typing import Any
+from typing import Any, cast
 
-from lossscale_core import LARGEST_SCALE, DynamicScaling, FixedScaling, as_policy
+from lossscale_core import DynamicScaling, FixedScaling, as_policy
+from lossscale_core.dialects import from_peer
 from lossscale_core.errors import PolicyError
 
-_DOCUMENTED_SCALE = 2.0**15
-_DOCUMENTED_GROWTH = 2000
+# What a tool's arguments mean is said once, in `lossscale_core.dialects`. These functions are called by the tool's own
+# names, so that what it does wrong is known to their users, and no warning repeats it.
 
 
 def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
     """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step."""
-    return FixedScaling(float(loss_scale_value))
+    return cast(FixedScaling, from_peer("tf-v1", {"loss_scale_value": float(loss_scale_value)}, warn=False))
 
 
 def DynamicLossScale(  # noqa: N802
-    initial_loss_scale: float = _DOCUMENTED_SCALE, increment_period: int = _DOCUMENTED_GROWTH, multiplier: float = 2.0
+    initial_loss_scale: float = 2.0**15, increment_period: float = 2000, multiplier: float = 2.0
 ) -> DynamicScaling:
     """Return the policy of `tf.compat.v1.mixed_precision.DynamicLossScale`."""
-    return DynamicScaling(
-        init_scale=float(initial_loss_scale),
-        growth_interval=int(increment_period),
-        growth_factor=float(multiplier),
-        backoff_factor=1.0 / float(multiplier),
-        max_scale=LARGEST_SCALE,
-    )
+    config = {"initial_loss_scale": float(initial_loss_scale), "increment_period": increment_period}
+    return cast(DynamicScaling, from_peer("tf-v1", {**config, "multiplier": multiplier}, warn=False))
 
 
 def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
     """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`; `ValueError` below 1, as there."""
     if not loss_scale >= 1.0:
         raise ValueError(f"loss_scale={loss_scale!r}: loss scale must be at least 1")
-    return FixedScaling(float(loss_scale))
+    return cast(FixedScaling, from_peer("tf-contrib", {"loss_scale": float(loss_scale)}, warn=False))
 
 
 def ExponentialUpdateLossScaleManager(  # noqa: N802
     init_loss_scale: float,
-    incr_every_n_steps: int,
-    decr_every_n_nan_or_inf: int = 2,
+    incr_every_n_steps: float,
+    decr_every_n_nan_or_inf: float = 2,
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
 ) -> DynamicScaling:
     """Return the policy of `tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager`."""
-    return DynamicScaling(
-        init_scale=float(init_loss_scale),
-        growth_interval=int(incr_every_n_steps),
-        growth_factor=float(incr_ratio),
-        backoff_factor=float(decr_ratio),
-        hysteresis=int(decr_every_n_nan_or_inf),
-        refill_on_finite=False,
-        refill_on_backoff=True,
-        max_scale=LARGEST_SCALE,
-    )
+    config = {
+        "init_loss_scale": float(init_loss_scale),
+        "incr_every_n_steps": incr_every_n_steps,
+        "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+        "incr_ratio": float(incr_ratio),
+        "decr_ratio": float(decr_ratio),
+    }
+    return cast(DynamicScaling, from_peer("tf-contrib", config, warn=False))
 
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:
@@ -67,15 +61,13 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
                     "initial_scale and dynamic_growth_steps go with dynamic scaling; set them in the policy"
                 )
             return as_policy(loss_scale)
-        return DynamicLossScale(
-            _DOCUMENTED_SCALE if initial_scale is None else initial_scale,
-            _DOCUMENTED_GROWTH if growth_steps is None else growth_steps,
-        )
+        config = {"initial_scale": initial_scale, "dynamic_growth_steps": growth_steps}
+        return from_peer("keras", config, warn=False)
     if initial_scale is None:
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
     if growth_steps is not None:
         raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
-    return FixedScaling(float(initial_scale))
+    return from_peer("keras", {"dynamic": False, "initial_scale": float(initial_scale)}, warn=False)
 
 
 _BASE_DEFAULTS = {

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import NoScaling, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core import BaseScaling, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._checkpoint import SavedLikeInner
 from lossscale_tf._compiled import CompiledUpdates
@@ -158,7 +158,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     @property
     def dynamic(self) -> bool:
         """Whether the loss scale may change."""
-        return hasattr(self._policy, "growth_interval")
+        return "growth_interval" in BaseScaling.of(self._policy).settings()
 
     @property
     def dynamic_counter(self) -> Any:
@@ -172,7 +172,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         Setting it replaces the policy, below the present count, too. A step that is traced keeps the old one,
         and a warning says so.
         """
-        return getattr(self._policy, "growth_interval", None)
+        return BaseScaling.of(self._policy).growth_interval if self.dynamic else None
 
     @dynamic_growth_steps.setter
     def dynamic_growth_steps(self, steps: int) -> None:
@@ -532,7 +532,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _are_scaled(self, pending: Any) -> bool:
         """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
-        if isinstance(self._policy, NoScaling):
+        if not BaseScaling.of(self._policy).scales_losses:
             return False
         scaled, unscaled = (
             not self._traces.missing(pending, [call]) for call in ("get_scaled_loss", "get_unscaled_gradients")
@@ -590,7 +590,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _warn_of_missing_calls(self, pending: Any) -> None:
         """Count a step of one's own loop that misses scaling or unscaling, and say so once."""
-        if pending.scaled_by_keras or isinstance(self._policy, NoScaling):
+        if pending.scaled_by_keras or not BaseScaling.of(self._policy).scales_losses:
             return
         missing = self._traces.missing(pending, ["get_scaled_loss", "get_unscaled_gradients"])
         if not missing:

@@ -16,7 +16,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import number_within
+from lossscale_core.dialects import from_peer, number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._state import ScalerState
 
@@ -158,21 +158,20 @@ def torch_policy(
         raise AssertionError("The backoff factor must be < 1.0.")
     if not enabled:
         return DynamicScaling()
-    return DynamicScaling(
-        init_scale=min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=reachable_interval(growth_interval),
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
-    )
+    config = {
+        "init_scale": min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+    }
+    return from_peer("torch", config, warn=False)
 
 
-def reachable_interval(interval: int) -> int:
+def reachable_interval(interval: float) -> int:
     """Return a growth interval that a policy takes: what torch's scaler never reaches is the largest int32."""
-    return interval if 0 < interval < LARGEST_INTERVAL else LARGEST_INTERVAL
+    return BaseScaling.of(from_peer("torch", {"growth_interval": interval}, warn=False)).growth_interval
 
 
-def given_interval(interval: int) -> int | None:
+def given_interval(interval: float) -> float | None:
     """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
-    return None if reachable_interval(interval) == interval else int(interval)
+    return None if reachable_interval(interval) == interval else interval

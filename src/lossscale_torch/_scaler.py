@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core import (
+    BaseScaling,
+    as_policy,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    state_to_dict,
+    tree,
+)
 from lossscale_core import StepInfo as CoreStepInfo
-from lossscale_core import as_policy, check_overflow_streak, diagnose, metrics, state_to_dict, tree
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
@@ -254,7 +262,7 @@ class GradScaler(TorchNames):
         """
         if self._enabled:
             self._last_step = self._update(new_scale)
-            if self._state.is_on_host and getattr(self.policy, "max_overflow_streak", None) is not None:
+            if self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
                 check_overflow_streak(self.policy, self._state.read())
         else:
             skipped, self._skipped = self._skipped, set()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, ScalingPolicy, StepInfo, step_info
+from lossscale_core import BaseScaling, ScalingPolicy, StepInfo, step_info
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
 
@@ -202,7 +202,7 @@ class ScalerState:
             return bool(self._host.loss_scale < 1.0)
         if self._placed.loss_scale.is_cpu:
             return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # in the host's own memory nobody is waited for
-        return getattr(self.policy, "min_scale", 0.0) < 1.0
+        return BaseScaling.of(self.policy).min_scale < 1.0
 
     def _set_host(self, state: Any) -> None:
         self._host = state
@@ -267,4 +267,5 @@ def within_bounds(scale: float, policy: Any) -> float:
 
 def scale_bounds(policy: Any) -> tuple[float, float]:
     """Return the least and the largest loss scale that may be set under a policy."""
-    return getattr(policy, "min_scale", SMALLEST_SCALE), getattr(policy, "max_scale", LARGEST_SCALE)
+    members = BaseScaling.of(policy)
+    return members.min_scale, members.max_scale

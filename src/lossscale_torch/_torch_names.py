@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import DynamicScaling, state_to_dict
+from lossscale_core import state_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import LARGEST_INTERVAL, given_interval, reachable_interval
@@ -31,7 +31,7 @@ class TorchNames(torch.amp.GradScaler):
     _follows_checkpoint: bool
     _has_begun: bool
     _begun_with: tuple[float, int]
-    _interval_as_given: int | None = None
+    _interval_as_given: Any = None
 
     @property
     def policy(self) -> Any:
@@ -48,7 +48,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_growth_factor(self) -> float:
         """Return the policy's growth factor; 1.0 for a policy that never grows."""
-        return float(getattr(self.policy, "growth_factor", 1.0))
+        return BaseScaling.of(self.policy).growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Replace the policy by one with this growth factor."""
@@ -56,7 +56,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_backoff_factor(self) -> float:
         """Return the policy's backoff factor; 1.0 for a policy that never backs off."""
-        return float(getattr(self.policy, "backoff_factor", 1.0))
+        return BaseScaling.of(self.policy).backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Replace the policy by one with this backoff factor."""
@@ -68,10 +68,10 @@ class TorchNames(torch.amp.GradScaler):
             return self._interval_as_given
         return int(getattr(self.policy, "growth_interval", LARGEST_INTERVAL))
 
-    def set_growth_interval(self, new_interval: int) -> None:
+    def set_growth_interval(self, new_interval: float) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
 
-        0, a negative number and one beyond int32 mean what they mean in torch: the scale never grows.
+        0, a negative number, a fraction and one beyond int32 mean what they mean in torch: the scale never grows.
         """
         self._change_policy(growth_interval=reachable_interval(new_interval))
         self._interval_as_given = given_interval(new_interval)
@@ -143,7 +143,7 @@ class TorchNames(torch.amp.GradScaler):
         return {**self.__dict__, "_state": state, "_records": records, "_last_step": None}
 
     def _change_policy(self, **settings: Any) -> None:
-        if not isinstance(self.policy, DynamicScaling) and not hasattr(self.policy, next(iter(settings))):
+        if not settings.keys() <= BaseScaling.of(self.policy).settings().keys():
             raise PolicyError(f"{self.policy!r} has no {next(iter(settings))}; make the scaler with another policy")
         self._state.policy = dataclasses.replace(self.policy, **settings)
 

@@ -10,10 +10,12 @@ import tf_keras
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lossscale_tf
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
-from lossscale_core.testing import overflow_traces
+from lossscale_core.testing import overflow_traces, simulate
+from lossscale_tf import v1
 
 SCALES = st.integers(2, 20).map(lambda power: 2.0**power)
 pytestmark = pytest.mark.filterwarnings("default")
@@ -105,6 +107,49 @@ def test_compat_v1(config, grads_finite, stop):
 
     _assert_alike("tf-v1", loss_scale.get_config(), step, lambda: _names(saved()), grads_finite, stop)
     assert from_peer("keras-experimental", config) == from_peer("tf-v1", loss_scale.get_config())
+
+
+INTERVALS = [1, 3, 0, -2, 2.5, 7.0, float("inf"), 10**10]
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_the_drop_ins_take_their_meaning_of_an_interval_from_the_dialects(interval):
+    """One policy each for `tf.compat.v1`, `tf.contrib` and Keras, whichever way its arguments come."""
+    assert v1.DynamicLossScale(increment_period=interval) == from_peer("tf-v1", {"increment_period": interval})
+    contrib = {"init_loss_scale": 8.0, "incr_every_n_steps": interval, "decr_every_n_nan_or_inf": interval}
+    assert v1.ExponentialUpdateLossScaleManager(**contrib) == from_peer("tf-contrib", contrib)
+    optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), dynamic_growth_steps=interval)
+    assert optimizer.policy == from_peer("keras", {"dynamic_growth_steps": interval})
+
+
+@pytest.mark.parametrize("interval", [2.5, 0])
+def test_an_interval_of_the_drop_in_does_as_the_original(interval):
+    """The scales of `tf.compat.v1.mixed_precision.DynamicLossScale`, which compares with `>=`."""
+    original = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8.0, increment_period=interval)
+    flags, scales = [True, True, True, False, True, True, True], []
+    for finite in flags:
+        original.update([_gradient(finite)])
+        scales.append(float(original()))
+    policy = v1.DynamicLossScale(initial_loss_scale=8.0, increment_period=interval)
+    assert simulate(policy, flags).loss_scale_after.tolist() == scales
+
+
+REFUSED = [
+    (v1.DynamicLossScale, {"multiplier": 0.5}),
+    (v1.DynamicLossScale, {"initial_loss_scale": 0.1}),
+    (v1.DynamicLossScale, {"increment_period": float("nan")}),
+    (v1.FixedLossScale, {"loss_scale_value": float("nan")}),
+    (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 0.1, "incr_every_n_steps": 3}),
+    (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 8.0, "incr_every_n_steps": 3, "incr_ratio": 0.5}),
+    (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 8.0, "incr_every_n_steps": 3, "decr_ratio": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments"), REFUSED)
+def test_what_tensorflow_takes_and_no_policy_can_do_is_refused(make, arguments):
+    """By the name of its argument, as `docs/migrating.md` lists."""
+    with pytest.raises(PolicyError, match="|".join(arguments)):
+        make(**arguments)
 
 
 def _names(weights):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import lossscale_torch
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects import from_peer, state_from_peer, to_peer
-from lossscale_core.errors import DialectWarning
+from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 
 CONFIGS = st.fixed_dictionaries(
@@ -27,6 +27,49 @@ CONFIGS = st.fixed_dictionaries(
         "backoff_factor": st.sampled_from([0.5, 0.25, 0.8]),
     },
 )
+
+
+GIVEN = [
+    {},
+    *({"growth_interval": interval} for interval in (0, -1, 1, 2.5, 7.0, 2000, 2**31 - 1, 10**10)),
+    {"init_scale": 3.0, "growth_factor": 1.5, "backoff_factor": 0.8},
+]
+
+
+@pytest.mark.parametrize("arguments", GIVEN, ids=str)
+def test_the_drop_in_takes_its_meaning_of_torchs_arguments_from_the_dialect(arguments):
+    """Both have one policy, and the drop-in gives the interval back as it was given, through a checkpoint, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DialectWarning)
+        policy = from_peer("torch", arguments)
+    scaler = lossscale_torch.GradScaler("cpu", **arguments)
+    again = lossscale_torch.GradScaler("cpu")
+    again.load_state_dict(scaler.state_dict())
+    setting = lossscale_torch.GradScaler("cpu", **{**arguments, "growth_interval": 3})
+    setting.set_growth_interval(arguments.get("growth_interval", 2000))
+    assert scaler.policy == policy
+    assert setting.policy == policy
+    for one in (scaler, again, setting):
+        assert one.policy.growth_interval == policy.growth_interval
+        assert one.get_growth_interval() == arguments.get("growth_interval", 2000)
+
+
+REFUSED = [
+    *({"backoff_factor": factor} for factor in (0.0, -0.5)),
+    *({"init_scale": scale} for scale in (0.0, -1.0, float("nan"))),
+    {"growth_interval": float("nan")},
+    {"growth_interval": "many"},
+]
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=str)
+def test_what_torch_takes_and_no_policy_can_do_is_refused(arguments):
+    """By the name of the argument, in both places, as `docs/migrating.md` lists."""
+    (name,) = arguments
+    with pytest.raises(PolicyError, match=f"{name}="):
+        from_peer("torch", arguments)
+    with pytest.raises(PolicyError, match=f"{name}="):
+        lossscale_torch.GradScaler("cpu", **arguments)
 
 
 @pytest.fixture(scope="module")

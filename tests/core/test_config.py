@@ -1,7 +1,6 @@
 """Policies as dicts, TOML and JSON: exact round trips, errors with a mend, and a schema that agrees with the loader."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -168,12 +167,12 @@ def test_the_schema_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(policy_schema())
 
 
-def _loads(config):
+def _refusal(config):
     try:
         policy_from_dict(config)
-    except PolicyError:
-        return False
-    return True
+    except PolicyError as error:
+        return str(error)
+    return None
 
 
 POWERS = st.integers(-130, 130).map(lambda exponent: 2.0**exponent)
@@ -217,42 +216,43 @@ def test_the_fuzzed_configs_are_of_both_sorts():
     @given(nearly_valid_configs())
     @settings(max_examples=300, database=None)
     def collect(config):
-        loaded.append(_loads(config))
+        loaded.append(_refusal(config) is None)
 
     collect()
     assert min(sum(loaded), len(loaded) - sum(loaded)) > 0.1 * len(loaded)
 
 
+UNORDERED = [
+    {"kind": "dynamic", "min_scale": 2.0**20},
+    {"kind": "dynamic", "min_scale": 70000},
+    {"kind": "tolerant", "max_scale": 65535},
+    {"kind": "dynamic", "max_scale": 2.0**10},
+    {"kind": "tolerant", "min_scale": 2.0**-3, "init_scale": 2.0**-4},
+    {"kind": "dynamic", "min_scale": 8.0, "init_scale": 8.0, "max_scale": 7.999},
+]
+
+
+@pytest.mark.parametrize("config", UNORDERED, ids=str)
+def test_loading_compares_what_the_schema_cannot(config):
+    """Scales out of order satisfy the schema, and no loader."""
+    VALIDATOR.validate(config)
+    with pytest.raises(PolicyError, match="must not exceed"):
+        policy_from_dict(config)
+
+
 @given(nearly_valid_configs() | ANY_CONFIG)
-@example({"kind": "dynamic", "min_scale": 2.0**20})
-@example({"kind": "dynamic", "min_scale": 70000})
-@example({"kind": "tolerant", "max_scale": 65535})
-@example({"kind": "dynamic", "max_scale": 2.0**10})
-@example({"kind": "tolerant", "min_scale": 2.0**-3, "init_scale": 2.0**-4})
 @example({"kind": "dynamic", "max_overflow_streak": None})
 @example({"kind": "dynamic", "growth_interval": None})
+@example({"kind": "fixed"})
 @settings(max_examples=500)
 def test_the_schema_accepts_what_the_loader_accepts(config):
-    """On fuzzed configs the schema and the loader agree, scales being powers of two."""
-    assert VALIDATOR.is_valid(config) == _loads(config)
+    """On fuzzed configs the schema and the loader agree, but for the order of the scales."""
+    assert VALIDATOR.is_valid(config) == (_refusal(config) is None or "must not exceed" in _refusal(config))
 
 
-def test_the_schema_orders_the_scales_of_both_kinds_by_the_same_defaults():
-    """One set of clauses serves two kinds of policy, so their defaults must be the same."""
-    for name in ("min_scale", "init_scale", "max_scale"):
-        assert getattr(DynamicScaling(), name) == getattr(TolerantScaling(), name)
-
-
-@given(st.lists(st.floats(2.0**-126, 2.0**126), min_size=3, max_size=3))
-def test_the_schema_errs_only_between_powers_of_two(scales):
-    """With any scales the schema accepts every good config, and a bad order only within one power of two."""
-    config = {"kind": "dynamic", **dict(zip(("min_scale", "init_scale", "max_scale"), scales, strict=True))}
-    low, init, high = scales
-    if _loads(config):
-        assert VALIDATOR.is_valid(config)
-    elif VALIDATOR.is_valid(config):
-        wrong = [(a, b) for a, b in ((low, init), (init, high)) if a > b]
-        assert all(math.frexp(a)[1] == math.frexp(b)[1] and math.frexp(b)[0] != 0.5 for a, b in wrong)
+def test_the_schema_is_small():
+    """An editor loads a few kilobytes."""
+    assert len(json.dumps(policy_schema())) < 8_000
 
 
 def test_a_written_file_satisfies_the_schema(tmp_path):

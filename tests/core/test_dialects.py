@@ -439,14 +439,11 @@ def test_fairseqs_tolerance_beside_a_share(tolerance, grads_finite):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_each_record_says_what_differs(name):
-    """The table has a row for each key, each counter and each difference."""
+def test_each_record_is_shown(name):
+    """The table has a row for each key and each counter."""
     record = next(peer for peer in peers() if peer.name == name)
     text = markdown(name)
     assert f"| [`{name}`](#{name}) |" in overview()
-    assert record.differences
-    for difference in record.differences:
-        assert f"| {difference.there} | {difference.here} |" in text
     for form in record.forms:
         assert all(f"`{one.name}`" in text for one in form.keys)
     for saved in record.saved:

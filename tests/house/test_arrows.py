@@ -20,12 +20,12 @@ CORE = {
     "_trace_file": {"_files", "_words", "errors"},
     "_settings": {"_words", "errors"},
     "_arrays": {"tree", "_finite", "_state"},
-    "_policy": {"_settings", "_arrays", "_state"},
+    "_policy": {"_settings", "_arrays", "_state", "errors"},
     "_config": {"_files", "_policy", "_settings", "_words", "errors"},
-    "_schema": {"_config", "_policy", "_settings"},
+    "_schema": {"_policy", "_settings"},
     "_checkpoint": {"_config", "_policy", "_settings", "_state", "_words", "errors"},
     "_report": {"_config", "_policy", "_settings", "_state", "errors"},
-    "_strategies": {"_config", "_policy", "_settings"},
+    "_strategies": {"_policy", "_settings"},
     "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_words", "errors"},
     "_foreign_files": {"_files", "_words", "dialects", "errors"},
     "_placement": {"_config"},
@@ -110,6 +110,26 @@ def test_adapters_use_public_names_and_their_own_framework():
                 parts = name.split(".")
                 assert not (parts[0] == "lossscale_core" and any(part.startswith("_") for part in parts)), path
                 assert parts[0] in STANDARD_LIBRARY | {"lossscale_core", package} | ADAPTERS[package], path
+
+
+POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy"}
+
+
+def _is_policy(node: ast.expr) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in {"policy", "_policy"}
+
+
+def test_nobody_asks_a_policy_what_it_is():
+    """Only `_policy` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
+    for path in (path for path in SRC.rglob("*.py") if path.name != "_policy.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+                if node.func.id in {"getattr", "hasattr"}:
+                    assert not _is_policy(node.args[0]), (path, node.lineno)
+                if node.func.id == "isinstance":
+                    names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                    assert not names & POLICIES, (path, node.lineno)
 
 
 def test_the_factors_are_applied_in_one_file():

@@ -7,20 +7,19 @@ to_peer("torch", policy)  # raises PolicyError: torch has no hysteresis
 ```
 
 Plain dicts in and out; no framework is imported. A record (`peers()`) says of each tool which of its keys is which of
-our settings, where its checkpoint keeps which counter, and what is done otherwise here, on purpose: mostly the tool's
-bugs. `markdown(name)` and `overview()` draw the tables of `docs/migrating.md` from it.
+our settings, and where its checkpoint keeps which counter. `markdown(name)` and `overview()` draw the tables of
+`docs/migrating.md` from it, where words say what is done otherwise here, on purpose: mostly the tool's bugs.
 """
 
 from lossscale_core._checkpoint import number_within
 from lossscale_core.dialects._page import markdown, overview, tables
 from lossscale_core.dialects._peers import peers
 from lossscale_core.dialects._policies import from_peer, to_peer
-from lossscale_core.dialects._record import Counter, Difference, Form, Key, Peer, Reading, Saved
+from lossscale_core.dialects._record import Counter, Form, Key, Peer, Reading, Saved
 from lossscale_core.dialects._states import guess_peer, policy_in, possible_peers, state_from_peer
 
 __all__ = [
     "Counter",
-    "Difference",
     "Form",
     "Key",
     "Peer",

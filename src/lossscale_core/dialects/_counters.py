@@ -63,7 +63,7 @@ def _between(now: int, last: int) -> int:
 def _clean_steps(policy: Any, now: int, last: int) -> int:
     """Return the tracker after the finite steps between two iterations, of which each window grew the scale."""
     clean = _between(now, last)
-    cooldown = int(getattr(policy, "cooldown", 0))
+    cooldown = int(policy.cooldown)
     return clean - cooldown if clean < cooldown else (clean - cooldown) % int(policy.growth_interval)
 
 

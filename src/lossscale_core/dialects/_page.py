@@ -18,8 +18,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 _KEY_BY_KEY = (
-    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, its checkpoints, and "
-    "what is done otherwise here on purpose, mostly its bugs."
+    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, and its checkpoints."
 )
 
 
@@ -40,16 +39,15 @@ def overview() -> str:
 
 
 def markdown(name: str) -> str:
-    """Return what is known about one tool in Markdown: its keys, its checkpoints, what differs here.
+    """Return what is known about one tool in Markdown: its keys and its checkpoints.
 
     Raises `PolicyError` for a name that is not known.
     """
     peer = find_peer(name, PolicyError)
-    parts = [f"{peer.title} ({peer.version}). {peer.rule}"]
+    parts = [f"{peer.title} ({peer.version})."]
     parts += ["\n".join(_form_table(form)) for form in peer.forms]
     parts += [_saved_table(saved) for saved in peer.saved]
-    rows = [f"| {each.there} | {each.here} |" for each in peer.differences]
-    return "\n\n".join([*parts, "\n".join(["| there | here |", "|---|---|", *rows])])
+    return "\n\n".join(parts)
 
 
 def _defaults(peer: Peer) -> str:

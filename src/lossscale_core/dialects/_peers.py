@@ -1,13 +1,31 @@
-"""The table: every tool's record by its name."""
+"""Every tool's records, by name. A tool is one file, which ends in its `PEERS`; it is added to `_TOOLS` here."""
 
 import difflib
 from typing import Any
 
 from lossscale_core._words import shown
-from lossscale_core.dialects import _others, _pytorch, _tensorflow
+from lossscale_core.dialects import (
+    _apex,
+    _colossalai,
+    _deepspeed,
+    _fairseq,
+    _flax,
+    _jmp,
+    _keras,
+    _megatron,
+    _mindspore,
+    _paddle,
+    _tensorflow,
+    _torch,
+)
 from lossscale_core.dialects._record import Peer
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (*_pytorch.PEERS, *_tensorflow.PEERS, *_others.PEERS)}
+# Imported by name, so that what freezes an application finds them; where several save the same names, the first counts.
+_TOOLS: tuple[Any, ...] = (
+    *(_torch, _apex, _deepspeed, _megatron, _fairseq, _colossalai),
+    *(_keras, _tensorflow, _jmp, _flax, _paddle, _mindspore),
+)
+PEERS: dict[str, Peer] = {peer.name: peer for tool in _TOOLS for peer in tool.PEERS}
 
 
 def peers() -> tuple[Peer, ...]:

@@ -7,9 +7,9 @@ from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
-from lossscale_core._config import KINDS, as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core._settings import rules_of
+from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._policy import KINDS, ScalingPolicy
+from lossscale_core._settings import RULES, rules_of
 from lossscale_core._words import shown
 from lossscale_core.dialects._peers import find_peer, nearest
 from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
@@ -21,17 +21,18 @@ ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
-def from_peer(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
     """Return the policy that changes the scale and skips steps as the tool `name` does under `config`.
 
     `config` holds the tool's own names: its constructor's keywords, or the block of its config file; those left out
     take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
     2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
     of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
-    `DialectWarning` tells where the config runs into something that the original does wrong. See `docs/migrating.md`.
+    `DialectWarning` tells where the config runs into something that the original does wrong; `warn=False` leaves it
+    out, for a drop-in whose users know their tool. See `docs/migrating.md`.
     """
     policy, bugs = translate(find_peer(name, PolicyError), config)
-    for bug in bugs:
+    for bug in bugs if warn else ():
         warnings.warn(bug, DialectWarning, stacklevel=2)
     return policy
 
@@ -141,7 +142,7 @@ def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, l
         settings.update(meaning.settings)
         origins.update(dict.fromkeys(meaning.settings, f"{one.name}={shown(one.value)}"))
         bugs += [f"{one.name}={shown(one.value)} {meaning.bug}"] if meaning.bug else []
-    adapts = settings["kind"] in ("dynamic", "tolerant")
+    adapts = KINDS[settings["kind"]].adapts
     if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
         raise errors[0]
     return settings, bugs if adapts else [], origins
@@ -149,11 +150,10 @@ def _settings_of(peer: Peer, form: Form, said: list[_Said]) -> tuple[Settings, l
 
 def _meaning(peer: Peer, said: _Said) -> Meaning:
     """Return what one key says, each setting checked by its own rule under the name of theirs."""
-    rules = {field.name: rule for kind in ("tolerant", "dynamic") for field, rule in rules_of(KINDS[kind])}
     try:
         meaning = said.key.reading.read(said.value)
-        for name in meaning.settings.keys() & rules.keys():
-            rules[name].settle(name, meaning.settings[name])
+        for name in meaning.settings.keys() & RULES.keys():
+            RULES[name].settle(name, meaning.settings[name])
     except (NoCounterpartError, PolicyError) as reason:
         raise PolicyError(f"{peer.name}: {said.name}={shown(said.value)} has no counterpart here: {reason}") from None
     return meaning

@@ -1,6 +1,7 @@
 """The readings that records are made of: what the values of other tools' keys mean here, and back."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,8 @@ NEVER = 2**31 - 1
 """A count that no run reaches: what grows on it never grows."""
 UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 FLOOR_OF_ONE = {"min_scale": 1.0, "max_scale": LARGEST_SCALE}
+HALVES = {"growth_factor": 2.0, "backoff_factor": 0.5}
+FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow"
 
 
 def number(setting: str) -> Reading:
@@ -140,11 +143,13 @@ def _exactly(setting: str, bug: str, text: str, more: int = 0) -> Reading:
     return Reading(text, lambda value: _counted(value, bug, setting, more), write)
 
 
-def _at_least(setting: str) -> Reading:
-    def read(value: Any) -> Meaning:
-        return Meaning({setting: math.ceil(min(max(real(value), 1.0), NEVER))})
+def _at_least(setting: str, rounded: Callable[[float], int], text: str) -> Reading:
+    """Return the reading of a count that the original compares with `>=`."""
 
-    return Reading(f"`{setting}`; below 1 is 1", read, lambda s: s.get(setting, OMIT))
+    def read(value: Any) -> Meaning:
+        return Meaning({setting: rounded(min(max(real(value), 1.0), NEVER))})
+
+    return Reading(f"`{setting}`; below 1 is 1{text}", read, lambda s: s.get(setting, OMIT))
 
 
 INTERVAL_EQUAL = _exactly("growth_interval", _NEVER_GROWS, "`growth_interval`; below 1 the scale never grows")
@@ -162,8 +167,10 @@ APEX_INTERVAL = Reading(INTERVAL_EQUAL.text, _read_apex_window, INTERVAL_EQUAL.w
 INTERVAL_ONE_LATER = _exactly(
     "growth_interval", _NEVER_GROWS, "`growth_interval` = value + 1; below 0 the scale never grows", more=1
 )
-INTERVAL_REACHED = _at_least("growth_interval")
-HYSTERESIS_REACHED = _at_least("hysteresis")
+INTERVAL_REACHED = _at_least("growth_interval", math.ceil, "")
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
+INTERVAL_CUT = _at_least("growth_interval", math.floor, ", and a fraction is cut off")
+HYSTERESIS_REACHED = _at_least("hysteresis", math.ceil, "")
 HYSTERESIS_EQUAL = _exactly("hysteresis", _NEVER_BACKS_OFF, "`hysteresis`; below 1 the scale never backs off")
 HYSTERESIS = number("hysteresis")
 INTERVAL_MODULO = Reading(

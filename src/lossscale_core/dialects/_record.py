@@ -1,4 +1,4 @@
-"""What a record about another tool holds: its keys, its checkpoints, and what is done otherwise here."""
+"""Records about another tool: its keys and its checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -112,26 +112,15 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Difference:
-    """Something done otherwise here, on purpose."""
-
-    there: str
-    here: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Peer:
-    """All that is known about one tool; tables, conversions and warnings are drawn from it."""
+    """One tool's configs and checkpoints, as data; `docs/migrating.md` tells in words what differs here."""
 
     name: str
     title: str
     version: str
     """The release whose behaviour this is."""
-    rule: str
-    """The rule of the scale in a sentence."""
     forms: tuple[Form, ...]
     saved: tuple[Saved, ...]
-    differences: tuple[Difference, ...]
     fixed_bug: str = ""
     """What the tool does wrong under a fixed scale."""
     within: str = ""

@@ -1,7 +1,6 @@
 """States from other tools' checkpoints, every counter placed where the original's run would go on."""
 
 import contextlib
-import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import KINDS, as_policy
-from lossscale_core._policy import FixedScaling, NoScaling, ScalingPolicy
+from lossscale_core._config import as_policy
+from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
@@ -37,10 +36,10 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None
     saved = _layout(peer, values)
     known = _known_settings(peer, values)
     given = policy is not None
-    policy = as_policy(policy) if given else _stand_in(peer, known)
+    policy = BaseScaling.of(as_policy(policy) if given else _stand_in(peer, known))
     fields: dict[str, Any] = {"loss_scale": _number(peer, values, saved.scale)}
     for field, counter in saved.counters.items():
-        if field in policy.init_state()._fields and not isinstance(policy, NoScaling | FixedScaling):
+        if field in policy.state_type._fields and not policy.is_constant():
             placed = _placed(peer, values, counter, policy, None if given else known)
             fields.update({} if placed is None else {field: placed})
     notes = _differences(known, policy) if given else []
@@ -235,7 +234,7 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
             f"the checkpoint of {peer.name} alone does not place {' and '.join(map(str, names))}, which depends on "
             f"{counter.needs}; pass policy=from_peer({peer.name!r}, config), or --policy FILE to the command"
         )
-    if counter.needs and not hasattr(policy, counter.needs):
+    if counter.needs and counter.needs not in policy.settings():
         raise CheckpointError(f"{shown(policy)} has no {counter.needs}, which places {' and '.join(map(str, names))}")
     counts = {str(name): _count(peer, values, str(name)) for name in names}
     try:
@@ -254,16 +253,17 @@ def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
 
 def _differences(known: Settings, policy: Any) -> list[str]:
     """Say which settings of the checkpoint are others than the policy's."""
+    settings = policy.settings()
     return [
-        f"{name} was {shown(value)} in the checkpoint and is {getattr(policy, name)!r} in the policy"
+        f"{name} was {shown(value)} in the checkpoint and is {settings[name]!r} in the policy"
         for name, value in known.items()
-        if getattr(policy, name, value) != value
+        if settings.get(name, value) != value
     ]
 
 
 def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
     """Lower a count of overflows left to the hysteresis that no policy lets it exceed, and say so."""
-    left, hysteresis = fields.get("hysteresis_tracker", 0), getattr(policy, "hysteresis", NEVER)
+    left, hysteresis = fields.get("hysteresis_tracker", 0), policy.settings().get("hysteresis", NEVER)
     if left <= hysteresis or left == NEVER:  # never is what a tool that never backs off has left
         return []
     fields["hysteresis_tracker"] = hysteresis
@@ -273,7 +273,7 @@ def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
 def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
     """Say where a count is past its limit: what compares with `==` would wait for the next overflow."""
     counter, tracker = saved.counters.get("growth_tracker"), fields.get("growth_tracker", 0)
-    if counter is None or not counter.equal or tracker < getattr(policy, "growth_interval", math.inf):
+    if counter is None or not counter.equal or tracker < policy.growth_interval:
         return []
     return [
         f"its count {tracker} is past growth_interval={policy.growth_interval}: there the scale would not grow before "

@@ -1,42 +1,26 @@
-"""The TensorFlow world: Keras, `tf.compat.v1` and `tf.contrib`."""
+"""TensorFlow: `tf.compat.v1.mixed_precision` and `tf.contrib.mixed_precision`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, used
-from lossscale_core.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
-from lossscale_core.dialects._record import Difference, Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
+from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE
+from lossscale_core.dialects._record import Form, Peer, Saved, key
 
-_FIXED_IS_NOT_CHECKED = Difference(
-    "A fixed scale is never checked: infinite gradients are applied.",
-    "`FixedScaling` skips them; a warning says so.",
-)
-_FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips the steps that overflow"
-_RAISED_TO_ONE = Difference(
-    "An overflow *raises* a scale below 1 to 1.",
-    "An overflow never raises a scale, so a start below 1 is refused.",
-)
-_CEILING = Difference(
-    "Growth beyond the largest float32 number is left out; above 2**126 unscaled gradients flush to 0.",
-    "The scale stops at 2**126, where its reciprocal is still a normal float32 number.",
-)
-_STEPS_ON_SKIP = Difference(
-    "`iterations` advances on a skipped step too (TensorFlow 2.3 and later).",
-    "A skipped step changes nothing; the state counts `steps` and `skipped_steps`.",
-)
-_KERAS_SAVED = Saved(
+SAVED = Saved(
     scale=("current_loss_scale", "loss_scale"),
     counters={"growth_tracker": count("good_steps dynamic_counter")},
 )
+
 _DYNAMIC_LOSS_SCALE = (
     key("initial_loss_scale initial", read.INIT_SCALE, 2.0**15),
-    key("increment_period growth", read.INTERVAL_REACHED, 2000),
+    key("increment_period growth", read.INTERVAL_CUT, 2000),
     key("multiplier", read.FACTOR, 2.0),
 )
 
 
-def _loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a serialized LossScale inside `loss_scale` holds, as `get_config` writes it."""
     inner = config.get("loss_scale", config)
     if isinstance(inner, Mapping) and isinstance(inner.get("config"), Mapping):
@@ -44,7 +28,7 @@ def _loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-_LOSS_SCALE_FORMS = (
+LOSS_SCALE_FORMS = (
     Form("`DynamicLossScale`", _DYNAMIC_LOSS_SCALE, FLOOR_OF_ONE, ignored=("optimizer",)),
     Form("`FixedLossScale`", (key("loss_scale_value", read.FIXED),), {"kind": "fixed"}, ignored=("optimizer",)),
     Form(
@@ -55,104 +39,20 @@ _LOSS_SCALE_FORMS = (
     ),
 )
 
-
-def _keras_fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
-    if settings["kind"] == "fixed":
-        if config.get("initial_scale", config.get("initial")) is None:
-            raise NoCounterpartError("dynamic=False needs initial_scale")
-        if config.get("dynamic_growth_steps") is not None:
-            raise NoCounterpartError("dynamic_growth_steps goes with dynamic=True")
-    return Meaning(settings)
-
-
-KERAS = Peer(
-    name="keras",
-    title="`tf.keras.mixed_precision.LossScaleOptimizer`",
-    version="TensorFlow 2.4 to 2.15, and tf_keras",
-    rule="Doubles on the 2000th finite step in a row, halves on every overflow down to 1.",
-    forms=(
-        Form(
-            "constructor or `get_config`",
-            (
-                key("initial_scale initial", read.INIT_SCALE, 2.0**15, none_is_default=True),
-                key("dynamic_growth_steps growth", read.INTERVAL_REACHED, 2000, none_is_default=True),
-                key("multiplier", read.ONLY_TWO, 2.0),
-                key("dynamic", read.DYNAMIC, True),
-            ),
-            {**FLOOR_OF_ONE, "growth_factor": 2.0, "backoff_factor": 0.5},
-            ignored=("inner_optimizer", "name"),
-            adjust=_keras_fixed,
-        ),
-    ),
-    saved=(_KERAS_SAVED,),
-    differences=(_FIXED_IS_NOT_CHECKED, _RAISED_TO_ONE, _STEPS_ON_SKIP, _CEILING),
-    fixed_bug=_FIXED_BUG,
-)
-
-KERAS_EXPERIMENTAL = Peer(
-    name="keras-experimental",
-    title="`tf.keras.mixed_precision.experimental.LossScaleOptimizer`",
-    version="TensorFlow 2.1 to 2.3",
-    rule=KERAS.rule,
-    forms=_LOSS_SCALE_FORMS,
-    saved=(_KERAS_SAVED,),
-    differences=(_FIXED_IS_NOT_CHECKED, _RAISED_TO_ONE, _STEPS_ON_SKIP, _CEILING),
-    fixed_bug=_FIXED_BUG,
-    unwrap=_loss_scale_object,
-)
-
-KERAS_3 = Peer(
-    name="keras3",
-    title="`keras.optimizers.LossScaleOptimizer`",
-    version="Keras 3.15",
-    rule="Doubles on the 2000th finite step in a row, halves on every overflow; no bounds.",
-    forms=(
-        Form(
-            "constructor or `get_config`",
-            (
-                key("initial_scale", read.INIT_SCALE, 2.0**15),
-                key("dynamic_growth_steps", read.INTERVAL_EQUAL, 2000),
-                key("dynamic", read.ONLY_TRUE, True),
-            ),
-            {**UNBOUNDED, "growth_factor": 2.0, "backoff_factor": 0.5},
-            ignored=("inner_optimizer", "name"),
-        ),
-    ),
-    saved=(Saved(scale=("dynamic_scale",), counters={"growth_tracker": count("step_counter", equal=True)}),),
-    differences=(
-        Difference(
-            "No bounds: the scale reaches 0 and divides by it, or infinity and stays there.",
-            "It stays between 2**-126 and 2**126.",
-        ),
-        Difference(
-            "Growth is tested with `==`: `dynamic_growth_steps` lowered below the count, or below 1, stops it.",
-            "Growth is tested with `>=`; a value that never grows there never grows here, with a warning.",
-        ),
-        Difference(
-            "Under `MirroredStrategy` it looks at replica 0 alone, before the all-reduce.",
-            "Every replica is asked before anyone decides.",
-        ),
-        Difference("No fixed scale: `dynamic=False` is refused.", "`FixedScaling`."),
-    ),
-)
-
 TF_V1 = Peer(
     name="tf-v1",
     title="`tf.compat.v1.mixed_precision`",
     version="TensorFlow 1.14 to 2.21",
-    rule=KERAS.rule,
-    forms=_LOSS_SCALE_FORMS,
-    saved=(_KERAS_SAVED,),
-    differences=(_FIXED_IS_NOT_CHECKED, _RAISED_TO_ONE, _CEILING),
-    fixed_bug=_FIXED_BUG,
-    unwrap=_loss_scale_object,
+    forms=LOSS_SCALE_FORMS,
+    saved=(SAVED,),
+    fixed_bug=FIXED_BUG,
+    unwrap=loss_scale_object,
 )
 
 TF_CONTRIB = Peer(
     name="tf-contrib",
     title="`tf.contrib.mixed_precision`",
     version="TensorFlow 1.15",
-    rule="Doubles on the N-th finite step in a row, falls by 0.8 on every second overflow, in a row or not, down to 1.",
     forms=(
         Form(
             "`ExponentialUpdateLossScaleManager`",
@@ -173,13 +73,6 @@ TF_CONTRIB = Peer(
             counters={"growth_tracker": count("good_steps"), "hysteresis_tracker": used("bad_steps")},
         ),
     ),
-    differences=(
-        Difference(
-            "Its documentation says that a fall below 1 is left out. The scale becomes 1, from below too.",
-            "It stops at 1; an overflow never raises a scale, so a start below 1 is refused.",
-        ),
-        _CEILING,
-    ),
 )
 
-PEERS = (KERAS, KERAS_EXPERIMENTAL, KERAS_3, TF_V1, TF_CONTRIB)
+PEERS = (TF_V1, TF_CONTRIB)

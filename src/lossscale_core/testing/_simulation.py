@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._config import KINDS, as_policy
-from lossscale_core._policy import ScalingPolicy
+from lossscale_core._config import as_policy
+from lossscale_core._policy import KINDS, LIBRARY_KINDS, ScalingPolicy
 from lossscale_core._state import ScaleState
 
 if TYPE_CHECKING:  # what only a reader of types needs is not worth its import
@@ -98,7 +98,7 @@ def assert_traces_equal(actual: Any, expected: Any, *, rtol: float = 0.0, contex
 
 
 def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[ScalingPolicy]":
-    """Return a hypothesis strategy for valid policies of these kinds (all kinds when none is named).
+    """Return a hypothesis strategy for valid policies of these kinds (the library's four when none is named).
 
     With `powers_of_two` all their scales and factors are such, where every backend agrees bit for bit, or none need
     be; when left out, half are of either sort. Needs hypothesis.
@@ -106,7 +106,7 @@ def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[
     for kind in kinds:
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is no kind of policy; pass some of {', '.join(KINDS)}")
-    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or tuple(KINDS), powers_of_two)
+    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or LIBRARY_KINDS, powers_of_two)
     return strategy
 
 

@@ -1,0 +1,116 @@
+"""apex: `apex.amp`, `apex.fp16_utils`, and the kernel with hysteresis that NeMo uses."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count, left, left_to_one, since_overflow
+from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
+from lossscale_core.dialects._record import Form, Meaning, Peer, Saved, Settings, key
+from lossscale_core.dialects._torch import KEYS
+
+
+def _start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    if config.get("opt_level") in ("O0", "O3") and config.get("loss_scale") is None:
+        return Meaning({"kind": "fixed", "init_scale": 1.0})
+    if settings["kind"] != "dynamic":
+        return Meaning(settings)
+    return Meaning({**settings, "init_scale": min(settings["init_scale"], settings["max_scale"])})
+
+
+APEX = Peer(
+    name="apex",
+    title="`apex.amp`",
+    version="apex 25.05, the last with `apex.amp`",
+    forms=(
+        Form(
+            "`amp.initialize` or `apex.amp.scaler.LossScaler`",
+            (
+                key("init_scale", read.INIT_SCALE, 65536.0),
+                key("scale_factor", read.IGNORED_FACTOR, 2.0),
+                key("scale_window", read.APEX_INTERVAL, 2000),
+                key("min_loss_scale", read.FLOOR, None),
+                key("max_loss_scale", read.MAX_SCALE, 2.0**24),
+                key("loss_scale", read.fixed_unless("dynamic", None), "dynamic"),
+                key("enabled", read.ENABLED, True),
+            ),
+            HALVES,
+            ignored=(
+                *("opt_level", "num_losses", "verbosity", "cast_model_type", "patch_torch_functions"),
+                *("keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "loss_scaler*"),
+            ),
+            adjust=_start,
+        ),
+    ),
+    saved=(Saved(scale=("loss_scale",), counters={"growth_tracker": count("unskipped", equal=True)}),),
+    fixed_bug=FIXED_BUG,
+    within="loss_scaler*",
+)
+
+ITERATIONS = Saved(
+    scale=("cur_scale",),
+    counters={
+        "growth_tracker": since_overflow("cur_iter", "last_overflow_iter"),
+        "hysteresis_tracker": left_to_one("cur_hysteresis"),
+    },
+)
+
+STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"}, only_read=True)
+
+# apex's scaler of old, of which Megatron-LM's first and DeepSpeed's are copies with a shift.
+WINDOW_KEYS = (
+    key("init_scale", read.INIT_SCALE, 2.0**32),
+    key("scale_factor", read.FACTOR, 2.0),
+    key("scale_window", read.INTERVAL_MODULO, 1000),
+)
+
+APEX_FP16_UTILS = Peer(
+    name="apex-fp16-utils",
+    title="`apex.fp16_utils.DynamicLossScaler`",
+    version="apex 25.05",
+    forms=(
+        Form(
+            "constructor",
+            WINDOW_KEYS,
+            FLOOR_OF_ONE,
+        ),
+        STATIC_SCALER,
+    ),
+    saved=(dataclasses.replace(ITERATIONS, counters={"growth_tracker": ITERATIONS.counters["growth_tracker"]}),),
+    fixed_bug=FIXED_BUG,
+)
+
+APEX_HYSTERESIS = Peer(
+    name="apex-hysteresis",
+    title="`amp_C.update_scale_hysteresis`",
+    version="apex 25.05; NeMo's `GradScaler` is built on it",
+    forms=(
+        Form(
+            "arguments",
+            (*KEYS, key("hysteresis", read.HYSTERESIS_REACHED, 1)),
+            {**UNBOUNDED, "refill_on_finite": True, "refill_on_backoff": False},
+            ignored=("device", "_growth_tracker", "_hysteresis_tracker"),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("_growth_tracker", equal=True),
+                "hysteresis_tracker": left("_hysteresis_tracker", optional=True),
+            },
+            title="in NeMo's state dict",
+        ),
+        Saved(
+            scale=("current_scale",),
+            counters={
+                "growth_tracker": count("growth_tracker", equal=True),
+                "hysteresis_tracker": left("hysteresis_tracker"),
+            },
+            title="among the kernel's arguments",
+        ),
+    ),
+)
+
+PEERS = (APEX, APEX_FP16_UTILS, APEX_HYSTERESIS)

@@ -1,0 +1,38 @@
+"""ColossalAI."""
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count, used
+from lossscale_core.dialects._record import Form, Peer, Saved, key
+
+COLOSSALAI = Peer(
+    name="colossalai",
+    title="ColossalAI's `DynamicGradScaler`",
+    version="ColossalAI 0.5, main of April 2026",
+    forms=(
+        Form(
+            "constructor",
+            (
+                key("initial_scale", read.INIT_SCALE, 65536.0),
+                key("growth_factor", read.GROWTH_FACTOR, 2.0),
+                key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+                key("growth_interval", read.INTERVAL_EQUAL, 1000),
+                key("min_scale", read.FLOOR, None),
+                key("max_scale", read.CEILING, None),
+                key("hysteresis", read.HYSTERESIS_REACHED, 2),
+            ),
+            {"refill_on_finite": False, "refill_on_backoff": False},
+            ignored=("verbose",),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("_growth_step", optional=True, equal=True),
+                "hysteresis_tracker": used("_hysteresis_step", optional=True),
+            },
+        ),
+    ),
+)
+
+PEERS = (COLOSSALAI,)

@@ -1,0 +1,30 @@
+"""flax, for JAX."""
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count
+from lossscale_core.dialects._readings import UNBOUNDED
+from lossscale_core.dialects._record import Form, Peer, Saved, key
+
+FLAX = Peer(
+    name="flax",
+    title="`flax.training.dynamic_scale.DynamicScale`",
+    version="flax 0.12.8",
+    forms=(
+        Form(
+            "fields",
+            (
+                key("scale", read.INIT_SCALE, 65536.0),
+                key("growth_factor", read.GROWTH_FACTOR, 2.0),
+                key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+                key("growth_interval", read.INTERVAL_ONE_LATER, 2000),
+                key("minimum_scale", read.FLOOR, 2.0**-126),
+                key("fin_steps", read.left_to_the_state("fin_steps"), 0),
+            ),
+            {"max_scale": UNBOUNDED["max_scale"]},
+            ignored=("jit",),
+        ),
+    ),
+    saved=(Saved(scale=("scale",), counters={"growth_tracker": count("fin_steps", equal=True)}),),
+)
+
+PEERS = (FLAX,)

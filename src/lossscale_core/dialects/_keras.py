@@ -1,0 +1,73 @@
+"""Keras: Keras 3, `tf.keras.mixed_precision`, and its experimental forerunner."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count
+from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
+from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
+from lossscale_core.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_scale_object
+
+
+def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    if settings["kind"] == "fixed":
+        if config.get("initial_scale", config.get("initial")) is None:
+            raise NoCounterpartError("dynamic=False needs initial_scale")
+        if config.get("dynamic_growth_steps") is not None:
+            raise NoCounterpartError("dynamic_growth_steps goes with dynamic=True")
+    return Meaning(settings)
+
+
+KERAS = Peer(
+    name="keras",
+    title="`tf.keras.mixed_precision.LossScaleOptimizer`",
+    version="TensorFlow 2.4 to 2.15, and tf_keras",
+    forms=(
+        Form(
+            "constructor or `get_config`",
+            (
+                key("initial_scale initial", read.INIT_SCALE, 2.0**15, none_is_default=True),
+                key("dynamic_growth_steps growth", read.INTERVAL_CUT, 2000, none_is_default=True),
+                key("multiplier", read.ONLY_TWO, 2.0),
+                key("dynamic", read.DYNAMIC, True),
+            ),
+            {**FLOOR_OF_ONE, **HALVES},
+            ignored=("inner_optimizer", "name"),
+            adjust=_fixed,
+        ),
+    ),
+    saved=(SAVED,),
+    fixed_bug=FIXED_BUG,
+)
+
+KERAS_EXPERIMENTAL = Peer(
+    name="keras-experimental",
+    title="`tf.keras.mixed_precision.experimental.LossScaleOptimizer`",
+    version="TensorFlow 2.1 to 2.3",
+    forms=LOSS_SCALE_FORMS,
+    saved=(SAVED,),
+    fixed_bug=FIXED_BUG,
+    unwrap=loss_scale_object,
+)
+
+KERAS_3 = Peer(
+    name="keras3",
+    title="`keras.optimizers.LossScaleOptimizer`",
+    version="Keras 3.15",
+    forms=(
+        Form(
+            "constructor or `get_config`",
+            (
+                key("initial_scale", read.INIT_SCALE, 2.0**15),
+                key("dynamic_growth_steps", read.INTERVAL_EQUAL, 2000),
+                key("dynamic", read.ONLY_TRUE, True),
+            ),
+            {**UNBOUNDED, **HALVES},
+            ignored=("inner_optimizer", "name"),
+        ),
+    ),
+    saved=(Saved(scale=("dynamic_scale",), counters={"growth_tracker": count("step_counter", equal=True)}),),
+)
+
+PEERS = (KERAS, KERAS_EXPERIMENTAL, KERAS_3)

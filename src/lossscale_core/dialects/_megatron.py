@@ -1,0 +1,78 @@
+"""Megatron-LM: its present scaler, and the first one, which DeepSpeed has taken over."""
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER, WINDOW_KEYS
+from lossscale_core.dialects._counters import count, left
+from lossscale_core.dialects._readings import FIXED_BUG, HALVES, UNBOUNDED
+from lossscale_core.dialects._record import Form, Peer, Saved, key
+
+SHIFT_KEYS = (
+    *WINDOW_KEYS,
+    key("min_scale", read.MIN_SCALE, 1.0),
+    key("delayed_shift", read.HYSTERESIS_EQUAL, 1),
+    key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
+)
+
+_RULE = {"refill_on_finite": False, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
+
+MEGATRON = Peer(
+    name="megatron",
+    title="Megatron-LM's `DynamicGradScaler`",
+    version="Megatron-LM of August 2026, Megatron Core 0.16",
+    forms=(
+        Form(
+            "constructor, which takes the first of two names",
+            (
+                key("initial_scale initial_loss_scale", read.INIT_SCALE, 2.0**32),
+                key("min_scale min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
+                key("growth_factor", read.GROWTH_FACTOR, 2.0),
+                key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+                key("growth_interval loss_scale_window", read.INTERVAL_EQUAL, 1000),
+                key("hysteresis", read.HYSTERESIS, 2),
+            ),
+            _RULE,
+            ignored=("fp16", "bf16"),
+        ),
+        Form(
+            "`OptimizerConfig` and command line",
+            (
+                key("initial_loss_scale", read.INIT_SCALE, 2.0**32),
+                key("min_loss_scale", read.POSITIVE_MIN_SCALE, 1.0),
+                key("loss_scale_window", read.INTERVAL_EQUAL, 1000),
+                key("hysteresis", read.HYSTERESIS, 2),
+                key("loss_scale", read.fixed_unless(None, 0), None),
+            ),
+            {**HALVES, **_RULE},
+            ignored=("fp16", "bf16"),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={
+                "growth_tracker": count("growth_tracker", equal=True),
+                "hysteresis_tracker": left("hysteresis_tracker"),
+            },
+        ),
+    ),
+    within="grad_scaler",
+)
+
+MEGATRON_V1 = Peer(
+    name="megatron-v1",
+    title="`megatron.fp16.loss_scaler.DynamicLossScaler`",
+    version="Megatron-LM 1.0",
+    forms=(
+        Form(
+            "constructor",
+            SHIFT_KEYS,
+            {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
+        ),
+        STATIC_SCALER,
+    ),
+    saved=(ITERATIONS,),
+    fixed_bug=FIXED_BUG,
+    within="loss_scaler",
+)
+
+PEERS = (MEGATRON, MEGATRON_V1)

@@ -1,0 +1,71 @@
+"""PaddlePaddle, eager and static."""
+
+from typing import Any
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count, used
+from lossscale_core.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
+from lossscale_core.dialects._record import Form, Peer, Saved, Settings, key
+
+_REFILLS = {"refill_on_finite": True, "refill_on_backoff": True}
+
+
+def _form(title: str, settings: Settings, ignored: str, *defaults: Any) -> Form:
+    scale, grows, falls, up, down = defaults
+    keys = (
+        key("init_loss_scaling", read.INIT_SCALE, scale),
+        key("incr_every_n_steps", read.INTERVAL_EQUAL, grows),
+        key("decr_every_n_nan_or_inf", read.HYSTERESIS_EQUAL, falls),
+        key("incr_ratio", read.GROWTH_FACTOR, up),
+        key("decr_ratio", read.BACKOFF_FACTOR, down),
+        key("use_dynamic_loss_scaling", read.DYNAMIC, True, none_is_default=True),
+        key("enable", read.ENABLED, True),
+    )
+    return Form(title, keys, {**_REFILLS, **settings}, tuple(ignored.split()))
+
+
+PADDLE = Peer(
+    name="paddle",
+    title="`paddle.amp.GradScaler`",
+    version="PaddlePaddle 3.3, eager",
+    forms=(_form("constructor or state dict", UNBOUNDED, "scale incr_count decr_count", 2.0**16, 2000, 1, 2.0, 0.5),),
+    saved=(
+        Saved(
+            scale=("scale",),
+            counters={"growth_tracker": count("incr_count", equal=True), "hysteresis_tracker": used("decr_count")},
+        ),
+    ),
+)
+
+_IGNORED = "optimizer amp_lists use_promote"
+
+PADDLE_STATIC = Peer(
+    name="paddle-static",
+    title="`paddle.static.amp.decorate`",
+    version="PaddlePaddle 3.3, static graphs",
+    forms=(
+        _form(
+            "`decorate`",
+            FLOOR_OF_ONE,
+            f"{_IGNORED} level dtype master_weight master_grad use_amp_guard",
+            *(2.0**16, 2000, 1, 2.0, 0.5),
+        ),
+        _form(
+            "`decorate` of older programs, known by `use_pure_fp16`, `use_fp16_guard` or `use_bf16`",
+            FLOOR_OF_ONE,
+            f"{_IGNORED} use_pure_fp16 use_fp16_guard use_bf16",
+            *(2.0**15, 1000, 2, 2.0, 0.8),
+        ),
+    ),
+    saved=(
+        Saved(
+            scale=("loss_scaling",),
+            counters={
+                "growth_tracker": count("num_good_steps good_steps", equal=True),
+                "hysteresis_tracker": used("num_bad_steps bad_steps"),
+            },
+        ),
+    ),
+)
+
+PEERS = (PADDLE, PADDLE_STATIC)

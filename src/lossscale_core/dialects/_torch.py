@@ -1,0 +1,50 @@
+"""PyTorch: `torch.amp.GradScaler`, the sharded one of FSDP, and Accelerate's settings of either."""
+
+import dataclasses
+
+from lossscale_core.dialects import _readings as read
+from lossscale_core.dialects._counters import count
+from lossscale_core.dialects._readings import UNBOUNDED
+from lossscale_core.dialects._record import Form, Peer, Saved, key
+
+KEYS = (
+    key("init_scale scale", read.INIT_SCALE, 65536.0),
+    key("growth_factor", read.GROWTH_FACTOR, 2.0),
+    key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+    key("growth_interval", read.INTERVAL_EQUAL, 2000),
+    key("enabled", read.ENABLED, True),
+)
+
+_SAVED = Saved(scale=("scale",), counters={"growth_tracker": count("_growth_tracker", equal=True)})
+
+TORCH = Peer(
+    name="torch",
+    title="`torch.amp.GradScaler`",
+    version="PyTorch 2.13",
+    forms=(Form("constructor or state dict", KEYS, UNBOUNDED, ignored=("device", "_growth_tracker")),),
+    saved=(_SAVED,),
+)
+
+TORCH_SHARDED = dataclasses.replace(
+    TORCH,
+    name="torch-sharded",
+    title="`torch.distributed.fsdp.ShardedGradScaler`",
+    forms=(
+        Form(
+            "constructor or state dict",
+            KEYS,
+            UNBOUNDED,
+            ignored=("device", "process_group", "_growth_tracker"),
+        ),
+    ),
+)
+
+ACCELERATE = dataclasses.replace(
+    TORCH,
+    name="accelerate",
+    title="`accelerate.GradScalerKwargs`",
+    version="Accelerate 1.15",
+    forms=(Form("`GradScalerKwargs`, or the state dict in `scaler.pt`", KEYS, UNBOUNDED, ("_growth_tracker",)),),
+)
+
+PEERS = (TORCH, TORCH_SHARDED, ACCELERATE)

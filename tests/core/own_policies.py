@@ -1,0 +1,94 @@
+"""Two policies of one's own with one rule: halve the scale on an overflow, and add to it after finite steps.
+
+`AdditiveScaling` derives from `BaseScaling` and names its kind; `BareAdditiveScaling` is what a policy needs at least.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from lossscale_core import BaseScaling
+
+
+class AdditiveState(NamedTuple):
+    """The fields of `ScaleState`, and a counter of one's own."""
+
+    loss_scale: object
+    growth_tracker: object
+    hysteresis_tracker: object
+    steps: object
+    skipped_steps: object
+    overflow_streak: object
+    additions: object
+    """float32: how often the scale was raised."""
+
+
+def start(init_scale):
+    """Return the state before the first step."""
+    return AdditiveState(np.float32(init_scale), *(np.int32(0) for _ in range(5)), np.float32(0))
+
+
+def updated(policy, state, grads_finite, xp):
+    """Return the state after a step, in the dtypes it had."""
+    if xp is None:  # host scalars
+        return state._make(
+            type(old)(new) for old, new in zip(state, _updated(policy, state, grads_finite, np), strict=True)
+        )
+    return _updated(policy, state, grads_finite, xp)
+
+
+def _updated(policy, state, grads_finite, xp):
+    is_due = grads_finite & (state.growth_tracker >= policy.growth_interval - 1)
+    raised = state.loss_scale + policy.increment
+    raised = xp.where(raised < policy.max_scale, raised, policy.max_scale)
+    halved = state.loss_scale * 0.5
+    halved = xp.where(halved > policy.min_scale, halved, policy.min_scale)
+    return AdditiveState(
+        loss_scale=xp.where(grads_finite, xp.where(is_due, raised, state.loss_scale), halved),
+        growth_tracker=xp.where(grads_finite & ~is_due, state.growth_tracker + 1, 0 * state.growth_tracker),
+        hysteresis_tracker=state.hysteresis_tracker,
+        steps=state.steps + 1,
+        skipped_steps=xp.where(grads_finite, state.skipped_steps, state.skipped_steps + 1),
+        overflow_streak=xp.where(grads_finite, 0 * state.overflow_streak, state.overflow_streak + 1),
+        additions=xp.where(is_due, state.additions + 1.0, state.additions),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdditiveScaling(BaseScaling):
+    """Known to the library by its kind."""
+
+    kind = "additive"
+    state_type = AdditiveState
+    adapts = True
+    backoff_factor = 0.5
+
+    init_scale: float = 1024.0
+    increment: int = 64
+    growth_interval: int = 2
+    min_scale: float = 1.0
+    max_scale: float = 2.0**15
+    max_overflow_streak: int | None = None
+
+    def init_state(self):
+        """Return the state before the first step."""
+        return start(self.init_scale)
+
+    def update(self, state, grads_finite, *, xp=None):
+        """Return the state after a step."""
+        return updated(self, state, np.bool_(grads_finite) if xp is None else grads_finite, xp)
+
+
+class BareAdditiveScaling:
+    """Known to the library by its two methods."""
+
+    increment, growth_interval, min_scale, max_scale = 64, 2, 1.0, 2.0**15
+
+    def init_state(self):
+        """Return the state before the first step."""
+        return start(1024.0)
+
+    def update(self, state, grads_finite, *, xp=None):
+        """Return the state after a step."""
+        return updated(self, state, np.bool_(grads_finite) if xp is None else grads_finite, xp)

@@ -1,0 +1,205 @@
+"""A policy of one's own goes wherever the library's own policies go, and nothing else has to know it."""
+
+import dataclasses
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+
+from lossscale_core import (
+    BaseScaling,
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScaleState,
+    ScalingPolicy,
+    TolerantScaling,
+    as_policy,
+    check_overflow_streak,
+    diagnose,
+    dump_policy,
+    load_policy,
+    policy_from_dict,
+    policy_schema,
+    policy_to_dict,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.errors import CheckpointWarning, OverflowStreakError, PolicyError
+from lossscale_core.testing import overflow_traces, policies, simulate
+from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling
+
+RUN = [True, True, False, True, True, True, True]
+SCALES = [1024.0, 1088.0, 544.0, 544.0, 608.0, 608.0, 672.0]
+
+
+@pytest.mark.parametrize("policy", [AdditiveScaling(), BareAdditiveScaling()], ids=["derived", "bare"])
+def test_it_is_simulated(policy):
+    """The trace has its scales, and a column for the counter of its own."""
+    trace = simulate(policy, RUN)
+    assert trace.loss_scale_after.tolist() == SCALES
+    assert trace.additions.tolist() == [0, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_it_is_read_and_written(tmp_path, suffix):
+    """Its fields come back from a dict and a file, under its kind."""
+    policy = AdditiveScaling(increment=3, growth_interval=5)
+    config = policy_to_dict(policy)
+    assert config["kind"] == "additive"
+    assert policy_from_dict(config) == as_policy(config) == policy
+    dump_policy(policy, tmp_path / f"policy{suffix}")
+    assert load_policy(tmp_path / f"policy{suffix}") == policy
+    with pytest.raises(PolicyError, match="did you mean 'increment'"):
+        policy_from_dict({"kind": "additive", "incremnt": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"growth_interval": 0}, "growth_interval=0 must be a whole number from 1"),
+        ({"increment": "much"}, "increment='much' must be a whole number from 0"),
+        ({"init_scale": 2.0**20}, "init_scale=1048576.0 must not exceed max_scale"),
+    ],
+)
+def test_its_settings_obey_rules(settings, words):
+    """Those that other policies have as well obey the same rules there, and the others those of their type."""
+    with pytest.raises(PolicyError, match=words):
+        AdditiveScaling(**settings)
+
+
+def test_the_schema_knows_it():
+    """Its settings, with their rules."""
+    validator = jsonschema.Draft202012Validator(policy_schema())
+    validator.validate(policy_to_dict(AdditiveScaling()))
+    assert not validator.is_valid({"kind": "additive", "increment": "much"})
+    assert not validator.is_valid({"kind": "additive", "cooldown": 3})
+
+
+@given(policies("additive"), overflow_traces())
+def test_it_is_drawn_saved_and_restored(policy, trace):
+    """Strategies draw it, and every state of it comes back through JSON, with the policy or without."""
+    state = policy.init_state()
+    for finite in trace:
+        state = policy.update(state, finite)
+    saved = json.loads(json.dumps(state_to_dict(state, policy)))
+    assert saved["policy"] == policy_to_dict(policy)
+    assert state_from_dict(saved, policy) == state_from_dict(saved) == state
+    assert type(state_from_dict(saved)) is AdditiveState
+
+
+def test_a_bare_policy_is_saved_and_restored():
+    """Its state alone is saved, since it has no config."""
+    policy = BareAdditiveScaling()
+    state = policy.update(policy.init_state(), False)
+    saved = state_to_dict(state, policy)
+    assert "policy" not in saved
+    assert state_from_dict(saved, policy) == state
+
+
+def test_a_restored_scale_is_brought_within_its_bounds():
+    """Those are members of the policy."""
+    saved = state_to_dict(AdditiveScaling().init_state()._replace(loss_scale=np.float32(2.0**20)))
+    with pytest.warns(CheckpointWarning, match="becomes 32768"):
+        assert state_from_dict(saved, AdditiveScaling()).loss_scale == 2.0**15
+
+
+def _after(policy, flags):
+    state = policy.init_state()
+    for finite in flags:
+        state = policy.update(state, finite)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags", "verdict"),
+    [
+        (AdditiveScaling(), [], "not started"),
+        (AdditiveScaling(), [False] * 3, "calibrating"),
+        (AdditiveScaling(growth_interval=500), [True] + [False] * 5 + [True] * 30, "healthy"),
+        (AdditiveScaling(growth_interval=500), [True] + [True, True, False] * 5 + [True] * 30, "healthy"),
+        (AdditiveScaling(), [True, True, False] * 20, "skipping too often"),
+        (AdditiveScaling(), [True] * 5 + [False] * 30, "stuck at min_scale"),
+        (AdditiveScaling(), [True] * 1000, "pressing against max_scale"),
+        (AdditiveScaling(max_overflow_streak=3), [False] * 3, "skipping too often: 3 overflows in a row reach"),
+        (BareAdditiveScaling(), [], "not started"),
+        (BareAdditiveScaling(), [False] * 5, "skipping too often"),
+        (BareAdditiveScaling(), [True] * 50, "healthy"),
+    ],
+)
+def test_it_is_diagnosed(policy, flags, verdict):
+    """By its bounds, its interval, and what an overflow costs it."""
+    assert diagnose(policy, _after(policy, flags)).startswith(verdict)
+
+
+def test_its_limit_is_checked():
+    """`max_overflow_streak` is a setting that any policy may have."""
+    policy = AdditiveScaling(max_overflow_streak=2)
+    check_overflow_streak(BareAdditiveScaling(), _after(BareAdditiveScaling(), [False] * 9))
+    with pytest.raises(OverflowStreakError, match="max_overflow_streak=2"):
+        check_overflow_streak(policy, _after(policy, [False, False]))
+
+
+def test_every_member_of_a_bare_policy_has_a_default():
+    """A view fills in what it lacks, and shows what it has."""
+    policy = BareAdditiveScaling()
+    assert isinstance(policy, ScalingPolicy)
+    assert as_policy(policy) is policy
+    members = BaseScaling.of(policy)
+    assert (members.kind, members.max_overflow_streak, members.backoff_factor) == (None, None, 1.0)
+    assert (members.state_type, members.bounds(), members.growth_interval) == (AdditiveState, (1.0, 2.0**15), 2)
+    assert members.init_state() == policy.init_state()
+    assert members.update(policy.init_state(), False) == policy.update(policy.init_state(), False)
+
+
+@pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(8.0), DynamicScaling(), TolerantScaling()], ids=str)
+def test_the_policies_know_themselves(policy):
+    """Kind, state and bounds are members, and a policy that has them all is its own view."""
+    assert BaseScaling.of(policy) is policy
+    assert policy_to_dict(policy)["kind"] == policy.kind
+    assert type(policy.init_state()) is policy.state_type
+    assert policy.is_constant() != policy.adapts
+    assert policy.state_type._fields[: len(ScaleState._fields)] == ScaleState._fields
+    assert policy.bounds()[0] <= policy.init_state().loss_scale <= policy.bounds()[1]
+
+
+def test_a_kind_belongs_to_one_policy():
+    """A second class of a kind is refused by name; the same class may be defined again, as in a notebook."""
+    with pytest.raises(PolicyError, match="kind='dynamic' is that of DynamicScaling"):
+        type("Mine", (BaseScaling,), {"kind": "dynamic"})
+
+
+def test_a_subclass_without_a_kind_has_no_config():
+    """Its rule may be another than that of the class it derives from."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Eager(DynamicScaling):
+        pass
+
+    assert as_policy(policy_to_dict(DynamicScaling())) == DynamicScaling()
+    with pytest.raises(PolicyError, match="has no config"):
+        policy_to_dict(Eager())
+
+
+def test_a_setting_is_a_number_or_a_flag():
+    """Its declared type is its rule, and another type than float, int and bool is refused."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Weighted(BaseScaling):
+        weight: "float" = -2.0
+        is_eager: bool = False
+
+    assert Weighted(weight=3).settings() == {"weight": 3.0, "is_eager": False}
+    with pytest.raises(PolicyError, match="weight='much' must be a number from -2"):
+        Weighted(weight="much")
+    with pytest.raises(NotImplementedError, match="Weighted has no update"):
+        Weighted().update(None, True)
+
+    @dataclasses.dataclass(frozen=True)
+    class Named(BaseScaling):
+        label: str = "mine"
+
+    with pytest.raises(TypeError, match="declare a setting as float, int or bool"):
+        Named()
