@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _jax, _numpy
+from lossscale.demo._data import load
+from lossscale.demo._experiment import regimes
 from lossscale_core import DynamicScaling
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _jax, _numpy
-from lossscale_core.demo._data import load
-from lossscale_core.demo._experiment import regimes
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -77,7 +77,7 @@ def test_a_limit_on_the_streak_ends_the_run():
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework jax` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale_core"]
+    command = [sys.executable, "-m", "lossscale"]
     demo = [*command, "demo", "--framework", "jax", "--steps", "5", "--out", str(tmp_path)]
     assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "jax"

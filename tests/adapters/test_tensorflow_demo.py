@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from lossscale_core import DynamicScaling
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _numpy, _tensorflow
-from lossscale_core.demo._data import load
-from lossscale_core.demo._experiment import regimes
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _numpy, _tensorflow
+from lossscale.demo._data import load
+from lossscale.demo._experiment import regimes
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -70,7 +70,7 @@ def test_a_limit_on_the_streak_ends_the_run():
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework tensorflow` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale_core"]
+    command = [sys.executable, "-m", "lossscale"]
     demo = [*command, "demo", "--framework", "tensorflow", "--steps", "5", "--out", str(tmp_path)]
     assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "tensorflow"

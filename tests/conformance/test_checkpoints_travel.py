@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
+from lossscale.demo import DEFAULT_WEIGHT, Checkpoint, Settings, begin
+from lossscale.demo._data import load
+from lossscale.demo._records import BATCH_SIZE
 from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
-from lossscale_core.demo import DEFAULT_WEIGHT, Checkpoint, Settings, begin
-from lossscale_core.demo._data import load
-from lossscale_core.demo._records import BATCH_SIZE
 from tests.conformance.travelling import WRAPPERS
 
 FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")

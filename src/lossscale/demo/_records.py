@@ -3,8 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from lossscale_core._config import policy_to_dict
-from lossscale_core._policy import ScalingPolicy
+from lossscale_core import ScalingPolicy, policy_to_dict
 
 BATCH_SIZE = 512
 LEARNING_RATE = 3e-3

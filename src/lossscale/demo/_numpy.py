@@ -5,15 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._arrays import all_finite, scale, unscale
-from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core._report import check_overflow_streak
-from lossscale_core.demo import _network, _training
-from lossscale_core.demo._data import Digits
-from lossscale_core.demo._network import Backward, Layer, Matrix
-from lossscale_core.demo._records import LEARNING_RATE, Step
-from lossscale_core.demo._training import Checkpoint
+from lossscale.demo import _network, _training
+from lossscale.demo._data import Digits
+from lossscale.demo._network import Backward, Layer, Matrix
+from lossscale.demo._records import LEARNING_RATE, Step
+from lossscale.demo._training import Checkpoint
+from lossscale_core import (
+    ScalingPolicy,
+    all_finite,
+    check_overflow_streak,
+    scale,
+    state_from_dict,
+    state_to_dict,
+    unscale,
+)
 
 
 class Training:

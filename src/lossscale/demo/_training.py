@@ -10,12 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core._checkpoint import state_to_dict
-from lossscale_core._files import write_whole
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core.demo import _network
-from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import BATCH_SIZE, MEASURE_EVERY, Run, Step
+from lossscale.demo import _network
+from lossscale.demo._data import Digits
+from lossscale.demo._records import BATCH_SIZE, MEASURE_EVERY, Run, Step
+from lossscale_core import ScalingPolicy, state_to_dict
 
 _ARRAYS = ("weights", "mean", "square")
 
@@ -42,7 +40,7 @@ class Checkpoint(NamedTuple):
         numbers = {"steps": self.steps, "adam_steps": self.adam_steps, "scale_state": self.scale_state}
         archive = io.BytesIO()
         np.savez(archive, numbers=json.dumps(numbers), **arrays)
-        write_whole(path, archive.getvalue(), overwrite=True)
+        path.write_bytes(archive.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 from threadpoolctl import threadpool_limits
 
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
-from lossscale_core.demo import _data
-from lossscale_core.demo._records import Experiment, Run, Settings
-from lossscale_core.demo._training import Checkpoint, Training
+from lossscale.demo import _data
+from lossscale.demo._records import Experiment, Run, Settings
+from lossscale.demo._training import Checkpoint, Training
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
 
 DEFAULT_WEIGHT = 1e-5
 DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """Grows much faster than in real training, so that a few hundred steps show it find its level."""
 FIXED_SCALE = 64.0
-TRAINERS = {name: f"lossscale_core.demo._{name}" for name in ("numpy", "torch", "jax", "tensorflow")}
+TRAINERS = {name: f"lossscale.demo._{name}" for name in ("numpy", "torch", "jax", "tensorflow")}
 """The module whose `train` serves each framework, imported when it is asked for."""
 WEIGHTS = tuple(10.0**-exponent for exponent in range(7))
 

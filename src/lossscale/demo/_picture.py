@@ -1,14 +1,11 @@
 """The demo's picture: what the loss did, what the scale did, and how small a loss each regime survives."""
 
-import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from lossscale_core._files import write_whole
-from lossscale_core.demo._records import Experiment
+from lossscale._pictures import as_picture, draw_scale, new_figure
+from lossscale.demo._records import Experiment
 
 _COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # after Okabe and Ito: colour-blind readers tell them apart
 _LINES = tuple(
@@ -18,14 +15,9 @@ _LINES = tuple(
 _SMOOTHING = 9
 
 
-def draw(experiment: Experiment, path: Path) -> None:
-    """Write the experiment's three panels to `path` as a PNG; a file that is there is replaced."""
-    write_whole(path, as_png(experiment), overwrite=True)
-
-
 def as_png(experiment: Experiment) -> bytes:
     """Return the experiment's three panels as a PNG."""
-    figure, picture = Figure(figsize=(15, 4.6), layout="constrained"), io.BytesIO()
+    figure = new_figure(15, 4.6)
     losses, scales, weights = figure.subplots(1, 3)
     _draw_losses(losses, experiment)
     _draw_scales(scales, experiment)
@@ -34,20 +26,7 @@ def as_png(experiment: Experiment) -> bytes:
     figure.suptitle(
         f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
     )
-    figure.savefig(picture, format="png", dpi=110)
-    return picture.getvalue()
-
-
-def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str) -> None:
-    """Draw a loss scale over steps, with a cross at each skipped step."""
-    axes.step(range(len(loss_scale)), loss_scale, where="post", color=colour, label=label)
-    steps = np.flatnonzero(skipped)
-    if len(steps):
-        axes.plot(steps, np.asarray(loss_scale)[steps], "x", color="#cc0000", markersize=5, label="skipped step")
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss scale")
-    axes.legend()
+    return as_picture(figure)
 
 
 def _draw_losses(axes: Any, experiment: Experiment) -> None:

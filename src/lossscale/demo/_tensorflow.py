@@ -7,12 +7,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core._report import check_overflow_streak
-from lossscale_core.demo import _training
-from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Step
-from lossscale_core.demo._training import Checkpoint
+from lossscale.demo import _training
+from lossscale.demo._data import Digits
+from lossscale.demo._records import LEARNING_RATE, Step
+from lossscale.demo._training import Checkpoint
+from lossscale_core import ScalingPolicy, check_overflow_streak
 from lossscale_tf import LossScaleOptimizer
 
 

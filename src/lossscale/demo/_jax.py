@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core._report import check_overflow_streak
-from lossscale_core.demo import _network, _training
-from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Step
-from lossscale_core.demo._training import Checkpoint
+from lossscale.demo import _network, _training
+from lossscale.demo._data import Digits
+from lossscale.demo._records import LEARNING_RATE, Step
+from lossscale.demo._training import Checkpoint
+from lossscale_core import ScalingPolicy, check_overflow_streak, state_from_dict, state_to_dict
 from lossscale_jax import select, value_and_grad
 
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}  # lest a GPU leave out a float16 between two float32

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lossscale_core._policy import ScalingPolicy
-from lossscale_core.demo import _training
-from lossscale_core.demo._data import Digits
-from lossscale_core.demo._records import LEARNING_RATE, Step
-from lossscale_core.demo._training import Checkpoint
+from lossscale.demo import _training
+from lossscale.demo._data import Digits
+from lossscale.demo._records import LEARNING_RATE, Step
+from lossscale.demo._training import Checkpoint
+from lossscale_core import ScalingPolicy
 from lossscale_torch import GradScaler
 
 
