@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT
-from lossscale.demo._data import load
-from lossscale.demo._experiment import regimes
-from lossscale.demo._torch import train
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, train
+from lossscale.demo._network import load
 from lossscale_core.testing import simulate
 
 
@@ -18,7 +16,7 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
     digits = load()
     runs = {
-        regime.name: train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        regime.name: train(Settings("torch", regime.policy, DEFAULT_WEIGHT, seed, 300), regime.dtype, digits)
         for regime in regimes(DEFAULT_POLICY)
     }
     exact, dynamic = runs["float32"], runs["float16, dynamic"]

@@ -52,12 +52,9 @@ class Drawn(NamedTuple):
 COMMAND = {
     "__init__": Drawn(set(), set(), set()),
     "__main__": Drawn({"cli"}, set(), set()),
-    "_pictures": Drawn(set(), set(), {"matplotlib", "numpy"}),
-    "demo": Drawn(
-        {"_pictures"}, set(), {"matplotlib", "numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())
-    ),
+    "demo": Drawn(set(), set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
     "cli": Drawn(
-        {"_pictures", "demo"}, {"_config", "_files", "_settings", "_words"}, {"click", "numpy", "rich", "torch"}
+        {"demo"}, {"_config", "_files", "_settings", "_words"}, {"click", "matplotlib", "numpy", "rich", "torch"}
     ),
 }
 

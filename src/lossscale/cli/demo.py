@@ -53,6 +53,7 @@ def command(
             f"run: pip install --upgrade 'lossscale[{framework}]'"
         )
     from lossscale import demo  # imported late, since scikit-learn and matplotlib take seconds
+    from lossscale.cli._pictures import experiment_as_png
 
     results = [out / name for name in _RESULTS if not _is_same_file(policy_file, out / name)]
     if not overwrite:
@@ -65,7 +66,7 @@ def command(
         experiment = demo.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
     terminal.print(_results_table(experiment))
     contents: dict[str, str | bytes] = {
-        "demo.png": demo.as_png(experiment),
+        "demo.png": experiment_as_png(experiment),
         "trace.json": json.dumps(demo.as_json(experiment), indent=1) + "\n",
         "policy.toml": policy_to_toml(policy),
     }

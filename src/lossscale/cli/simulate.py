@@ -93,7 +93,7 @@ def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> list[str]:
 
 
 def _picture(trace: testing.Trace, suffix: str) -> bytes:
-    from lossscale._pictures import as_picture, draw_scale, new_figure  # imported late: matplotlib takes a second
+    from lossscale.cli._pictures import as_picture, draw_scale, new_figure  # imported late: matplotlib takes a second
 
     figure = new_figure(8, 4)
     draw_scale(figure.subplots(), trace.loss_scale_used, trace.skipped, "#0072b2", "loss scale")

@@ -5,21 +5,16 @@ distillation and reinforcement learning really occur: with a small weight on the
 own size, so float32 does not mind; float16 without scaling does.
 """
 
-from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, begin, run_experiment
-from lossscale.demo._picture import as_png
-from lossscale.demo._records import Experiment, Run, Settings, as_json
-from lossscale.demo._training import Checkpoint, Training
+from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, Experiment, as_json, regimes, run_experiment
+from lossscale.demo._training import Settings, train
 
 __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_WEIGHT",
-    "Checkpoint",
     "Experiment",
-    "Run",
     "Settings",
-    "Training",
     "as_json",
-    "as_png",
-    "begin",
+    "regimes",
     "run_experiment",
+    "train",
 ]

@@ -1,84 +1,61 @@
-"""A perceptron with a hand-written backward pass that stores in one dtype and accumulates in float32.
-
-That is how tensor cores train in float16: weights, activations and gradients are stored in float16, and each product
-is summed in float32 before it is rounded back. (NumPy's own float16 product is slow and sums in float16.)
-"""
+"""The demo's task, one for every framework: scikit-learn's bundled digits, and a perceptron to read them."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
 
+_TRAINING_IMAGES = 1347
 WIDTHS = (64, 64, 32, 10)
-Matrix = NDArray[Any]
+LEARNING_RATE = 3e-3
+PARAMETERS = 2 * (len(WIDTHS) - 1)  # arrays in a list of them: each layer's weight and bias in turn
 
 
-class Layer(NamedTuple):
-    """A dense layer, or the gradient of one: `weight` of shape `(inputs, outputs)`, `bias` of shape `(outputs,)`."""
+class Digits(NamedTuple):
+    """Images of shape `(n, 64)`, float32 from 0 to 1, and labels of shape `(n,)`, integers from 0 to 9."""
 
-    weight: Matrix
-    bias: Matrix
+    train_images: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test_images: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+    def batches(self, steps: int, batch_size: int, seed: int) -> Any:
+        """Yield `steps` random batches of images and labels, drawn with replacement."""
+        rng = np.random.default_rng(seed)
+        for _ in range(steps):
+            rows = rng.integers(0, len(self.train_images), batch_size)
+            yield self.train_images[rows], self.train_labels[rows]
 
 
-class Backward(NamedTuple):
-    """What the backward pass stored: a gradient for each layer, and the largest magnitude among all it stored."""
+def load() -> Digits:
+    """Return the digits, shuffled the same way every time; nothing is downloaded."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16.0).astype(np.float32)
+    order = np.random.default_rng(0).permutation(len(images))
+    train, test = order[:_TRAINING_IMAGES], order[_TRAINING_IMAGES:]
+    return Digits(images[train], labels[train], images[test], labels[test])
 
-    grads: list[Layer]
-    largest: float
 
-
-def init_layers(seed: int) -> list[Layer]:
-    """Return float32 master weights (He et al., 2015) for the network of `WIDTHS`."""
+def init_weights(seed: int) -> list[NDArray[np.float32]]:
+    """Return each layer's weight (He et al., 2015), of shape `(inputs, outputs)`, and its bias of zeros, in turn."""
     rng = np.random.default_rng(seed)
-    return [
-        Layer(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32), np.zeros(n_out, np.float32))
-        for n_in, n_out in itertools.pairwise(WIDTHS)
-    ]
+    weights: list[NDArray[np.float32]] = []
+    for n_in, n_out in itertools.pairwise(WIDTHS):
+        weights.append(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32))
+        weights.append(np.zeros(n_out, np.float32))
+    return weights
 
 
-def cast(layers: list[Layer], dtype: DTypeLike) -> list[Layer]:
-    """Return `layers` stored in `dtype`."""
-    return [Layer(layer.weight.astype(dtype), layer.bias.astype(dtype)) for layer in layers]
+def forward(weights: Any, images: Any, dense: Callable[..., Any], relu: Callable[[Any], Any]) -> list[Any]:
+    """Return every layer's output before its rectifier; the last one holds the logits.
 
-
-def forward(layers: list[Layer], images: Matrix) -> list[Matrix]:
-    """Return the input and every layer's output, stored in the layers' dtype; the last are the logits."""
-    dtype = layers[0].weight.dtype
-    outputs = [images.astype(dtype)]
-    for i, layer in enumerate(layers):
-        summed = _product(outputs[-1], layer.weight) + layer.bias.astype(np.float32)
-        is_hidden = i < len(layers) - 1
-        outputs.append((np.maximum(summed, 0.0) if is_hidden else summed).astype(dtype))
+    `dense(inputs, weight, bias)` and `relu(outputs)` are the framework's own. In float16, `dense` sums the products of
+    what is stored in float16 in float32 and rounds once, as tensor cores do.
+    """
+    outputs: list[Any] = []
+    for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+        outputs.append(dense(relu(outputs[-1]) if outputs else images, weight, bias))
     return outputs
-
-
-def cross_entropy(logits: Matrix, labels: Matrix) -> tuple[float, Matrix]:
-    """Return the mean cross-entropy and its gradient with respect to `logits`, both in float32."""
-    shifted = logits.astype(np.float32) - logits.max(axis=1, keepdims=True).astype(np.float32)
-    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    rows = np.arange(len(labels))
-    grad = np.exp(log_probabilities)
-    grad[rows, labels] -= 1.0
-    return float(-log_probabilities[rows, labels].mean()), grad / np.float32(len(labels))
-
-
-def backward(layers: list[Layer], outputs: list[Matrix], logits_grad: Matrix) -> Backward:
-    """Return the gradients of every layer in the layers' dtype: small ones flush to zero, large ones overflow."""
-    dtype = layers[0].weight.dtype
-    grad = logits_grad.astype(dtype)
-    grads: list[Layer] = []
-    stored = [grad]
-    for layer, inputs in zip(reversed(layers), reversed(outputs[:-1]), strict=True):
-        grads.append(Layer(_product(inputs.T, grad).astype(dtype), grad.sum(axis=0, dtype=np.float32).astype(dtype)))
-        stored += grads[-1]
-        if len(grads) < len(layers):
-            grad = np.where(inputs > 0, _product(grad, layer.weight.T), 0.0).astype(dtype)
-            stored.append(grad)
-    largest = max(float(np.abs(array).max()) for array in stored)
-    return Backward(grads[::-1], largest)
-
-
-def _product(a: Matrix, b: Matrix) -> Matrix:
-    product: Matrix = a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)
-    return product

@@ -1,104 +1,78 @@
-"""Training on NumPy: float32 master weights, Adam, and the five verbs around a hand-written backward pass."""
+"""Training on NumPy: the core's verbs around a hand-written backward pass."""
 
-import functools
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lossscale.demo import _network, _training
-from lossscale.demo._data import Digits
-from lossscale.demo._network import Backward, Layer, Matrix
-from lossscale.demo._records import LEARNING_RATE, Step
-from lossscale.demo._training import Checkpoint
-from lossscale_core import (
-    ScalingPolicy,
-    all_finite,
-    check_overflow_streak,
-    scale,
-    state_from_dict,
-    state_to_dict,
-    unscale,
-)
+import lossscale_core
+from lossscale.demo._network import forward
+from lossscale.demo._verbs import VerbsTrainer
+
+Matrix = NDArray[Any]
 
 
-class Training:
-    """Float32 masters, Adam, and a scale state of host scalars."""
+def backward(weights: Any, images: Matrix, outputs: list[Matrix], logits_grad: Matrix, dtype: str) -> list[Matrix]:
+    """Return the gradients of weights and outputs stored in `dtype`: small ones flush to zero, large ones overflow."""
+    inputs, grads, output_grads = [images, *map(_relu, outputs[:-1])], list[Matrix](), [logits_grad.astype(dtype)]
+    for weight, received in zip(weights[-2::-2], reversed(inputs), strict=True):
+        grad = output_grads[-1]
+        grads += [grad.sum(axis=0, dtype=np.float32).astype(dtype), _product(received.T, grad).astype(dtype)]
+        if len(grads) < len(weights):
+            output_grads.append(np.where(received > 0, _product(grad, weight.T), 0.0).astype(dtype))
+    return [*reversed(grads), *reversed(output_grads)]
 
-    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, start: Checkpoint) -> None:
-        self.policy, self.dtype, self.weight, self.steps = policy, dtype, np.float32(weight), start.steps
-        self.masters = [
-            Layer(*map(np.array, pair)) for pair in zip(start.weights[::2], start.weights[1::2], strict=True)
-        ]
-        self.adam = _Adam(start)
-        self.state = state_from_dict(start.scale_state, policy)
+
+def cross_entropy(logits: Matrix, labels: Matrix) -> tuple[float, Matrix]:
+    """Return the mean cross-entropy and its gradient with respect to `logits`, both in float32."""
+    shifted = logits.astype(np.float32) - logits.max(axis=1, keepdims=True).astype(np.float32)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    grad = np.exp(log_probabilities)
+    grad[rows, labels] -= 1.0
+    return float(-log_probabilities[rows, labels].mean()), grad / np.float32(len(labels))
+
+
+def _gradients(
+    weights: Any, dtype: str, batch: Any, weight: Any, grads_dtype: str | None = None
+) -> tuple[float, list[Matrix]]:
+    """Return the loss, and the gradients of `weight` times it; the loss scale enters where the backward pass begins."""
+    stored, images = [array.astype(dtype) for array in weights], batch[0].astype(dtype)
+    outputs = forward(stored, images, _dense, _relu)
+    loss, logits_grad = cross_entropy(outputs[-1], batch[1])
+    return loss, backward(stored, images, outputs, logits_grad * weight, grads_dtype or dtype)
+
+
+def _dense(inputs: Matrix, weight: Matrix, bias: Matrix) -> Matrix:
+    stored: Matrix = (_product(inputs, weight) + bias.astype(np.float32)).astype(weight.dtype)
+    return stored
+
+
+def _relu(outputs: Matrix) -> Matrix:
+    return np.maximum(outputs, outputs.dtype.type(0))
+
+
+def _product(a: Matrix, b: Matrix) -> Matrix:
+    """Return a product summed in float32; NumPy's own float16 product is slow and sums in float16."""
+    product: Matrix = a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)
+    return product
+
+
+class Trainer(VerbsTrainer):
+    """NumPy arrays, and a scale state of host scalars."""
+
+    xp, verbs = np, lossscale_core
+    gradients = staticmethod(_gradients)
+    share_seen = staticmethod(lambda decay, steps: 1.0 - decay ** int(steps))
 
     @np.errstate(over="ignore", invalid="ignore")
-    def step(self, images: Matrix, labels: Matrix, is_measured: bool) -> tuple[Step, float | None]:
-        """Take a step; see `_training.Training`."""
-        state, layers = self.state, _network.cast(self.masters, self.dtype)
-        outputs = _network.forward(layers, images)
-        loss, logits_grad = _network.cross_entropy(outputs[-1], labels)
-        # The loss scale enters where backward begins: there the gradient of the scaled loss is the scale.
-        scaled = _network.backward(layers, outputs, logits_grad * scale(self.weight, state))
-        grads_finite = all_finite(scaled.grads)
-        if grads_finite:
-            self.adam.step(self.masters, unscale(scaled.grads, state))
-        gradient_max, flushed = scaled.largest / float(state.loss_scale), None
-        if is_measured or not grads_finite:
-            exact = _in_float32(layers, outputs, logits_grad * self.weight)
-            flushed = _flushed_share(scaled.grads, exact.grads)
-            gradient_max = gradient_max if grads_finite else exact.largest
-        self.steps, self.state = self.steps + 1, self.policy.update(state, grads_finite)
-        check_overflow_streak(self.policy, self.state)
-        return Step(loss, float(state.loss_scale), not grads_finite, gradient_max), flushed
+    def step(self, images: Any, labels: Any) -> Any:
+        return super().step(images, labels)
 
-    def scale_state(self) -> dict[str, Any]:
-        """Return the scale state as `state_to_dict` does."""
-        return state_to_dict(self.state, self.policy)
+    def exact_gradients(self, images: Any, labels: Any) -> list[Matrix]:
+        """Repeat the backward pass from the same weights and activations without float16's limits."""
+        return _gradients(self.learnt.weights, self.dtype, (images, labels), self.weight, "float32")[1]
 
-    def checkpoint(self) -> Checkpoint:
-        """Return everything needed to go on."""
-        weights, mean, square = (
-            [*map(np.array, each)] for each in (_flat(self.masters), self.adam.mean, self.adam.square)
-        )
-        return Checkpoint(self.steps, weights, mean, square, self.adam.count, self.scale_state())
-
-    def accuracy(self, digits: Digits) -> float:
-        """Return the share of test images recognised."""
-        logits = _network.forward(_network.cast(self.masters, self.dtype), digits.test_images)[-1]
-        return float(np.mean(logits.argmax(axis=1) == digits.test_labels))
-
-
-train = functools.partial(_training.train, Training)
-
-
-class _Adam:
-    """Adam (Kingma and Ba, 2015), with an epsilon small enough not to notice the weight of the loss."""
-
-    def __init__(self, start: Checkpoint) -> None:
-        self.count = start.adam_steps
-        self.mean, self.square = [*map(np.array, start.mean)], [*map(np.array, start.square)]
-
-    def step(self, layers: list[Layer], grads: list[Layer]) -> None:
-        """Move `layers` in place along float32 `grads`."""
-        self.count += 1
-        for array, grad, mean, square in zip(_flat(layers), _flat(grads), self.mean, self.square, strict=True):
-            mean += 0.1 * (grad - mean)
-            square += 0.001 * (grad * grad - square)
-            denominator = np.sqrt(square / (1.0 - 0.999**self.count)) + 1e-16
-            array -= LEARNING_RATE * (mean / (1.0 - 0.9**self.count)) / denominator
-
-
-def _in_float32(layers: list[Layer], outputs: list[Matrix], logits_grad: Matrix) -> Backward:
-    """Repeat the backward pass from the same weights and activations without float16's limits."""
-    return _network.backward(_network.cast(layers, np.float32), outputs, logits_grad)
-
-
-def _flushed_share(stored: list[Layer], exact: list[Layer]) -> float:
-    pairs = list(zip(_flat(stored), _flat(exact), strict=True))
-    flushed = sum(int(np.count_nonzero((a == 0) & (b != 0))) for a, b in pairs)
-    return flushed / max(1, sum(int(np.count_nonzero(b)) for _, b in pairs))
-
-
-def _flat(layers: list[Layer]) -> list[Matrix]:
-    return [array for layer in layers for array in layer]
+    def logits(self, images: Any) -> Matrix:
+        stored = [array.astype(self.dtype) for array in self.learnt.weights]
+        return forward(stored, images.astype(self.dtype), _dense, _relu)[-1]  # type: ignore[no-any-return]

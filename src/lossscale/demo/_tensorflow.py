@@ -1,114 +1,69 @@
-"""Training on TensorFlow: the same network, data and Adam in one `tf.function`, with our `LossScaleOptimizer`."""
+"""Training on TensorFlow: our `LossScaleOptimizer` around Keras's Adam, in one `tf.function`."""
 
-import functools
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from lossscale.demo import _training
-from lossscale.demo._data import Digits
-from lossscale.demo._records import LEARNING_RATE, Step
-from lossscale.demo._training import Checkpoint
-from lossscale_core import ScalingPolicy, check_overflow_streak
+from lossscale.demo._network import LEARNING_RATE, PARAMETERS, forward
+from lossscale_core import ScalingPolicy, StepInfo, check_overflow_streak, step_info
 from lossscale_tf import LossScaleOptimizer
 
 
-class Training:
-    """Float32 weights, the optimizer around them, and a step that is traced once."""
+class Trainer:
+    """Float32 variables, the optimizer around them, and a step that is traced once."""
 
-    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, start: Checkpoint) -> None:
-        self.dtype, self.weight, self.steps = dtype, tf.constant(weight), start.steps
-        self.masters = [tf.Variable(array, name=f"master_{i}") for i, array in enumerate(start.weights)]
+    def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, weights: list[Any]) -> None:
+        self.dtype, self.weight = dtype, tf.constant(weight)
+        self.weights = [tf.Variable(array, name=f"weight_{i}") for i, array in enumerate(weights)]
         self.optimizer = LossScaleOptimizer(keras.optimizers.Adam(LEARNING_RATE, epsilon=1e-16), policy=policy)
-        self.optimizer.build(self.masters)  # lest the step make variables, and be traced once more without
-        for slot, arrays in (("momentum", start.mean), ("velocity", start.square)):
-            for variable, array in zip(self._slots(slot), arrays, strict=True):
-                variable.assign(array)
-        self.optimizer.iterations.assign(start.adam_steps)
-        self.optimizer.load_state_dict(start.scale_state)
+        self.optimizer.build(self.weights)  # lest the step make variables, and be traced once more without
         self._traced_step = tf.function(self._step, autograph=False)
 
-    def step(self, images: Any, labels: Any, is_measured: bool) -> tuple[Step, float | None]:
-        """Take a step; see `_training.Training`."""
-        batch, before = (tf.constant(images), tf.constant(labels)), self.optimizer.scale_state
-        exact = self.exact_gradients(*batch) if is_measured else []
-        loss, stored, largest = self._traced_step(*batch)
-        flushed = _flushed_share(stored, exact) if is_measured else None
+    def step(self, images: Any, labels: Any) -> tuple[Any, list[Any], StepInfo]:
+        before = self.optimizer.scale_state
+        loss, gradients = self._traced_step(images, labels)
         after = self.optimizer.scale_state
-        is_skipped = bool(after.skipped_steps > before.skipped_steps)
-        if is_skipped:  # which left the weights as they were
-            largest = _largest(self.exact_gradients(*batch))
-        self.steps += 1
         check_overflow_streak(self.optimizer.policy, after)
-        return Step(float(loss), float(before.loss_scale), is_skipped, float(largest)), flushed
-
-    def scale_state(self) -> dict[str, Any]:
-        """Return the optimizer's scale state."""
-        return self.optimizer.state_dict()
-
-    def checkpoint(self) -> Checkpoint:
-        """Return everything needed to go on."""
-        weights, mean, square = map(_plain, (self.masters, self._slots("momentum"), self._slots("velocity")))
-        return Checkpoint(self.steps, weights, mean, square, int(self.optimizer.iterations), self.scale_state())
-
-    def _slots(self, name: str) -> list[Any]:
-        return [self.optimizer.get_slot(variable, name) for variable in self.masters]
-
-    def _step(self, images: Any, labels: Any) -> tuple[Any, ...]:
-        """Apply or skip a step; return the loss, the parameters' gradients and the largest one, the outputs' included.
-
-        All gradients come back unscaled.
-        """
-        with tf.GradientTape() as tape:
-            outputs = _forward(self.masters, self.dtype, images)
-            loss = _cross_entropy(outputs[-1], labels)
-            scaled = self.optimizer.get_scaled_loss(loss * self.weight)
-        grads = self.optimizer.get_unscaled_gradients(tape.gradient(scaled, [*self.masters, *outputs]))
-        stored = grads[: len(self.masters)]
-        self.optimizer.apply_gradients(zip(stored, self.masters, strict=True))
-        return loss, stored, _largest(grads)
+        return loss, gradients, step_info(before, after)
 
     def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
-        """Return the parameters' unscaled gradients as float32 has them, from the same weights."""
-        masters = [tf.convert_to_tensor(variable) for variable in self.masters]  # a trace serves any tensors
-        return _exact_gradients(masters, images, labels, self.weight)
+        weights = [tf.convert_to_tensor(variable) for variable in self.weights]  # a trace serves any tensors
+        return _traced_gradients(weights, "float32", images, labels, self.weight)[1]
 
-    def accuracy(self, digits: Digits) -> float:
-        """Return the share of test images recognised."""
-        logits = _forward(self.masters, self.dtype, tf.constant(digits.test_images))[-1].numpy()
-        return float((logits.argmax(axis=1) == digits.test_labels).mean())
+    def logits(self, images: Any) -> Any:
+        return _outputs(self.weights, self.dtype, images)[-1]
 
-
-train = functools.partial(_training.train, Training)
-
-
-def _plain(variables: list[Any]) -> list[Any]:
-    return [np.array(tf.convert_to_tensor(variable)) for variable in variables]
+    def _step(self, images: Any, labels: Any) -> tuple[Any, list[Any]]:
+        weight = self.optimizer.get_scaled_loss(self.weight)
+        loss, scaled = _gradients(self.weights, self.dtype, images, labels, weight)
+        gradients = self.optimizer.get_unscaled_gradients(scaled)
+        self.optimizer.apply_gradients(zip(gradients[:PARAMETERS], self.weights, strict=True))
+        return loss, gradients
 
 
-def _forward(masters: Any, dtype: str, images: Any) -> list[Any]:
-    """Return every layer's output in `dtype`; the last are the logits.
-
-    Products of what is stored in `dtype` are summed in float32 and rounded once. So are their gradients, since a cast
-    casts its gradient back.
-    """
-    outputs: list[Any] = []
-    hidden = tf.cast(images, dtype)
-    for weight, bias in zip(masters[::2], masters[1::2], strict=True):
-        product = tf.matmul(_wide(hidden), _wide(tf.cast(weight, dtype)))
-        outputs.append(tf.cast(product + _wide(tf.cast(bias, dtype)), dtype))
-        hidden = _relu(outputs[-1])
-    return outputs
-
-
-@tf.function(autograph=False)
-def _exact_gradients(masters: Any, images: Any, labels: Any, weight: Any) -> Any:
+def _gradients(weights: list[Any], dtype: str, images: Any, labels: Any, weight: Any) -> tuple[Any, list[Any]]:
+    """Return the loss, and the gradients of `weight` times it."""
     with tf.GradientTape() as tape:
-        tape.watch(masters)
-        loss = _cross_entropy(_forward(masters, "float32", images)[-1], labels) * weight
-    return tape.gradient(loss, masters)
+        tape.watch(weights)
+        outputs = _outputs(weights, dtype, images)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=_wide(outputs[-1]))
+        loss = tf.reduce_mean(losses)
+        weighted = loss * weight
+    return loss, tape.gradient(weighted, [*weights, *outputs])
+
+
+_traced_gradients = tf.function(_gradients, autograph=False)
+
+
+def _outputs(weights: Any, dtype: str, images: Any) -> list[Any]:
+    """Return every layer's output in `dtype`; gradients are rounded to it too, since a cast casts its gradient back."""
+
+    def dense(inputs: Any, weight: Any, bias: Any) -> Any:
+        product = tf.matmul(_wide(inputs), _wide(tf.cast(weight, dtype)))
+        return tf.cast(product + _wide(tf.cast(bias, dtype)), dtype)
+
+    return forward(weights, tf.cast(images, dtype), dense, _relu)
 
 
 def _wide(stored: Any) -> Any:
@@ -118,19 +73,3 @@ def _wide(stored: Any) -> Any:
 def _relu(outputs: Any) -> Any:
     """Return the positive part; `tf.nn.relu` would make an infinite gradient of a negative output NaN, and not 0."""
     return tf.where(outputs <= 0, tf.zeros_like(outputs), outputs)
-
-
-def _cross_entropy(logits: Any, labels: Any) -> Any:
-    """Return the mean cross-entropy, in float32."""
-    logits = tf.cast(logits, tf.float32)
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-
-
-def _largest(grads: Any) -> Any:
-    return tf.reduce_max([tf.reduce_max(tf.abs(grad)) for grad in grads])
-
-
-def _flushed_share(stored: list[Any], exact: list[Any]) -> float:
-    pairs = [(a.numpy(), b.numpy()) for a, b in zip(stored, exact, strict=True)]
-    flushed = sum(int(((a == 0) & (b != 0)).sum()) for a, b in pairs)
-    return flushed / max(1, sum(int((b != 0).sum()) for _, b in pairs))

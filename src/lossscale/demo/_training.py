@@ -1,118 +1,110 @@
-"""A run of the demo, the same on every framework: from the beginning, or from another framework's checkpoint."""
+"""The demo's one training loop, whichever framework trains."""
 
-import io
-import itertools
-import json
+import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lossscale.demo import _network
-from lossscale.demo._data import Digits
-from lossscale.demo._records import BATCH_SIZE, MEASURE_EVERY, Run, Step
-from lossscale_core import ScalingPolicy, state_to_dict
+from lossscale.demo._network import PARAMETERS, Digits, init_weights
+from lossscale_core import ScalingPolicy, StepInfo
 
-_ARRAYS = ("weights", "mean", "square")
+BATCH_SIZE = 512
+_MEASURE_EVERY = 20  # steps: a backward pass in float32 beside each stored one would double the work
 
 
-class Checkpoint(NamedTuple):
-    """Everything a run needs to go on, in any framework, as plain arrays and numbers."""
+class Settings(NamedTuple):
+    """What was run."""
 
+    framework: str
+    policy: ScalingPolicy
+    weight: float
+    seed: int
     steps: int
-    """Steps taken, applied and skipped: where the data goes on."""
-    weights: list[NDArray[np.float32]]
-    """Each layer's weight, of shape `(inputs, outputs)`, and bias, of shape `(outputs,)`, in turn."""
-    mean: list[NDArray[np.float32]]
-    """Adam's mean of the gradients of `weights`."""
-    square: list[NDArray[np.float32]]
-    """Adam's mean of their squares."""
-    adam_steps: int
-    """Steps applied."""
-    scale_state: dict[str, Any]
-    """What `state_to_dict` returns for the scale state and its policy."""
-
-    def save(self, path: Path) -> None:
-        """Write a NumPy archive: the arrays, and the numbers as JSON."""
-        arrays = {f"{name}_{i}": array for name in _ARRAYS for i, array in enumerate(getattr(self, name))}
-        numbers = {"steps": self.steps, "adam_steps": self.adam_steps, "scale_state": self.scale_state}
-        archive = io.BytesIO()
-        np.savez(archive, numbers=json.dumps(numbers), **arrays)
-        path.write_bytes(archive.getvalue())
-
-    @classmethod
-    def load(cls, path: Path) -> "Checkpoint":
-        """Read what `save` wrote."""
-        with np.load(path) as archive:
-            count = 2 * (len(_network.WIDTHS) - 1)
-            arrays = {name: [archive[f"{name}_{i}"] for i in range(count)] for name in _ARRAYS}
-            numbers = json.loads(str(archive["numbers"]))
-        return cls(**{**arrays, **numbers})
-
-    @classmethod
-    def first(cls, seed: int, policy: ScalingPolicy) -> "Checkpoint":
-        """Return where a run begins."""
-        weights = [array for layer in _network.init_layers(seed) for array in layer]
-        zeros = [np.zeros_like(array) for array in weights]
-        return cls(0, weights, zeros, zeros, 0, state_to_dict(policy.init_state(), policy))
 
 
-class Training(Protocol):
-    """The network in training on one framework, made from a policy, a dtype, the loss's weight and a checkpoint."""
+class Step(NamedTuple):
+    """One training step."""
 
-    steps: int
-    """Steps taken."""
+    loss: float
+    """The mean cross-entropy, before its weight."""
+    loss_scale: float
+    """The loss scale used."""
+    skipped: bool
+    """Whether the gradients overflowed and the step was skipped."""
+    gradient_max: float
+    """The largest magnitude among all gradients of the weighted loss, unscaled."""
 
-    def step(self, images: Any, labels: Any, is_measured: bool) -> tuple[Step, float | None]:
-        """Take a step, and return what happened and, where it was measured, the share of gradients flushed to zero.
+
+class Run(NamedTuple):
+    """One training run."""
+
+    steps: list[Step]
+    flushed: float
+    """The share of gradient elements that are zero as stored, and would not be in float32."""
+    accuracy: float
+    """The share of test images recognised at the end."""
+    final_scale: float
+    """The loss scale after the last step."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped."""
+        return sum(step.skipped for step in self.steps)
+
+
+class Trainer(Protocol):
+    """What a framework does; made from a policy, the dtype to store in, the loss's weight and the first parameters.
+
+    Gradients are those of the weighted loss, unscaled: of the parameters, then of the layers' outputs.
+    """
+
+    def step(self, images: Any, labels: Any) -> tuple[Any, list[Any], StepInfo]:
+        """Apply or skip a step; return the loss before its weight, the gradients as stored, and what was done.
 
         Raises `OverflowStreakError` where the policy asks for it.
         """
         ...
 
-    def scale_state(self) -> dict[str, Any]:
-        """Return the scale state as a checkpoint of this framework has it, which is `state_to_dict`'s form."""
+    def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
+        """Return the gradients as float32 has them, from the same weights."""
         ...
 
-    def checkpoint(self) -> Checkpoint:
-        """Return everything needed to go on."""
-        ...
-
-    def accuracy(self, digits: Digits) -> float:
-        """Return the share of test images recognised."""
+    def logits(self, images: Any) -> Any:
+        """Return what the network makes of images."""
         ...
 
 
-def train(
-    kind: Callable[..., Training],
-    digits: Digits,
-    policy: ScalingPolicy,
-    dtype: str,
-    weight: float,
-    seed: int,
-    steps: int,
-    on_step: Callable[[], Any],
-) -> Run:
-    """Train the network in `dtype` on `weight` times the cross-entropy, by a `Training` of this kind."""
-    training = kind(policy, dtype, weight, Checkpoint.first(seed, policy))
-    return run(training, digits, seed, steps, on_step)
+def begin(settings: Settings, dtype: str) -> Trainer:
+    """Return a new trainer of the settings' framework, whose module is imported only when it is asked for."""
+    module = importlib.import_module(f"lossscale.demo._{settings.framework}")
+    trainer: Trainer = module.Trainer(settings.policy, dtype, settings.weight, init_weights(settings.seed))
+    return trainer
 
 
-def run(training: Training, digits: Digits, seed: int, steps: int, on_step: Callable[[], Any]) -> Run:
-    """Train until `steps` steps are taken, and return what happened."""
-    taken, flushed = [], []
-    batches = itertools.islice(digits.batches(steps, BATCH_SIZE, seed), training.steps, None)
-    for images, labels in batches:
-        step, share = training.step(images, labels, training.steps % MEASURE_EVERY == 0)
-        taken.append(step)
-        if share is not None:
-            flushed.append(share)
+def train(settings: Settings, dtype: str, digits: Digits, on_step: Callable[[], Any] = lambda: None) -> Run:
+    """Train in `dtype`, call `on_step` after every step, and return what happened."""
+    trainer, taken, flushed = begin(settings, dtype), list[Step](), list[float]()
+    for images, labels in digits.batches(settings.steps, BATCH_SIZE, settings.seed):
+        exact = trainer.exact_gradients(images, labels) if len(taken) % _MEASURE_EVERY == 0 else []
+        loss, gradients, info = trainer.step(images, labels)
+        if exact:
+            flushed.append(_flushed_share(gradients, exact))
+        if not info.applied:  # the stored gradients overflowed, and the weights are still those of before the step
+            gradients = exact or trainer.exact_gradients(images, labels)
+        taken.append(Step(float(loss), float(info.loss_scale_used), not info.applied, _largest(gradients)))
         on_step()
-    return Run(
-        steps=taken,
-        flushed=float(np.mean(flushed)),
-        accuracy=training.accuracy(digits),
-        final_scale=float(training.scale_state()["loss_scale"]),
-    )
+    logits = np.asarray(trainer.logits(digits.test_images))
+    accuracy = float(np.mean(logits.argmax(axis=1) == digits.test_labels))
+    return Run(taken, float(np.mean(flushed)), accuracy, float(info.loss_scale_after))
+
+
+def _largest(gradients: list[Any]) -> float:
+    return max(float(np.abs(gradient).max()) for gradient in map(np.asarray, gradients))
+
+
+def _flushed_share(stored: list[Any], exact: list[Any]) -> float:
+    """Return the share of the parameters' gradient elements that are zero as stored, and not in float32."""
+    pairs = [(np.asarray(stored[i]), np.asarray(exact[i])) for i in range(PARAMETERS)]
+    flushed = sum(np.count_nonzero((a == 0) & (b != 0)) for a, b in pairs)
+    return float(flushed / max(1, sum(np.count_nonzero(b) for _, b in pairs)))
