@@ -44,8 +44,7 @@ def _gradients(
 
 
 def _dense(inputs: Matrix, weight: Matrix, bias: Matrix) -> Matrix:
-    stored: Matrix = (_product(inputs, weight) + bias.astype(np.float32)).astype(weight.dtype)
-    return stored
+    return (_product(inputs, weight) + bias.astype(np.float32)).astype(weight.dtype)
 
 
 def _relu(outputs: Matrix) -> Matrix:
@@ -54,8 +53,7 @@ def _relu(outputs: Matrix) -> Matrix:
 
 def _product(a: Matrix, b: Matrix) -> Matrix:
     """Return a product summed in float32; NumPy's own float16 product is slow and sums in float16."""
-    product: Matrix = a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)
-    return product
+    return a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)
 
 
 class Trainer(VerbsTrainer):
@@ -75,4 +73,4 @@ class Trainer(VerbsTrainer):
 
     def logits(self, images: Any) -> Matrix:
         stored = [array.astype(self.dtype) for array in self.learnt.weights]
-        return forward(stored, images.astype(self.dtype), _dense, _relu)[-1]  # type: ignore[no-any-return]
+        return forward(stored, images.astype(self.dtype), _dense, _relu)[-1]

@@ -39,11 +39,11 @@ class Trainer:
         with torch.no_grad():
             return self._outputs(images, self.dtype)[-1]
 
-    def _loss(self, images: Any, labels: Any, dtype: str) -> tuple[Tensor, list[Tensor]]:
+    def _loss(self, images: Any, labels: Any, dtype: str) -> tuple[Tensor, list[Any]]:
         """Return the mean cross-entropy in float32, and every layer's output."""
         outputs = self._outputs(images, dtype)
         return functional.cross_entropy(outputs[-1].float(), torch.from_numpy(labels)), outputs
 
-    def _outputs(self, images: Any, dtype: str) -> list[Tensor]:
+    def _outputs(self, images: Any, dtype: str) -> list[Any]:
         with torch.autocast("cpu", torch.float16, enabled=dtype == "float16"):
             return forward(self.weights, torch.from_numpy(images), functional.linear, torch.relu)

@@ -78,8 +78,7 @@ class Trainer(Protocol):
 def begin(settings: Settings, dtype: str) -> Trainer:
     """Return a new trainer of the settings' framework, whose module is imported only when it is asked for."""
     module = importlib.import_module(f"lossscale.demo._{settings.framework}")
-    trainer: Trainer = module.Trainer(settings.policy, dtype, settings.weight, init_weights(settings.seed))
-    return trainer
+    return module.Trainer(settings.policy, dtype, settings.weight, init_weights(settings.seed))
 
 
 def train(settings: Settings, dtype: str, digits: Digits, on_step: Callable[[], Any] = lambda: None) -> Run:
