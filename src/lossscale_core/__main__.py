@@ -1,25 +1,9 @@
-"""`python -m lossscale_core` and the `lossscale` command: says what to install where the `demo` extra is missing."""
+"""Tell a person who runs `python -m lossscale_core` that the command has moved to the package `lossscale`."""
 
+import shlex
 import sys
 
-_DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
-
-
-def main() -> None:
-    """Run the `lossscale` command on `sys.argv`; exits with status 2 and one sentence on bad input."""
-    try:
-        from lossscale_core.cli import run
-
-        run()
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _DEMO_EXTRA:
-            raise
-        print(
-            f"lossscale: this command needs {error.name}, which is not installed; run: pip install 'lossscale[demo]'",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    moved = shlex.join(["python", "-m", "lossscale", *sys.argv[1:]])
+    print(f"lossscale_core: the command has moved to the package lossscale; run: {moved}", file=sys.stderr)
+    sys.exit(2)

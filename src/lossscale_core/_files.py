@@ -70,8 +70,7 @@ def suffix_of(path: Path) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def parse_json(text: str, **options: Any) -> Any:
-    """Return what JSON text holds. Raises `ValueError`, also where an object has a key twice, and `RecursionError`."""
+def _parse_json(text: str, **options: Any) -> Any:
     import json
 
     return json.loads(text, object_pairs_hook=_without_duplicates, **options)
@@ -83,7 +82,7 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-_PARSERS: dict[str, Callable[..., Any]] = {".toml": _parse_toml, ".json": parse_json}
+_PARSERS: dict[str, Callable[..., Any]] = {".toml": _parse_toml, ".json": _parse_json}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

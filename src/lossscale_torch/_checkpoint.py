@@ -10,6 +10,7 @@ import torch
 from lossscale_core import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
+    BaseScaling,
     DynamicScaling,
     ScalingPolicy,
     policy_from_dict,
@@ -20,7 +21,6 @@ from lossscale_core.dialects import from_peer, number_within
 from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
 from lossscale_torch._state import ScalerState
 
-LARGEST_INTERVAL = 2**31 - 1
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -172,6 +172,6 @@ def reachable_interval(interval: float) -> int:
     return BaseScaling.of(from_peer("torch", {"growth_interval": interval}, warn=False)).growth_interval
 
 
-def given_interval(interval: float) -> float | None:
+def given_interval(interval: float, policy: ScalingPolicy) -> float | None:
     """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
-    return None if reachable_interval(interval) == interval else interval
+    return None if BaseScaling.of(policy).growth_interval == interval else interval

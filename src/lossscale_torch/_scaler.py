@@ -98,7 +98,7 @@ class GradScaler(TorchNames):
             )
         if policy is None:
             policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
-            self._interval_as_given = given_interval(growth_interval)
+            self._interval_as_given = given_interval(growth_interval, policy)
         self._state = ScalerState(as_policy(policy))
         self._begun_with = (self._state.read_loss_scale(), 0)
         self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip)

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, _jax, regimes, train
+from lossscale.demo._network import load
 from lossscale_core import DynamicScaling
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _jax, _numpy
-from lossscale_core.demo._data import load
-from lossscale_core.demo._experiment import regimes
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -19,7 +18,7 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
     digits = load()
     runs = {
-        regime.name: _jax.train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        regime.name: train(Settings("jax", regime.policy, DEFAULT_WEIGHT, seed, 300), regime.dtype, digits)
         for regime in regimes(DEFAULT_POLICY)
     }
     exact, unscaled, dynamic = (runs[name] for name in ("float32", "float16, no scaling", "float16, dynamic"))
@@ -37,8 +36,8 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
 def test_it_trains_as_numpy_does(regime):
     """The same weights, batches and optimizer: losses and largest gradients agree while rounding has not added up."""
     ours, numpys = (
-        trainer.train(load(), regime.policy, regime.dtype, DEFAULT_WEIGHT, 0, 20, lambda: None)
-        for trainer in (_jax, _numpy)
+        train(Settings(framework, regime.policy, DEFAULT_WEIGHT, 0, 20), regime.dtype, load())
+        for framework in ("jax", "numpy")
     )
     tolerance = 1e-4 if regime.dtype == "float32" else 1e-2
     for one, other in zip(ours.steps, numpys.steps, strict=True):
@@ -51,7 +50,7 @@ def test_it_trains_as_numpy_does(regime):
 def test_overflows_replay_from_the_gradients():
     """A skipped step records its largest gradient in float32, and the step before it left its mark on the scale."""
     policy = DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48)
-    run = _jax.train(load(), policy, "float16", DEFAULT_WEIGHT, 0, 40, lambda: None)
+    run = train(Settings("jax", policy, DEFAULT_WEIGHT, 0, 40), "float16", load())
     assert run.skipped_steps > 0
     replayed = simulate_gradients(policy, [step.gradient_max for step in run.steps])
     assert replayed.skipped.tolist() == [step.skipped for step in run.steps]
@@ -60,11 +59,11 @@ def test_overflows_replay_from_the_gradients():
 
 def test_a_regime_is_compiled_once(monkeypatch):
     """One compilation serves every step, seed and weight of the loss."""
-    traced, adam_step = [], _jax._adam_step
-    monkeypatch.setattr(_jax, "_adam_step", lambda *args: traced.append(1) or adam_step(*args))
+    traced, adam_step = [], _jax.Trainer.adam_step
+    monkeypatch.setattr(_jax.Trainer, "adam_step", lambda *args: traced.append(1) or adam_step(*args))
     policy = DynamicScaling(init_scale=2.0**31, growth_interval=3)  # of no other test here
     for seed, weight in [(0, 1.0), (1, 1e-3)]:
-        _jax.train(load(), policy, "float16", weight, seed, 8, lambda: None)
+        train(Settings("jax", policy, weight, seed, 8), "float16", load())
     assert len(traced) == 1
 
 
@@ -72,12 +71,12 @@ def test_a_limit_on_the_streak_ends_the_run():
     """The demo knows the flag on the host, so it raises where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        _jax.train(load(), policy, "float16", 1.0, 0, 10, lambda: None)
+        train(Settings("jax", policy, 1.0, 0, 10), "float16", load())
 
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework jax` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale_core"]
+    command = [sys.executable, "-m", "lossscale"]
     demo = [*command, "demo", "--framework", "jax", "--steps", "5", "--out", str(tmp_path)]
     assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "jax"

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from lossscale_core import DynamicScaling
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, _numpy, _tensorflow
-from lossscale_core.demo._data import load
-from lossscale_core.demo._experiment import regimes
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, train
+from lossscale.demo._network import load
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -21,7 +20,7 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     names = ("float32", "float16, no scaling", "float16, dynamic")
     digits = load()
     runs = {
-        regime.name: _tensorflow.train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        regime.name: train(Settings("tensorflow", regime.policy, DEFAULT_WEIGHT, seed, 300), regime.dtype, digits)
         for regime in regimes(DEFAULT_POLICY)
         if regime.name in names
     }
@@ -40,8 +39,8 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
 def test_it_trains_as_numpy_does(regime):
     """The same weights, batches and optimizer: losses and largest gradients agree while rounding has not added up."""
     ours, numpys = (
-        trainer.train(load(), regime.policy, regime.dtype, DEFAULT_WEIGHT, 0, 10, lambda: None)
-        for trainer in (_tensorflow, _numpy)
+        train(Settings(framework, regime.policy, DEFAULT_WEIGHT, 0, 10), regime.dtype, load())
+        for framework in ("tensorflow", "numpy")
     )
     tolerance = 1e-4 if regime.dtype == "float32" else 1e-2
     for one, other in zip(ours.steps, numpys.steps, strict=True):
@@ -54,7 +53,7 @@ def test_it_trains_as_numpy_does(regime):
 def test_overflows_replay_from_the_gradients():
     """A skipped step records its largest gradient in float32, and left its mark on the scale."""
     policy = DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48)
-    run = _tensorflow.train(load(), policy, "float16", DEFAULT_WEIGHT, 0, 40, lambda: None)
+    run = train(Settings("tensorflow", policy, DEFAULT_WEIGHT, 0, 40), "float16", load())
     assert run.skipped_steps > 0
     replayed = simulate_gradients(policy, [step.gradient_max for step in run.steps])
     assert replayed.skipped.tolist() == [step.skipped for step in run.steps]
@@ -65,12 +64,12 @@ def test_a_limit_on_the_streak_ends_the_run():
     """A traced step cannot raise, but the demo reads the state after it, and does where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        _tensorflow.train(load(), policy, "float16", 1.0, 0, 10, lambda: None)
+        train(Settings("tensorflow", policy, 1.0, 0, 10), "float16", load())
 
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework tensorflow` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale_core"]
+    command = [sys.executable, "-m", "lossscale"]
     demo = [*command, "demo", "--framework", "tensorflow", "--steps", "5", "--out", str(tmp_path)]
     assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "tensorflow"

@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT
-from lossscale_core.demo._data import load
-from lossscale_core.demo._experiment import regimes
-from lossscale_core.demo._torch import train
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, train
+from lossscale.demo._network import load
 from lossscale_core.testing import simulate
 
 
@@ -18,7 +16,7 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
     digits = load()
     runs = {
-        regime.name: train(digits, regime.policy, regime.dtype, DEFAULT_WEIGHT, seed, 300, lambda: None)
+        regime.name: train(Settings("torch", regime.policy, DEFAULT_WEIGHT, seed, 300), regime.dtype, digits)
         for regime in regimes(DEFAULT_POLICY)
     }
     exact, dynamic = runs["float32"], runs["float16, dynamic"]
@@ -33,7 +31,7 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework torch` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale_core"]
+    command = [sys.executable, "-m", "lossscale"]
     demo = [*command, "demo", "--framework", "torch", "--steps", "5", "--out", str(tmp_path)]
     assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "torch"

@@ -176,7 +176,7 @@ def test_the_attributes_of_a_scaler_as_json(tmp_path):
 
 
 def _checkpoint(*arguments, cwd):
-    command = [sys.executable, "-m", "lossscale_core", "checkpoint", *arguments]
+    command = [sys.executable, "-m", "lossscale", "checkpoint", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 

@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
+from lossscale.demo import DEFAULT_WEIGHT, Settings
+from lossscale.demo._network import load
+from lossscale.demo._training import BATCH_SIZE
 from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
-from lossscale_core.demo import DEFAULT_WEIGHT, Checkpoint, Settings, begin
-from lossscale_core.demo._data import load
-from lossscale_core.demo._records import BATCH_SIZE
+from tests.conformance.resuming import Checkpoint, Training
 from tests.conformance.travelling import WRAPPERS
 
 FRAMEWORKS = ("numpy", "torch", "jax", "tensorflow")
@@ -50,10 +51,10 @@ def _train(training, until, at_step=lambda: None):
     """Train until a step, with the demo's own batches, and record it."""
     recorded = Recorded([], [], [], None)
     for images, labels in itertools.islice(DIGITS.batches(until, BATCH_SIZE, SEED), training.steps, None):
-        step, _ = training.step(images, labels, False)
-        recorded.finite.append(not step.skipped)
+        loss, applied = training.step(images, labels)
+        recorded.finite.append(applied)
         recorded.states.append(_plain(training.scale_state()))
-        recorded.losses.append(step.loss)
+        recorded.losses.append(loss)
         at_step()
     return recorded._replace(end=training.checkpoint())
 
@@ -64,7 +65,7 @@ def _plain(saved):
 
 
 def _begin(framework, start=None):
-    return begin(Settings(framework, POLICY, DEFAULT_WEIGHT, SEED, STEPS), start)
+    return Training(Settings(framework, POLICY, DEFAULT_WEIGHT, SEED, STEPS), start)
 
 
 @pytest.fixture(scope="module")

@@ -37,16 +37,3 @@ def test_reading_other_tools_loads_no_framework():
         "ls.dialects.state_from_peer('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
     )
     assert not loaded & (FRAMEWORKS | EXTRAS)
-
-
-def test_the_command_without_its_extra_says_what_to_install():
-    """One sentence and status 2, no traceback."""
-    code = (
-        "import sys; sys.modules['click'] = None; sys.argv = ['lossscale', 'demo']; "
-        "from lossscale_core.__main__ import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "lossscale: this command needs click, which is not installed; run: pip install 'lossscale[demo]'\n"
-    )

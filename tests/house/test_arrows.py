@@ -4,11 +4,13 @@ import ast
 import graphlib
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 SRC = Path(__file__).parents[2] / "src"
 STANDARD_LIBRARY = sys.stdlib_module_names
+IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
 CORE = {
     "errors": set(),
@@ -17,7 +19,6 @@ CORE = {
     "_finite": set(),
     "_words": set(),
     "_files": {"_words", "errors"},
-    "_trace_file": {"_files", "_words", "errors"},
     "_settings": {"_words", "errors"},
     "_arrays": {"tree", "_finite", "_state"},
     "_policy": {"_settings", "_arrays", "_state", "errors"},
@@ -27,18 +28,34 @@ CORE = {
     "_report": {"_config", "_policy", "_settings", "_state", "errors"},
     "_strategies": {"_policy", "_settings"},
     "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_words", "errors"},
-    "_foreign_files": {"_files", "_words", "dialects", "errors"},
     "_placement": {"_config"},
     "testing": {"_checkpoint", "_config", "_policy", "_settings", "_state", "_strategies", "tree"},
+    "__main__": set(),
 }
-COMMAND = {"cli", "demo", "__main__"}
-THIRD_PARTY = {"numpy", "array_api_compat"}
-EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_foreign_files": {"torch"}}
-DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
+CORE_REQUIRES = {"numpy", "array_api_compat"}
+FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}}
 ADAPTERS = {
     "lossscale_torch": {"torch"},
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+}
+
+
+class Drawn(NamedTuple):
+    """What a room of the command may import: other rooms of it, private ones of the core, and other packages."""
+
+    rooms: set[str]
+    core: set[str]
+    outside: set[str]
+
+
+COMMAND = {
+    "__init__": Drawn(set(), set(), set()),
+    "__main__": Drawn({"cli"}, set(), set()),
+    "demo": Drawn(set(), set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
+    "cli": Drawn(
+        {"demo"}, {"_config", "_files", "_settings", "_words"}, {"click", "matplotlib", "numpy", "rich", "torch"}
+    ),
 }
 
 
@@ -48,7 +65,10 @@ def _room(path: Path) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Return the dotted names that a file imports, `from package import module` as `package.module`."""
+    """Return the dotted names that a file imports, at its top or within a function, by a statement or by a call.
+
+    `from package import module` is `package.module`; a call with a name that is computed is `(computed)`.
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,60 +76,89 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING_CALLS:
+            name = node.args[0]
+            names.add(name.value if isinstance(name, ast.Constant) else "(computed)")
     return names
 
 
-def _core_arrows() -> dict[str, set[str]]:
-    """Return which rooms of the core each of its rooms imports."""
-    rooms = {_room(path) for path in (SRC / "lossscale_core").rglob("*.py")}
+def _files(package: str) -> list[Path]:
+    return sorted((SRC / package).rglob("*.py"))
+
+
+def _arrows(package: str) -> dict[str, set[str]]:
+    """Return which rooms of a package each of its rooms imports."""
+    rooms = {_room(path) for path in _files(package)}
     arrows: dict[str, set[str]] = {room: set() for room in rooms}
-    for path in (SRC / "lossscale_core").rglob("*.py"):
+    for path in _files(package):
         for name in _imports(path):
-            parts = name.split(".")
-            if parts[0] == "lossscale_core":
+            parts = [*name.split("."), "__init__"]
+            if parts[0] == package:
                 target = parts[1] if parts[1] in rooms else "__init__"
                 arrows[_room(path)] |= {target} - {_room(path)}
     return arrows
 
 
+def _outside(path: Path, *packages: str) -> set[str]:
+    """Return the packages that a file imports besides the standard library and these."""
+    return {name.partition(".")[0] for name in _imports(path)} - STANDARD_LIBRARY - {*packages}
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and part != "__version__" for part in name.split("."))
+
+
 def test_the_core_has_only_the_arrows_drawn():
     """Each room imports what it may, and no room is without a line in the drawing."""
-    arrows = _core_arrows()
-    assert arrows.keys() == CORE.keys() | COMMAND | {"__init__"}
+    arrows = _arrows("lossscale_core")
+    assert arrows.keys() == CORE.keys() | {"__init__"}
     for room, allowed in CORE.items():
         assert arrows[room] <= allowed, room
-    assert not arrows["__init__"] & COMMAND
-    assert arrows["__main__"] == {"cli"}
-    assert not arrows["demo"] & {"cli", "__main__"}
+    assert "__main__" not in arrows["__init__"]
 
 
-def test_the_core_has_no_import_circle():
-    """The rooms of the core can be put in an order."""
-    list(graphlib.TopologicalSorter(_core_arrows()).static_order())
+@pytest.mark.parametrize("package", ["lossscale", "lossscale_core"])
+def test_no_package_has_an_import_circle(package):
+    """The rooms of the core, and those of the command, can be put in an order."""
+    list(graphlib.TopologicalSorter(_arrows(package)).static_order())
 
 
-@pytest.mark.parametrize("path", sorted((SRC / "lossscale_core").rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
 def test_the_core_stands_on_numpy_and_array_api_compat(path):
-    """Nothing else is imported, but for what an extra installs and only in the rooms that need it."""
-    room = _room(path)
-    allowed = THIRD_PARTY | EXTRA.get(room, set()) | (DEMO_EXTRA if room in COMMAND else set())
-    adapter = f"lossscale{path.stem}".replace("tensorflow", "tf")
-    if room == "demo" and adapter in ADAPTERS:  # demo/_torch.py and its like, imported when they are asked for
-        allowed |= {adapter} | ADAPTERS[adapter]
-    outside = {name.partition(".")[0] for name in _imports(path)} - STANDARD_LIBRARY - {"lossscale_core"}
-    assert outside <= allowed
+    """No adapter and no framework is imported, not within a function either; hypothesis serves who tests with it."""
+    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | FOR_WHO_TESTS.get(_room(path), set())
+
+
+def test_the_command_has_only_the_arrows_drawn():
+    """It may import everything by its public name, and of the core the reader and writer of files besides."""
+    arrows = _arrows("lossscale")
+    assert arrows.keys() == COMMAND.keys()
+    for path in _files("lossscale"):
+        drawn = COMMAND[_room(path)]
+        assert arrows[_room(path)] <= drawn.rooms, path
+        assert _outside(path, "lossscale", "lossscale_core") - {"(computed)"} <= drawn.outside, path
+        for name in _imports(path):
+            package, *parts = name.split(".")
+            if package in {"lossscale_core", *ADAPTERS} and _is_private(name):
+                assert package == "lossscale_core", path
+                assert parts[0] in drawn.core, path
 
 
 def test_adapters_use_public_names_and_their_own_framework():
     """No adapter reaches into the core's private rooms or into another adapter."""
-    packages = {path.name for path in SRC.iterdir() if path.is_dir()}
-    assert packages <= {"lossscale_core", *ADAPTERS}
-    for package in packages - {"lossscale_core"}:
-        for path in (SRC / package).rglob("*.py"):
+    assert {path.name for path in SRC.iterdir() if path.is_dir()} <= {"lossscale", "lossscale_core", *ADAPTERS}
+    for package, frameworks in ADAPTERS.items():
+        for path in _files(package):
+            assert _outside(path, "lossscale_core", package) <= frameworks, path
             for name in _imports(path):
-                parts = name.split(".")
-                assert not (parts[0] == "lossscale_core" and any(part.startswith("_") for part in parts)), path
-                assert parts[0] in STANDARD_LIBRARY | {"lossscale_core", package} | ADAPTERS[package], path
+                assert not (name.startswith("lossscale_core.") and _is_private(name)), path
+
+
+@pytest.mark.parametrize("folder", ["src/lossscale_core", *(f"src/{package}" for package in ADAPTERS), "examples"])
+def test_nothing_imports_the_command(folder):
+    """`lossscale` is what a person runs, and no package needs it."""
+    for path in (SRC.parent / folder).rglob("*.py"):
+        assert "lossscale" not in {name.partition(".")[0] for name in _imports(path)}, path
 
 
 POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy"}

@@ -5,23 +5,16 @@ distillation and reinforcement learning really occur: with a small weight on the
 own size, so float32 does not mind; float16 without scaling does.
 """
 
-from lossscale_core.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, begin, run_experiment
-from lossscale_core.demo._picture import as_png, draw, draw_scale
-from lossscale_core.demo._records import Experiment, Run, Settings, as_json
-from lossscale_core.demo._training import Checkpoint, Training
+from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, Experiment, as_json, regimes, run_experiment
+from lossscale.demo._training import Settings, train
 
 __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_WEIGHT",
-    "Checkpoint",
     "Experiment",
-    "Run",
     "Settings",
-    "Training",
     "as_json",
-    "as_png",
-    "begin",
-    "draw",
-    "draw_scale",
+    "regimes",
     "run_experiment",
+    "train",
 ]

@@ -12,7 +12,7 @@ import pytest
 from lossscale_core import policy_from_dict, state_from_dict
 from lossscale_core.dialects import guess_peer, peers, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from tests.core.commanding import refused, run
+from tests.command.commanding import refused, run
 
 LONGEST = 3000
 """What a message may have in characters: it is read in a terminal."""
@@ -140,7 +140,7 @@ def _with_torch(tmp_path, version):
     )
 
 
-SHOW = "import sys; sys.path.insert(0, '.'); from lossscale_core.cli import run; run(['checkpoint', 'show', 's.pt'])"
+SHOW = "import sys; sys.path.insert(0, '.'); from lossscale.cli import run; run(['checkpoint', 'show', 's.pt'])"
 
 
 def _show_with_torch(tmp_path, version):

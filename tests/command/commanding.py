@@ -5,8 +5,8 @@ import io
 import resource
 from typing import NamedTuple
 
-import lossscale_core.demo  # noqa: F401  before a test leaves no room for what scikit-learn writes on import
-from lossscale_core import cli
+import lossscale.demo  # noqa: F401  before a test leaves no room for what scikit-learn writes on import
+from lossscale import cli
 
 
 class Done(NamedTuple):

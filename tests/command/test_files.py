@@ -10,7 +10,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, dump_policy, load_policy
 from lossscale_core.errors import PolicyError
-from tests.core.commanding import refused, room_for, run
+from tests.command.commanding import refused, room_for, run
 
 
 @pytest.fixture

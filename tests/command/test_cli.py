@@ -12,7 +12,7 @@ from lossscale_core.dialects import from_peer, peers
 
 
 def _run(*arguments, cwd=None):
-    command = [sys.executable, "-m", "lossscale_core", *map(str, arguments)]
+    command = [sys.executable, "-m", "lossscale", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, stdin=subprocess.DEVNULL)
 
 

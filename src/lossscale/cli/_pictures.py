@@ -1,14 +1,13 @@
-"""The demo's picture: what the loss did, what the scale did, and how small a loss each regime survives."""
+"""The pictures that the command leaves: the loss scale over the steps of a run, and the demo's three panels."""
 
 import io
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from lossscale_core._files import write_whole
-from lossscale_core.demo._records import Experiment
+if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does without
+    from lossscale.demo import Experiment
 
 _COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # after Okabe and Ito: colour-blind readers tell them apart
 _LINES = tuple(
@@ -18,23 +17,15 @@ _LINES = tuple(
 _SMOOTHING = 9
 
 
-def draw(experiment: Experiment, path: Path) -> None:
-    """Write the experiment's three panels to `path` as a PNG; a file that is there is replaced."""
-    write_whole(path, as_png(experiment), overwrite=True)
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches, which needs no display."""
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def as_png(experiment: Experiment) -> bytes:
-    """Return the experiment's three panels as a PNG."""
-    figure, picture = Figure(figsize=(15, 4.6), layout="constrained"), io.BytesIO()
-    losses, scales, weights = figure.subplots(1, 3)
-    _draw_losses(losses, experiment)
-    _draw_scales(scales, experiment)
-    _draw_sweep(weights, experiment)
-    settings = experiment.settings
-    figure.suptitle(
-        f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
-    )
-    figure.savefig(picture, format="png", dpi=110)
+def as_picture(figure: Figure, suffix: str = "png") -> bytes:
+    """Return a figure as the content of a `png`, `pdf` or `svg` file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=suffix.lower(), dpi=110)
     return picture.getvalue()
 
 
@@ -50,33 +41,41 @@ def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str
     axes.legend()
 
 
-def _draw_losses(axes: Any, experiment: Experiment) -> None:
+def experiment_as_png(experiment: "Experiment") -> bytes:
+    """Return the experiment's three panels as a PNG."""
+    figure = new_figure(15, 4.6)
+    losses, scales, weights = figure.subplots(1, 3)
+    _draw_losses(losses, experiment)
+    _draw_scales(scales, experiment)
+    _draw_sweep(weights, experiment)
+    settings = experiment.settings
+    figure.suptitle(
+        f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
+    )
+    return as_picture(figure)
+
+
+def _draw_losses(axes: Any, experiment: "Experiment") -> None:
     for (name, run), line in zip(experiment.runs.items(), _LINES, strict=True):
         axes.plot(_smoothed([step.loss for step in run.steps]), label=name, **line)
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy, before its weight")
-    axes.set_title("Training loss")
+    axes.set(yscale="log", xlabel="step", ylabel="cross-entropy, before its weight", title="Training loss")
     axes.legend()
 
 
-def _draw_scales(axes: Any, experiment: Experiment) -> None:
+def _draw_scales(axes: Any, experiment: "Experiment") -> None:
     scaled = list(experiment.runs.items())[2:]
     for (name, run), colour in zip(scaled, _COLOURS[2:], strict=True):
         draw_scale(axes, [step.loss_scale for step in run.steps], [step.skipped for step in run.steps], colour, name)
     axes.set_title("Loss scale")
 
 
-def _draw_sweep(axes: Any, experiment: Experiment) -> None:
+def _draw_sweep(axes: Any, experiment: "Experiment") -> None:
     for (name, accuracy), line in zip(experiment.sweep.items(), _LINES, strict=True):
         axes.plot(list(accuracy), list(accuracy.values()), marker="o", markersize=4, label=name, **line)
     axes.axvline(experiment.settings.weight, color="#999999", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.invert_xaxis()
-    axes.set_ylim(0.0, 1.02)
+    axes.set(xscale="log", ylim=(0.0, 1.02), ylabel="test accuracy", title="How small a loss survives")
     axes.set_xlabel("weight of the loss (the grey line is the one at the left)")
-    axes.set_ylabel("test accuracy")
-    axes.set_title("How small a loss survives")
+    axes.invert_xaxis()
     axes.legend(loc="lower left")
 
 

@@ -5,20 +5,21 @@ import json
 import numpy as np
 import pytest
 
+from lossscale.cli._pictures import experiment_as_png
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, as_json, regimes, run_experiment, train
+from lossscale.demo._network import forward, init_weights, load
+from lossscale.demo._numpy import Trainer, backward, cross_entropy
 from lossscale_core import DynamicScaling, NoScaling
-from lossscale_core.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, _data, _network, as_json, draw, run_experiment
-from lossscale_core.demo._experiment import regimes
-from lossscale_core.demo._numpy import train
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
 
 STEPS = 300
-DIGITS = _data.load()
+DIGITS = load()
 
 
 def _train(name, weight, seed, steps=STEPS):
     regime = next(regime for regime in regimes(DEFAULT_POLICY) if regime.name == name)
-    return train(DIGITS, regime.policy, regime.dtype, weight, seed, steps, lambda: None)
+    return train(Settings("numpy", regime.policy, weight, seed, steps), regime.dtype, DIGITS)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,36 +54,36 @@ def test_the_same_seed_gives_the_same_run():
 
 
 def test_storage_is_real_float16():
-    """Weights, activations and gradients are float16 arrays; only products are summed wider."""
-    layers = _network.cast(_network.init_layers(0), np.float16)
-    outputs = _network.forward(layers, DIGITS.train_images[:8])
-    _, grad = _network.cross_entropy(outputs[-1], DIGITS.train_labels[:8])
-    grads = _network.backward(layers, outputs, grad).grads
-    assert {array.dtype for array in [*outputs, *(a for layer in [*layers, *grads] for a in layer)]} == {
-        np.dtype(np.float16)
-    }
+    """Activations and gradients are stored in float16; only products are summed wider, and weights are float32."""
+    trainer = Trainer(NoScaling(), "float16", 1.0, init_weights(0))
+    images, labels = DIGITS.train_images[:8], DIGITS.train_labels[:8]
+    _, gradients = trainer.gradients(trainer.learnt.weights, "float16", (images, labels), np.float32(1.0))
+    assert {array.dtype for array in [trainer.logits(images), *gradients]} == {np.dtype(np.float16)}
+    assert {array.dtype for array in trainer.learnt.weights} == {np.dtype(np.float32)}
 
 
 def test_backward_is_the_gradient_of_the_loss():
     """The hand-written backward pass agrees with central differences, in float64 to see it clearly."""
-    layers = [_network.Layer(*(array.astype(np.float64) for array in layer)) for layer in _network.init_layers(1)]
-    images, labels = DIGITS.train_images[:16], DIGITS.train_labels[:16]
-    outputs = _network.forward(layers, images)
-    grads = _network.backward(layers, outputs, _network.cross_entropy(outputs[-1], labels)[1]).grads
+    weights = [array.astype(np.float64) for array in init_weights(1)]
+    images, labels = DIGITS.train_images[:16].astype(np.float64), DIGITS.train_labels[:16]
 
-    def loss_with(layer, row, column, shift):
-        weight = layers[layer].weight.copy()
-        weight[row, column] += shift
-        moved = [*layers]
-        moved[layer] = layers[layer]._replace(weight=weight)
-        return _network.cross_entropy(_network.forward(moved, images)[-1], labels)[0]
+    def outputs_of(weights):
+        return forward(weights, images, lambda inputs, weight, bias: inputs @ weight + bias, lambda o: np.maximum(o, 0))
 
-    for layer, row, column in [(0, 20, 5), (1, 3, 7), (2, 11, 2)]:
-        slope = (loss_with(layer, row, column, 1e-2) - loss_with(layer, row, column, -1e-2)) / 2e-2
-        assert grads[layer].weight[row, column] == pytest.approx(slope, rel=2e-2, abs=1e-5)
+    outputs = outputs_of(weights)
+    grads = backward(weights, images, outputs, cross_entropy(outputs[-1], labels)[1], "float64")
+
+    def loss_with(parameter, row, column, shift):
+        moved = [array.copy() for array in weights]
+        moved[parameter][row, column] += shift
+        return cross_entropy(outputs_of(moved)[-1], labels)[0]
+
+    for parameter, row, column in [(0, 20, 5), (2, 3, 7), (4, 11, 2)]:
+        slope = (loss_with(parameter, row, column, 1e-2) - loss_with(parameter, row, column, -1e-2)) / 2e-2
+        assert grads[parameter][row, column] == pytest.approx(slope, rel=2e-2, abs=1e-5)
 
 
-def test_the_record_can_be_simulated(tmp_path):
+def test_the_record_can_be_simulated():
     """The trace left behind replays: its overflows, and its gradients, give the recorded scales."""
     settings = Settings("numpy", DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48), 1e-5, 0, 40)
     calls = []
@@ -100,13 +101,12 @@ def test_the_record_can_be_simulated(tmp_path):
     assert replayed.loss_scale_used.tolist() == record["loss_scale"]
     by_gradient = simulate_gradients(record["policy"], record["gradient_max"])
     assert by_gradient.skipped.tolist() == [bool(flag) for flag in record["overflow"]]
-    draw(experiment, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert experiment_as_png(experiment).startswith(b"\x89PNG")
 
 
 def test_a_limit_on_the_streak_ends_the_run():
     """The demo knows the flag on the host, so it raises where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        train(DIGITS, policy, "float16", 1.0, 0, 10, lambda: None)
-    train(DIGITS, NoScaling(), "float32", 1.0, 0, 10, lambda: None)
+        train(Settings("numpy", policy, 1.0, 0, 10), "float16", DIGITS)
+    train(Settings("numpy", NoScaling(), 1.0, 0, 10), "float32", DIGITS)

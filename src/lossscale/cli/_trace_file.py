@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core._files import LARGEST_DATA, parse_json, read_text
+from lossscale_core._files import LARGEST_DATA, read_data, read_text, suffix_of
 from lossscale_core._words import shown, shown_names
 from lossscale_core.errors import TraceFileError
 
@@ -41,11 +41,10 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 
 
 def _values(path: Path, key: str) -> list[Any]:
-    text = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
-    try:
-        content = parse_json(text) if path.suffix.lower() == ".json" else text
-    except (ValueError, RecursionError) as error:
-        raise TraceFileError(f"{path} is not valid JSON: {error}") from error
+    if suffix_of(path) == ".json":
+        content = read_data(path, TraceFileError, LARGEST_DATA)
+    else:
+        content = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
     if isinstance(content, dict):
         if key not in content:
             raise TraceFileError(f"{path} has no {key!r}; it has {shown_names(content) or 'nothing'}")

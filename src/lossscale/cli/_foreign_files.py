@@ -1,18 +1,16 @@
 """Other tools' files: configs in JSON or TOML, checkpoints in JSON or as `torch.save` wrote them."""
 
-import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lossscale.cli._torch_files import SUFFIXES, read_pickle
 from lossscale_core._files import LARGEST_DATA, read_data, suffix_of
 from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_OLDEST_TORCH = (2, 10)
 _DEEPEST = 3
 _MOST_DICTS = 100_000
 
@@ -48,52 +46,11 @@ def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[st
 
 def _load(path: Path) -> Any:
     suffix = suffix_of(path)
-    if suffix in _PICKLES:
-        return _load_pickle(path)
+    if suffix in SUFFIXES:
+        return read_pickle(path)
     if suffix != ".json":
-        raise CheckpointError(f"{path} must be JSON (.json) or written by torch.save ({', '.join(_PICKLES)})")
+        raise CheckpointError(f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)})")
     return read_data(path, CheckpointError, LARGEST_DATA)
-
-
-def _load_pickle(path: Path) -> Any:
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is not a file that torch.save wrote; pass a regular file")
-    try:
-        import torch  # here, since only these files need it
-    except ImportError:
-        raise CheckpointError(
-            f"reading {path} needs torch, which is not installed; run: pip install 'lossscale[torch]'"
-        ) from None
-    _require_safe(path, torch.__version__)
-    with path.open("rb") as file:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a file that is none, or is damaged, makes of its reader
-            raise CheckpointError(f"{path} {_unreadable(error)}") from error
-
-
-def _require_safe(path: Path, version: str) -> None:
-    """Require a torch in which `weights_only=True` keeps what it promises, as far as is known.
-
-    See https://nvd.nist.gov/vuln/detail/CVE-2025-32434 (mended in 2.6) and
-    https://nvd.nist.gov/vuln/detail/CVE-2026-24747 (mended in 2.10).
-    """
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    if numbers < _OLDEST_TORCH:
-        raise CheckpointError(
-            f"{path} is not read with torch {version}, whose weights_only=True a file can get around "
-            "(CVE-2025-32434, CVE-2026-24747); run: pip install --upgrade 'torch>=2.10', or save the scaler as JSON "
-            "where it was made: json.dump(scaler.state_dict(), file)"
-        )
-
-
-def _unreadable(error: Exception) -> str:
-    if "unsupported global" in str(error).lower() or "unsupported class" in str(error).lower():
-        return (
-            "holds objects that cannot be read without running what is in it; save the scaler's part by itself: "
-            "torch.save(scaler.state_dict(), file), or json.dump(vars(scaler), file, default=str)"
-        )
-    return "is not what torch.save writes, or is damaged; save it again"
 
 
 def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

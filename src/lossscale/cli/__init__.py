@@ -1,0 +1,55 @@
+"""The `lossscale` command: watch the demo, try a policy on a recorded run, check and convert policies and checkpoints.
+
+Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2. A subcommand is one
+module of this package, whose `command` is listed in `_SUBCOMMANDS`.
+"""
+
+import io
+import sys
+
+import click
+
+from lossscale.cli import checkpoint, demo, policy, simulate
+from lossscale.cli._shared import example, help_if_alone
+from lossscale_core.errors import LossScaleError
+
+_SUBCOMMANDS = (demo, simulate, policy, checkpoint)
+
+
+@click.group(
+    epilog=example("lossscale demo"),
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(package_name="lossscale")
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Loss scaling for float16 training: a demo, a simulator, and policies and checkpoints of this and other tools."""
+    help_if_alone(context)
+
+
+for _module in _SUBCOMMANDS:
+    command.add_command(_module.command)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command on `arguments` (`sys.argv` when left out) and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × and – is no reason to fail
+    try:
+        sys.exit(command.main(arguments, prog_name="lossscale", standalone_mode=False))
+    except click.Abort:
+        _fail("stopped", status=130)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except LossScaleError as error:
+        _fail(str(error))
+    except (RecursionError, MemoryError) as error:
+        _fail(f"what is in the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file")
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str, status: int = 2) -> None:
+    click.echo(f"lossscale: {message}", err=True)
+    sys.exit(status)

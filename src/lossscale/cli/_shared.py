@@ -1,0 +1,53 @@
+"""Options, checks and texts that the subcommands share."""
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+FILE = click.Path(path_type=Path)
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
+
+
+def example(command: str) -> str:
+    """Return the end of a command's help: `command`, set apart so that it can be copied."""
+    return f"\b\nExample:\n  {command}"
+
+
+def help_if_alone(context: click.Context) -> None:
+    """Print a group's help where no subcommand is given."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def require_new(*paths: Path | None, mend: str = "name a new file") -> None:
+    """Refuse to write over a file before the work begins; a link counts as one, even where it leads nowhere."""
+    for path in paths:
+        if path is not None and os.path.lexists(path):
+            raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
+
+
+def console() -> Console:
+    """Return a console that prints names from files as they are: `[/x]` and `:x:` are markup to rich."""
+    return Console(markup=False, emoji=False)
+
+
+def scale_text(scale: float) -> str:
+    """Return a large or tiny power of two as `2**n`, since nobody knows it by its digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and not -9 < exponent <= 17 else f"{scale:g}"
+
+
+@contextlib.contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print each warning as one line on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        click.echo(f"lossscale: warning: {warning.message}", err=True)

@@ -1,0 +1,108 @@
+"""`lossscale demo`: train a small network in real float16, with and without loss scaling."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new, scale_text
+from lossscale_core import load_policy
+from lossscale_core._config import policy_to_toml
+from lossscale_core._files import write_whole
+
+_ADAPTERS = {
+    "numpy": "lossscale_core",
+    "torch": "lossscale_torch",
+    "jax": "lossscale_jax",
+    "tensorflow": "lossscale_tf",
+}
+_RESULTS = ("demo.png", "trace.json", "policy.toml")
+
+
+@click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))
+@click.option(
+    "--framework", type=click.Choice(tuple(_ADAPTERS)), default="numpy", show_default=True, help="What trains."
+)
+@click.option("--policy", "policy_file", type=FILE, help="A policy file (.toml or .json) for the dynamic regime.")
+@click.option("--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="Weighs the loss.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
+@click.option("--out", type=FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
+@OVERWRITE
+def command(
+    framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool
+) -> None:
+    """Train a small network in real float16, with and without loss scaling.
+
+    Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png,
+    trace.json and policy.toml in the --out folder. Files that are there are left alone, unless --overwrite is given;
+    a --policy that is itself the folder's policy.toml stays as it is.
+    """
+    if math.isnan(weight):
+        raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
+    if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
+        raise click.UsageError(
+            f"--framework {framework} needs its adapter, which this installation lacks; "
+            f"run: pip install --upgrade 'lossscale[{framework}]'"
+        )
+    from lossscale import demo  # imported late, since scikit-learn and matplotlib take seconds
+    from lossscale.cli._pictures import experiment_as_png
+
+    results = [out / name for name in _RESULTS if not _is_same_file(policy_file, out / name)]
+    if not overwrite:
+        require_new(*results, mend="name another folder, or pass --overwrite")
+    policy = demo.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
+    settings = demo.Settings(framework, policy, weight, seed, steps)
+    out.mkdir(parents=True, exist_ok=True)
+    terminal = console()
+    with _progress(terminal) as progress:
+        experiment = demo.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
+    terminal.print(_results_table(experiment))
+    contents: dict[str, str | bytes] = {
+        "demo.png": experiment_as_png(experiment),
+        "trace.json": json.dumps(demo.as_json(experiment), indent=1) + "\n",
+        "policy.toml": policy_to_toml(policy),
+    }
+    for path in results:
+        write_whole(path, contents[path.name], overwrite=overwrite)
+    terminal.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
+
+
+def _is_same_file(one: Path | None, other: Path) -> bool:
+    return one is not None and one.exists() and other.exists() and one.samefile(other)
+
+
+def _progress(terminal: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=terminal,
+    )
+
+
+def _advancing(progress: Progress, name: str, total: int) -> Callable[[], Any]:
+    task = progress.add_task(name, total=total)
+    return lambda: progress.advance(task)
+
+
+def _results_table(experiment: Any) -> Table:
+    settings = experiment.settings
+    table = Table(title=f"Digits in float16: loss × {settings.weight:g}, {settings.steps} steps, seed {settings.seed}")
+    table.add_column("regime", no_wrap=True)
+    for column in ("accuracy", "flushed", "skipped", "final scale"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, run in experiment.runs.items():
+        flushed, skipped = f"{run.flushed:.1%}", str(run.skipped_steps)
+        table.add_row(name, f"{run.accuracy:.1%}", flushed, skipped, scale_text(run.final_scale))
+    table.caption = "accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed"
+    return table

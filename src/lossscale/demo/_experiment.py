@@ -1,0 +1,80 @@
+"""Four regimes side by side, and the same four over a sweep of the loss's weight."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from threadpoolctl import threadpool_limits
+
+from lossscale.demo._network import load
+from lossscale.demo._training import Run, Settings, train
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, policy_to_dict
+
+DEFAULT_WEIGHT = 1e-5
+DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
+"""Grows much faster than in real training, so that a few hundred steps show it find its level."""
+WEIGHTS = tuple(10.0**-exponent for exponent in range(7))
+
+
+class Experiment(NamedTuple):
+    """Every regime's run at the chosen weight, and its test accuracy by weight."""
+
+    settings: Settings
+    runs: dict[str, Run]
+    sweep: dict[str, dict[float, float]]
+
+
+class Regime(NamedTuple):
+    """A dtype to store in, and a policy for the loss scale."""
+
+    name: str
+    dtype: str
+    policy: ScalingPolicy
+
+
+def regimes(policy: ScalingPolicy) -> list[Regime]:
+    """Return the four regimes; the last is float16 under `policy`."""
+    return [
+        Regime("float32", "float32", NoScaling()),
+        Regime("float16, no scaling", "float16", NoScaling()),
+        Regime("float16, fixed 64", "float16", FixedScaling(64.0)),
+        Regime("float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic", "float16", policy),
+    ]
+
+
+def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[], Any]]) -> Experiment:
+    """Train every regime at the settings' weight and at each weight of the sweep.
+
+    `on_run(name, steps)` is called before each group of runs and returns what to call after every step. The sweep
+    trains with the same seed and number of steps. Raises `OverflowStreakError` where the policy asks for it.
+    """
+    digits, runs, sweep = load(), dict[str, Run](), dict[str, dict[float, float]]()
+    weights = sorted({*WEIGHTS, settings.weight}, reverse=True)
+    with threadpool_limits(1):  # matrices this small are multiplied faster by one thread than by several
+        for name, dtype, policy in regimes(settings.policy):
+            on_step = on_run(name, settings.steps * len(weights))
+            at = {w: train(settings._replace(policy=policy, weight=w), dtype, digits, on_step) for w in weights}
+            runs[name], sweep[name] = at[settings.weight], {weight: run.accuracy for weight, run in at.items()}
+    return Experiment(settings, runs, sweep)
+
+
+def as_json(experiment: Experiment) -> dict[str, Any]:
+    """Return the demo's record: the dynamic run's trace, which `lossscale simulate` reads, and every result."""
+    settings, runs, sweep = experiment
+    dynamic = list(runs.values())[-1].steps
+    results = ("accuracy", "flushed", "skipped_steps", "final_scale")
+    return {
+        "version": 1,
+        "framework": settings.framework,
+        "dtype": "float16",
+        "policy": policy_to_dict(settings.policy),
+        "loss_weight": settings.weight,
+        "seed": settings.seed,
+        "steps": settings.steps,
+        "loss_scale": [step.loss_scale for step in dynamic],
+        "overflow": [int(step.skipped) for step in dynamic],
+        "gradient_max": [step.gradient_max if math.isfinite(step.gradient_max) else None for step in dynamic],
+        "loss": [step.loss for step in dynamic],
+        "results": {name: {result: getattr(run, result) for result in results} for name, run in runs.items()},
+        "accuracy_by_loss_weight": {name: {f"{w:g}": a for w, a in line.items()} for name, line in sweep.items()},
+    }
