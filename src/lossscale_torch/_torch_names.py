@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import state_to_dict
+from lossscale_core import BaseScaling, state_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
-from lossscale_torch._checkpoint import LARGEST_INTERVAL, given_interval, reachable_interval
+from lossscale_torch._checkpoint import given_interval, reachable_interval
 from lossscale_torch._decision import Ranks
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, within_bounds
@@ -65,8 +65,8 @@ class TorchNames(torch.amp.GradScaler):
     def get_growth_interval(self) -> int:
         """Return the growth interval as it was given; the largest int32 for a policy that never grows."""
         if self._interval_as_given is not None:
-            return self._interval_as_given
-        return int(getattr(self.policy, "growth_interval", LARGEST_INTERVAL))
+            return self._interval_as_given  # torch keeps a fraction, too
+        return BaseScaling.of(self.policy).growth_interval
 
     def set_growth_interval(self, new_interval: float) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
@@ -74,7 +74,7 @@ class TorchNames(torch.amp.GradScaler):
         0, a negative number, a fraction and one beyond int32 mean what they mean in torch: the scale never grows.
         """
         self._change_policy(growth_interval=reachable_interval(new_interval))
-        self._interval_as_given = given_interval(new_interval)
+        self._interval_as_given = given_interval(new_interval, self.policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
@@ -115,7 +115,7 @@ class TorchNames(torch.amp.GradScaler):
         self._state.restore(policy, _checkpoint.saved_state(saved, policy))
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
-            self._interval_as_given = None if interval is None else given_interval(interval)
+            self._interval_as_given = None if interval is None else given_interval(interval, policy)
         self._begun_with = (self.get_scale(), self._get_growth_tracker())
         self._has_begun = True
 
