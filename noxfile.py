@@ -3,11 +3,12 @@
 nox                                  all of them, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
-nox -s oldest                        every framework's tests with the oldest versions declared, nightly
+nox -s oldest versions               the oldest versions declared, and newer Pythons: nightly
 nox -s bench -- --output-folder docs/benchmarks
 nox -s docs -- serve                 the documentation, while you write it
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,8 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
+# pip otherwise compiles every module of every framework, of which the tests import a small part.
+os.environ.setdefault("PIP_COMPILE", "0")
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
@@ -31,14 +34,33 @@ def _group(name: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, name)
 
 
-# The newest of what only tests need that goes with the oldest framework. torch 2.6 is declared and has not been run
-# yet, since the registries at hand have the pinned torch alone.
+# What tests need, without its dependencies: timm's torchvision has no build for this torch, and tf-keras brings the
+# whole of tensorflow along, over tensorflow-cpu and of another version.
+ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
+# What tests need beside the oldest versions: the newest that goes with them.
 OLDEST_FOR_TESTS = {
     "numpy": [],
     "torch": _group("torch-test"),
-    "jax": ["optax", "flax", "equinox>=0.13", "jmp==0.0.4"],
-    "tensorflow": ["tf-keras==2.19.*", "tensorboard>=2.19"],
+    "jax": ["flatbuffers>=25", "flax==0.12.6", "equinox>=0.13", "jmp==0.0.4"],
+    "tensorflow": ["tensorboard==2.19.*"],
 }
+OLDEST_ALONE = ALONE | {"tensorflow": "tf-keras==2.19.*"}
+
+
+def _run_tests(session: nox.Session, framework: str) -> None:
+    """Run the tests of one framework, or those of the core where it is `numpy`."""
+    adapter = "" if framework == "numpy" else f"test_{framework}_*.py"
+    of_adapter = map(str, sorted(Path("tests/adapters").glob(adapter))) if adapter else ()
+    session.run("pytest", "-n", "auto", *of_adapter, *session.posargs)
+
+
+def _install(session: nox.Session, framework: str) -> None:
+    """Install the newest versions of what one framework's tests need."""
+    session.install("-e", ".[demo]", *_group("test"))
+    if framework != "numpy":
+        session.install(FRAMEWORKS[framework], *_group(f"{framework}-test"))
+    if framework in ALONE:
+        session.install("--no-deps", ALONE[framework])
 
 
 @nox.session
@@ -62,19 +84,20 @@ def typing(session: nox.Session) -> None:
 @nox.parametrize("framework", list(FRAMEWORKS))
 def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests, and its benchmark quickly, where the others are not installed."""
-    session.install("-e", ".[demo]", *_group("test"))
-    if framework == "numpy":
-        session.run("pytest", "-n", "auto", *session.posargs)
-        session.run("python", "benchmarks/bench_core.py", "--quick")
-        return
-    session.install(FRAMEWORKS[framework], *_group(f"{framework}-test"))
-    if framework == "torch":
-        session.install("--no-deps", "timm>=1.0.31")  # its torchvision has no build for this torch
-    session.run("pytest", "-n", "auto", *map(str, sorted(Path("tests/adapters").glob(f"test_{framework}_*.py"))))
-    session.run("python", f"benchmarks/bench_{framework}.py", "--quick")
+    _install(session, framework)
+    _run_tests(session, framework)
+    session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
 
 
-@nox.session(default=False)
+@nox.session(default=False, python=["3.12", "3.13"])
+@nox.parametrize("framework", [name for name in FRAMEWORKS if name != "torch"])  # TORCH is at hand for 3.11 alone
+def versions(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests on a newer Python: `nox -s "versions-3.13(framework='numpy')"`, nightly."""
+    _install(session, framework)
+    _run_tests(session, framework)
+
+
+@nox.session(default=False, python="3.11")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def oldest(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the oldest versions that pyproject.toml declares: `nox -s oldest`, nightly."""
@@ -82,31 +105,28 @@ def oldest(session: nox.Session, framework: str) -> None:
     floors = [*project["dependencies"], *project["optional-dependencies"].get(framework, [])]
     pins = [floor.replace(">=", "==").replace("tensorflow==", "tensorflow-cpu==") for floor in floors]
     session.install("-e", ".[demo]", *pins, *OLDEST_FOR_TESTS[framework], *_group("test"))
-    if framework == "numpy":
-        session.run("pytest", "-n", "auto", *session.posargs)
-        return
-    tests = map(str, sorted(Path("tests/adapters").glob(f"test_{framework}_*.py")))
-    session.run("pytest", "-n", "auto", *tests, *session.posargs)
+    if framework in OLDEST_ALONE:
+        session.install("--no-deps", OLDEST_ALONE[framework])
+    _run_tests(session, framework)
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Run one suite on every framework, and carry checkpoints between them: `nox -s conformance`."""
-    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, OPTAX, TENSORFLOW)
+    """Run one suite and the docs' examples on all frameworks, and carry checkpoints between them.
+
+    The examples run here, since every framework is installed here already.
+    """
+    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, TENSORFLOW, OPTAX)
     session.run("pytest", "tests/conformance", "-n", "auto", *session.posargs)
+    if not session.posargs:
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run every example of the README and the docs, and build the site: `nox -s docs`; or see it: `-- serve`."""
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    """Build the site of the docs: `nox -s docs`; or see it: `-- serve`. `conformance` runs their examples."""
     session.install("-e", ".", *_group("docs"))
-    if session.posargs:
-        session.run("mkdocs", *session.posargs, env=quiet)
-        return
-    session.run("mkdocs", "build", "--strict", env=quiet)
-    session.install("-e", ".[demo]", TORCH, JAX, OPTAX, TENSORFLOW, *_group("test"))
-    session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
+    session.run("mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(reuse_venv=False)
@@ -133,6 +153,7 @@ def build(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"), *_group("tensorflow-test"))
+    session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"))
+    session.install("--no-deps", ALONE["tensorflow"])
     for name in ("core", "torch", "jax", "tensorflow"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

@@ -22,10 +22,11 @@ class HOST:
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
         """Return `x` or `y` in the NumPy type of either: a plain number is as weak as in `np.where`."""
-        chosen, other = (x, y) if condition else (y, x)
-        if isinstance(chosen, np.generic) or not isinstance(other, np.generic):
+        chosen = x if condition else y
+        if isinstance(chosen, np.generic):
             return chosen
-        return type(other)(chosen)
+        other = y if condition else x
+        return type(other)(chosen) if isinstance(other, np.generic) else chosen
 
 
 def namespace(array: Array) -> Namespace:

@@ -21,6 +21,9 @@ from lossscale_core.errors import PolicyError
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the count of steps with this one, and the namespace."""
 
+_Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
+"""Returns a loss scale after it grew or backed off, given the policy, the scale before and the namespace."""
+
 _FULL = _settings.LARGEST_COUNT
 _FULL_SHARE = 2.0**24
 """float32 counts no further: 2**24 + 1 is 2**24 again."""
@@ -271,29 +274,25 @@ class DynamicScaling(BaseScaling):
 
     def _after_finite(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
         grows = state.growth_tracker >= self.growth_interval - 1  # a full tracker has no room to count this step first
+        loss_scale = _changed_where(grows, _grown, self, state.loss_scale, xp)
+        growth_tracker = xp.where(grows, -1, state.growth_tracker) + 1
         tolerance = state.hysteresis_tracker
-        return ScaleState(
-            loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=xp.where(grows, -1, state.growth_tracker) + 1,
-            hysteresis_tracker=_filled(tolerance, self.hysteresis)
-            if self.refill_on_finite
-            else xp.where(grows, self.hysteresis, tolerance),
-            steps=steps,
-            skipped_steps=state.skipped_steps,
-            overflow_streak=_filled(state.overflow_streak, 0),
-        )
+        if self.refill_on_finite:
+            tolerance = _filled(tolerance, self.hysteresis)
+        else:
+            tolerance = xp.where(grows, self.hysteresis, tolerance)
+        # By position: NamedTuples take twice as long to make by name.
+        return ScaleState(loss_scale, growth_tracker, tolerance, steps, state.skipped_steps, state.overflow_streak * 0)
 
     def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
         tolerance = _at_least(0, state.hysteresis_tracker - 1, xp)
         backs_off = tolerance <= 0
-        return ScaleState(
-            loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
-            growth_tracker=_filled(state.growth_tracker, -self.cooldown),
-            hysteresis_tracker=xp.where(backs_off, self.hysteresis, tolerance) if self.refill_on_backoff else tolerance,
-            steps=steps,
-            skipped_steps=_one_more(state.skipped_steps),
-            overflow_streak=_one_more(state.overflow_streak),
-        )
+        loss_scale = _changed_where(backs_off, _backed_off, self, state.loss_scale, xp)
+        growth_tracker = _filled(state.growth_tracker, -self.cooldown)
+        if self.refill_on_backoff:
+            tolerance = xp.where(backs_off, self.hysteresis, tolerance)
+        skipped_steps, overflow_streak = _one_more(state.skipped_steps), _one_more(state.overflow_streak)
+        return ScaleState(loss_scale, growth_tracker, tolerance, steps, skipped_steps, overflow_streak)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,12 +343,12 @@ class TolerantScaling(BaseScaling):
         grows = state.growth_tracker >= self.growth_interval - 1
         since_change, overflows = _with_room(state, xp)
         return TolerantScaleState(
-            loss_scale=xp.where(grows, _grown(self, state.loss_scale, xp), state.loss_scale),
+            loss_scale=_changed_where(grows, _grown, self, state.loss_scale, xp),
             growth_tracker=xp.where(grows, -1, state.growth_tracker) + 1,
             hysteresis_tracker=state.hysteresis_tracker,
             steps=steps,
             skipped_steps=state.skipped_steps,
-            overflow_streak=_filled(state.overflow_streak, 0),
+            overflow_streak=state.overflow_streak * 0,
             steps_since_change=xp.where(grows, 0.0, since_change + 1.0),
             overflows_since_backoff=overflows,
         )
@@ -358,7 +357,7 @@ class TolerantScaling(BaseScaling):
         since_change, overflows = (count + 1.0 for count in _with_room(state, xp))
         backs_off = overflows / since_change >= self.tolerance
         return TolerantScaleState(
-            loss_scale=xp.where(backs_off, _backed_off(self, state.loss_scale, xp), state.loss_scale),
+            loss_scale=_changed_where(backs_off, _backed_off, self, state.loss_scale, xp),
             growth_tracker=_filled(state.growth_tracker, 0),
             hysteresis_tracker=state.hysteresis_tracker,
             steps=steps,
@@ -398,7 +397,7 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
 
 
 def _count_finite(state: Any, steps: Array, _: Namespace) -> Any:
-    return state._replace(steps=steps, overflow_streak=_filled(state.overflow_streak, 0))
+    return state._replace(steps=steps, overflow_streak=state.overflow_streak * 0)
 
 
 def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
@@ -409,6 +408,13 @@ def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
     )
 
 
+def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array, xp: Namespace) -> Array:
+    """Return the scale after `change` where `condition` holds; on the host no other change is computed."""
+    if xp is HOST:
+        return change(policy, scale, xp) if condition else scale
+    return xp.where(condition, change(policy, scale, xp), scale)
+
+
 def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
     # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
     highest = max(2.0 * policy.max_scale / policy.growth_factor, _settings.SMALLEST_SCALE)
@@ -417,13 +423,12 @@ def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace
 
 
 def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
-    floor = _at_most(policy.min_scale, scale, xp)  # an overflow never raises a scale, not even one below min_scale
-    lowered = scale * policy.backoff_factor
-    return xp.where(lowered > floor, lowered, floor)
+    lowered = _at_least(policy.min_scale, scale * policy.backoff_factor, xp)
+    return xp.where(lowered > scale, scale, lowered)  # an overflow never raises a scale, not even one below min_scale
 
 
 def _at_least(bound: float, x: Array, xp: Namespace) -> Array:
-    return xp.where(x > bound, x, bound)
+    return xp.where(x >= bound, x, bound)
 
 
 def _at_most(bound: float, x: Array, xp: Namespace) -> Array:

@@ -170,6 +170,17 @@ SAYINGS = [
     ("tf-contrib", {"loss_scale": 5000}, FixedScaling(5000.0)),
     ("deepspeed", {"scale": 128}, FixedScaling(128.0)),
     ("keras3", {"dynamic": True, "name": None}, dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE)),
+    (
+        "keras3",  # as Keras 3.0 to 3.11 write it
+        {
+            "name": "loss_scale_optimizer",
+            **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue"), None),
+            **{"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None},
+            **{"loss_scale_factor": None, "gradient_accumulation_steps": None},
+            **{"inner_optimizer": {}, "initial_scale": 32768.0, "dynamic_growth_steps": 2000},
+        },
+        dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE),
+    ),
     ("tf-v1", {"opt": None, "loss_scale": "dynamic"}, DEFAULTS["keras"]),
     (
         "keras-experimental",

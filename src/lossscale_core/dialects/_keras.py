@@ -51,6 +51,18 @@ KERAS_EXPERIMENTAL = Peer(
     unwrap=loss_scale_object,
 )
 
+# Keras 3.0 to 3.11 write the arguments of every optimizer into the wrapper's config too, where they do nothing.
+_KERAS_3_BASE = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_*",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
 KERAS_3 = Peer(
     name="keras3",
     title="`keras.optimizers.LossScaleOptimizer`",
@@ -64,7 +76,7 @@ KERAS_3 = Peer(
                 key("dynamic", read.ONLY_TRUE, True),
             ),
             {**UNBOUNDED, **HALVES},
-            ignored=("inner_optimizer", "name"),
+            ignored=("inner_optimizer", "name", *_KERAS_3_BASE),
         ),
     ),
     saved=(Saved(scale=("dynamic_scale",), counters={"growth_tracker": count("step_counter", equal=True)}),),
