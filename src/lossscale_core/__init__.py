@@ -13,6 +13,7 @@ from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._range import OperationRange, RangeReport
 from lossscale_core._report import GradientReport, StepInfo, check_overflow_streak, diagnose, metrics, step_info
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
@@ -30,6 +31,8 @@ __all__ = [
     "FixedScaling",
     "GradientReport",
     "NoScaling",
+    "OperationRange",
+    "RangeReport",
     "ScaleState",
     "ScalingPolicy",
     "StepInfo",

@@ -25,6 +25,8 @@ CORE = {
     "_schema": {"_config", "_policy", "_settings"},
     "_checkpoint": {"_config", "_policy", "_settings", "_state", "_words", "errors"},
     "_report": {"_config", "_policy", "_settings", "_state", "errors"},
+    "_range_picture": set(),
+    "_range": {"_policy", "_range_picture", "_settings"},
     "_strategies": {"_config", "_policy", "_settings"},
     "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_words", "errors"},
     "_foreign_files": {"_files", "_words", "dialects", "errors"},
@@ -33,7 +35,10 @@ CORE = {
 }
 COMMAND = {"cli", "demo", "__main__"}
 THIRD_PARTY = {"numpy", "array_api_compat"}
-EXTRA = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_foreign_files": {"torch"}}
+EXTRA = {
+    **{"_strategies": {"hypothesis"}, "testing": {"hypothesis"}},
+    **{"_foreign_files": {"torch"}, "_range_picture": {"matplotlib"}},
+}
 DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 ADAPTERS = {
     "lossscale_torch": {"torch"},
