@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
-from lossscale_torch._range_recorder import Changes, ModulePaths, Recorder, measure
+from lossscale_torch._range_recorder import Changes, ModulePaths, Recorder, measure, plain_name
 from lossscale_torch._verbs import scaled
 
 
@@ -52,7 +52,7 @@ class _Run:
     """The passes that the search asks for; as a context it keeps the gradients that are there."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], recorder: Recorder) -> None:
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         self._loss_fn = loss_fn
         self._recorder = recorder
         self._kept = contextlib.ExitStack()
@@ -84,7 +84,7 @@ class _Run:
     def _gradients(self) -> Iterator[OperationRange]:
         """Yield a record of each gradient, and drop it."""
         for leaf in self._leaves:
-            if leaf.grad is not None:
+            if leaf.grad is not None and leaf.grad.numel():
                 name = self._names.get(leaf, "an input")
                 yield measure(leaf.grad, "gradient", name)._replace(scaled=True)
                 leaf.grad = None
@@ -99,11 +99,15 @@ class _Run:
 def _gradient_kept(leaf: Tensor) -> Iterator[None]:
     """Begin without a gradient, and without the hooks by which an optimizer may step within the backward pass."""
     grad, hooks = leaf.grad, leaf._post_accumulate_grad_hooks
-    leaf.grad = leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    leaf.grad = None
+    if hooks:
+        leaf._post_accumulate_grad_hooks = {}  # None would leave them in place
     try:
         yield
     finally:
-        leaf.grad, leaf._post_accumulate_grad_hooks = grad, hooks
+        leaf.grad = grad
+        if hooks:
+            leaf._post_accumulate_grad_hooks = hooks
 
 
 @contextlib.contextmanager
@@ -115,7 +119,7 @@ def _registrations_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for kind, before in registered:
-            if list(kind.items()) != list(before.items()):
+            if list(map(id, kind.values())) != list(map(id, before.values())):
                 kind.clear()
                 kind.update(before)
 

@@ -38,9 +38,7 @@ class ModulePaths:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {module: _WRAPPERS.sub("", name).rstrip(".") for name, module in model.named_modules()}
-        for module, name in self._names.items():
-            self._names[module] = name or type(module).__name__
+        self._names = {module: plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: dict[int, tuple[list[int], list[str]]] = {}
         self._main = threading.get_ident()
@@ -255,18 +253,19 @@ class _Progress:
 
 
 def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
-    """Return the record of a tensor of floats. Synchronises."""
+    """Return the record of a tensor of floats that is not empty. Synchronises."""
     values = values_of(tensor.detach()).reshape(-1)
-    counts = [0] * 256
+    histogram: Any = 0
     largest = 0.0
     for chunk in values.split(_CHUNK):
-        bits = _widened(chunk).float().view(torch.int32) & 0x7FFFFFFF  # the magnitudes, in the order of their values
-        counts = [a + b for a, b in zip(counts, torch.bincount(bits >> 23, minlength=256).tolist(), strict=True)]
-        finite = torch.where(bits < 0x7F800000, bits, 0)
-        largest = max(largest, finite.max().view(torch.float32).item())
-    exponents = {exponent - 127: count for exponent, count in enumerate(counts[1:-1], 1) if count}
+        bits = chunk.float().view(torch.int32) & 0x7FFFFFFF  # the magnitudes, in the order of their values
+        histogram = histogram + torch.bincount(bits >> 23, minlength=256)
+        largest = max(largest, torch.where(bits < 0x7F800000, bits, 0).max().view(torch.float32).item())
+    counts = {exponent: count for exponent, count in enumerate(histogram.tolist()) if count}
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return OperationRange(operation, module, dtype, largest, counts[-1], counts[0], exponents)
+    zeros, nonfinite = counts.pop(0, 0), counts.pop(255, 0)
+    exponents = {exponent - 127: count for exponent, count in counts.items()}
+    return OperationRange(operation, module, dtype, largest, nonfinite, zeros, exponents)
 
 
 def _is_finite(value: Any) -> bool:
@@ -274,6 +273,11 @@ def _is_finite(value: Any) -> bool:
         is_float = value.is_floating_point() or value.is_complex()
         return not is_float or bool(torch.isfinite(_widened(values_of(value))).all())
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or a parameter's name without the wrappers of `torch.compile`, FSDP and checkpoints."""
+    return _WRAPPERS.sub("", name).rstrip(".")
 
 
 def _widened(values: Tensor) -> Tensor:
