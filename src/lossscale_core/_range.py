@@ -220,16 +220,16 @@ class RangeReport:
     def _flush_line(self) -> str:
         scale = self.init_scale or 1.0
         shares = {
-            module: _share_flushed(records, scale / self.loss_scale)
+            module: _share_flushed(records, scale / self.loss_scale, with_zeros=True)
             for module, records in _by_module(self._gradients()).items()
         }
         worst = max(shares, key=lambda module: shares[module])
-        most = f", most in {worst} ({_percent(shares[worst])})" if shares[worst] else ""
-        share = f"{_percent(self.flushed(scale))} of the gradient elements flush to zero{most}"
-        zeros = sum(record.zeros for record in self._gradients())
-        elements = zeros + sum(sum(record.exponents.values()) for record in self._gradients())
-        already = f"; {_percent(zeros / elements)} are zero at {_power(self.loss_scale)} already" if zeros else ""
-        return f"at {_power(scale)}: {share}{already}"
+        least = self.flushed(scale)
+        most = _share_flushed(self._gradients(), scale / self.loss_scale, with_zeros=True)
+        # Some may be zero at every scale, such as those that a ReLU masks, and nothing tells which.
+        share = _percent(most) if least == most else f"at least {_percent(least)} and at most {_percent(most)}"
+        where = f", most in {worst} ({_percent(shares[worst])})" if most else ""
+        return f"at {_power(scale)}: {share} of the gradient elements flush to zero{where}"
 
     def _advice(self) -> str:
         if self.overflows_above is None:
@@ -316,16 +316,20 @@ def _needs_scaling(records: Iterable[OperationRange]) -> bool:
     return any(r.scaled and is_low_precision(r.dtype) and r.dtype != "bfloat16" for r in records)
 
 
-def _share_flushed(records: Iterable[OperationRange], factor: float) -> float:
-    """Return the share of non-zero elements that round to zero once they are multiplied by `factor`."""
+def _share_flushed(records: Iterable[OperationRange], factor: float, *, with_zeros: bool = False) -> float:
+    """Return the share of non-zero elements that round to zero once they are multiplied by `factor`.
+
+    With `with_zeros` the elements that are zero already count as if all of them had been flushed.
+    """
     shift = math.floor(math.log2(factor))
-    nonzero = flushed = 0
+    elements = flushed = 0
     for record in records:
-        nonzero += sum(record.exponents.values())
+        zeros = record.zeros if with_zeros else 0
+        elements += sum(record.exponents.values()) + zeros
         # What is larger than half of the smallest subnormal number rounds up to it.
         last = _FORMATS[record.dtype].smallest_exponent - 2 - shift
-        flushed += sum(count for exponent, count in record.exponents.items() if exponent <= last)
-    return flushed / nonzero if nonzero else 0.0
+        flushed += sum(count for exponent, count in record.exponents.items() if exponent <= last) + zeros
+    return flushed / elements if elements else 0.0
 
 
 def _by_module(records: Iterable[OperationRange]) -> dict[str, list[OperationRange]]:

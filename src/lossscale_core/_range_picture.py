@@ -126,7 +126,8 @@ def _row_shapes(row: Row, top: float, x_of: Callable[[float], float], width: int
         yield Box(x_of(exponent) + 1, top + _ROW - 3 - height, _STEP - 2, height, kind)
     total = sum(counts.values())
     said = [f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in _WORDS.items() if counts[kind]]
-    yield Text(width - _RIGHT + 4, top + _BAR, ", ".join(said))
+    if said:
+        yield Text(width - _RIGHT + 4, top + _BAR, ", ".join(said))
 
 
 def _kind(exponent: int) -> str:
