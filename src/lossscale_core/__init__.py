@@ -14,7 +14,15 @@ from lossscale_core._config import as_policy, dump_policy, load_policy, policy_f
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_core._range import OperationRange, RangeReport
-from lossscale_core._report import GradientReport, StepInfo, check_overflow_streak, diagnose, metrics, step_info
+from lossscale_core._report import (
+    GradientReport,
+    OverflowReport,
+    StepInfo,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    step_info,
+)
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, TolerantScaleState
@@ -32,6 +40,7 @@ __all__ = [
     "GradientReport",
     "NoScaling",
     "OperationRange",
+    "OverflowReport",
     "RangeReport",
     "ScaleState",
     "ScalingPolicy",

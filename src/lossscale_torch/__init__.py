@@ -3,7 +3,7 @@
 `GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
 """
 
-from lossscale_core import GradientReport, OperationRange, RangeReport
+from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
 from lossscale_torch._range import range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
@@ -14,6 +14,7 @@ __all__ = [
     "GradScaler",
     "GradientReport",
     "OperationRange",
+    "OverflowReport",
     "RangeReport",
     "StepInfo",
     "all_finite",
