@@ -208,7 +208,9 @@ class RangeReport:
         if self.overflows_above is None:
             if not self.backward:
                 return ["backward: no scale fits; the loss is not finite before it is scaled"]
-            where = "" if self.overflows_first is None else f", and {_where(self.overflows_first)} overflows"
+            first = self.overflows_first
+            does = "overflows" if first and first.overflowed else "is the first to be given infinity or NaN"
+            where = f", and {_where(first)} {does}" if first else ""
             return [f"backward: no scale fits; it is not finite at a loss scale of {_power(self.loss_scale)}{where}"]
         if self.init_scale is None or not self._gradients():
             return ["backward: finite; no gradient is computed in float16, bfloat16 or float8"]
@@ -235,6 +237,10 @@ class RangeReport:
         if self.overflows_above is None:
             if not self.backward:
                 return "look at the inputs and at the forward pass first"
+            if self.overflows_first and not self.overflows_first.overflowed:
+                return (
+                    "look for a division by zero, or a root or logarithm of zero, in what the model computes after it"
+                )
             return "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"
         if self.init_scale is None or not _needs_scaling(self.backward):
             return "use NoScaling()"

@@ -110,6 +110,7 @@ class Changes:
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
+            self._forget_freed()
             for tensor, copy in reversed(self._copies.values()):  # views of one memory may overlap
                 tensor.detach().copy_(copy)
         for generator, state in self._generators.items():
@@ -118,11 +119,16 @@ class Changes:
     def before_write(self, tensor: Tensor) -> None:
         if (storage := _storage(tensor)) not in self._new:
             key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            if key not in self._copies:
+            if key not in self._copies and _has_memory(tensor):
+                self._forget_freed()
                 self._copies[key] = (tensor, tensor.detach().clone())
 
     def before_draw(self, generator: torch.Generator) -> None:
         self._generators.setdefault(generator, generator.get_state())
+
+    def _forget_freed(self) -> None:
+        """Drop the copies of gathered parameters, whose memory `fully_shard` frees while their tensors live on."""
+        self._copies = {key: pair for key, pair in self._copies.items() if _has_memory(pair[0])}
 
     def made(self, storage: int) -> None:
         self._new.add(storage)
@@ -289,6 +295,10 @@ def _storage(tensor: Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > 0
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -235,6 +236,14 @@ def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
     )
 
 
+def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+    """The root of zero has an infinite slope, in float32; what overflows in float16 is not to blame."""
+    model, x = _network("mlp")
+    report = range_report(model, lambda: (0.0 * _square(model, x)).sqrt())
+    assert report.overflows_above is None
+    assert "loss_fn (aten._to_copy) is the first to be given infinity or NaN" in str(report)
+
+
 def test_an_infinity_that_is_meant_is_not_an_overflow():
     """The mask of an attention holds -inf, in the scores as well, and every scale up to the limit fits."""
     model, x = _network("attention")
@@ -368,6 +377,41 @@ def test_compiled_models_run_uncompiled():
     report = range_report(compiled, lambda: _square(compiled, x))
     assert [record[:3] for record in report.backward] == [record[:3] for record in plain.backward]
     assert report.overflows_above == plain.overflows_above
+
+
+@pytest.fixture
+def process_group():
+    """One process on its own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # which has nothing to do with a report
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_distributed_models_train_on_as_if_nothing_had_been(process_group, is_sharded):
+    """Under DistributedDataParallel and `fully_shard`, before the first step and between steps."""
+    losses = []
+    for with_reports in (False, True):
+        model, x = _network("mlp")
+        if is_sharded:
+            precision = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mp_policy=precision)
+        else:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            if with_reports:
+                report = range_report(model, lambda model=model, x=x: _square(model, x))
+                assert report.overflows_first.module.endswith("2")
+            loss = _square(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert len(set(losses)) == 3
 
 
 @pytest.mark.parametrize(
