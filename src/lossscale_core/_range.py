@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class _Format(NamedTuple):
 _FORMATS = {
     "float16": _Format(65504.0, -24),
     "bfloat16": _Format(float.fromhex("0x1.fep127"), -133),
+    "float4_e2m1fn": _Format(6.0, -1),
     "float8_e3m4": _Format(15.5, -6),
     "float8_e4m3": _Format(240.0, -9),
     "float8_e4m3b11fnuz": _Format(30.0, -13),
@@ -50,7 +51,7 @@ class OperationRange(NamedTuple):
     module: str
     """Where it was computed: a module's path, a name stack; a parameter's name for its gradient."""
     dtype: str
-    """`float16`, `bfloat16`, a `float8` type, or, for parameters' gradients, any other."""
+    """`float16`, `bfloat16`, a type of eight bits or fewer; for a parameter's gradient also `float32` or `float64`."""
     largest: float
     """The largest magnitude among the finite elements; 0.0 where there are none."""
     nonfinite: int
@@ -79,9 +80,9 @@ class RangeReport:
 
     loss: float
     """The loss, unscaled."""
-    forward: tuple[OperationRange, ...]
+    forward: tuple[OperationRange, ...] = field(repr=False)
     """What the forward pass computed in float16, bfloat16 or float8, in order."""
-    backward: tuple[OperationRange, ...]
+    backward: tuple[OperationRange, ...] = field(repr=False)
     """What the backward pass computed in them, in order, then the parameters' gradients; at a scale of `loss_scale`."""
     loss_scale: float
     """The loss scale at which `backward` was recorded: the largest at which a pass was run and was finite, else 1."""
@@ -136,12 +137,15 @@ class RangeReport:
         """Return the share of non-zero gradient elements that become zero at `loss_scale`.
 
         It is a lower bound: an element that was zero at the scale of the recorded pass already does not count.
+
+        Raises:
+            ValueError: `loss_scale` is not a positive, finite number.
         """
-        return _share_flushed(self._gradients(), loss_scale / self.loss_scale)
+        return _share_flushed(self._gradients(), _checked(loss_scale) / self.loss_scale)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, which `json.dumps` takes."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("forward", "backward"):
             plain[name] = [_to_plain(record) for record in plain[name]]
         plain["overflows_first"] = None if self.overflows_first is None else _to_plain(self.overflows_first)
@@ -162,6 +166,9 @@ class RangeReport:
         Args:
             path: where to save it; `.svg` and `.html` need nothing, `.png`, `.pdf` and others need matplotlib.
             loss_scale: the scale to draw it at; `init_scale` unless given.
+
+        Raises:
+            ValueError: `loss_scale` is not a positive, finite number.
         """
         target = Path(path)
         if target.suffix == ".html":
@@ -180,7 +187,7 @@ class RangeReport:
         return [r for r in self.backward if r.scaled and is_low_precision(r.dtype) and r.operation != GRADIENT]
 
     def _picture(self, loss_scale: float | None) -> tuple[list[Row], str]:
-        scale = loss_scale or self.init_scale or self.loss_scale
+        scale = (self.init_scale or self.loss_scale) if loss_scale is None else _checked(loss_scale)
         shift = round(math.log2(scale / self.loss_scale))
         rows = [
             Row(
@@ -210,14 +217,14 @@ class RangeReport:
                 return ["backward: no scale fits; the loss is not finite before it is scaled"]
             first = self.overflows_first
             does = "overflows" if first and first.overflowed else "is the first to be given infinity or NaN"
-            where = f", and {_where(first)} {does}" if first else ""
-            return [f"backward: no scale fits; it is not finite at a loss scale of {_power(self.loss_scale)}{where}"]
+            cause = f", and {_where(first)} {does}" if first else ""
+            return [f"backward: no scale fits; it is not finite at a loss scale of {_power(self.loss_scale)}{cause}"]
         if self.init_scale is None or not self._gradients():
             return ["backward: finite; no gradient is computed in float16, bfloat16 or float8"]
         if self.overflows_first is None:
             return ["backward: every gradient in low precision is zero"]
-        limit, first = _power(self.overflows_above), _where(self.overflows_first)
-        return [f"backward: overflows above a loss scale of {limit}, first in {first}", self._flush_line()]
+        limit, where = _power(self.overflows_above), _where(self.overflows_first)
+        return [f"backward: overflows above a loss scale of {limit}, first in {where}", self._flush_line()]
 
     def _flush_line(self) -> str:
         scale = self.init_scale or 1.0
@@ -347,6 +354,12 @@ def _by_module(records: Iterable[OperationRange]) -> dict[str, list[OperationRan
 
 def _sum_exponents(records: Iterable[OperationRange]) -> Counter[int]:
     return sum((Counter(record.exponents) for record in records), Counter())
+
+
+def _checked(loss_scale: float) -> float:
+    if not 0 < loss_scale < math.inf:
+        raise ValueError(f"loss_scale={loss_scale!r} must be a positive, finite number; pass a power of two")
+    return loss_scale
 
 
 def _where(record: OperationRange) -> str:

@@ -127,13 +127,17 @@ def _registrations_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _random_states_kept(model: nn.Module) -> Iterator[None]:
     tensors = [*model.parameters(), *model.buffers()]
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in {device.type for device in devices}:
-            indices = [device.index or 0 for device in devices if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
-        yield
+    states = []
+    for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        where = () if device.type == "mps" else (device,)  # torch.mps knows one device and takes none
+        states.append((module, module.get_rng_state(*where), where))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for module, state, where in states:
+                module.set_rng_state(state, *where)
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[object]:

@@ -268,7 +268,7 @@ def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
         histogram = histogram + torch.bincount(bits >> 23, minlength=256)
         largest = max(largest, torch.where(bits < 0x7F800000, bits, 0).max().view(torch.float32).item())
     counts = {exponent: count for exponent, count in enumerate(histogram.tolist()) if count}
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(values.dtype).removeprefix("torch.")
     zeros, nonfinite = counts.pop(0, 0), counts.pop(255, 0)
     exponents = {exponent - 127: count for exponent, count in counts.items()}
     return OperationRange(operation, module, dtype, largest, nonfinite, zeros, exponents)

@@ -155,6 +155,20 @@ def test_the_report_in_four_lines():
     assert lines[3] == "use DynamicScaling(init_scale=2**13)"
 
 
+@pytest.mark.parametrize("loss_scale", [0.0, -2.0, float("inf"), float("nan")])
+def test_what_is_not_a_loss_scale_is_refused(loss_scale):
+    """By each method that takes one."""
+    report = _network(2.0**-8).report()
+    for method in (report.flushed, lambda scale: report.to_html(loss_scale=scale)):
+        with pytest.raises(ValueError, match="must be a positive, finite number"):
+            method(loss_scale)
+
+
+def test_the_repr_is_short():
+    """However many operations there are."""
+    assert len(repr(_network(2.0**-8).report())) < 1000
+
+
 def test_a_report_goes_through_json():
     """As plain numbers, and back."""
     report = _network(2.0**-8).report()
