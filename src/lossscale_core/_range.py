@@ -66,7 +66,7 @@ class OperationRange(NamedTuple):
     """Whether the elements are proportional to the loss scale; False in the forward pass."""
 
     @property
-    def room(self) -> float:
+    def headroom(self) -> float:
         """How many times the largest element can double before it overflows; infinite where all are zero."""
         return math.log2(_FORMATS[self.dtype].largest / self.largest) if self.largest else math.inf
 
@@ -184,7 +184,7 @@ class RangeReport:
         return "\n".join([self._forward_line(), *self._backward_lines(), self._advice()])
 
     def _gradients(self) -> list[OperationRange]:
-        return [r for r in self.backward if r.scaled and is_low_precision(r.dtype) and r.operation != GRADIENT]
+        return [record for record in _in_low_precision(self.backward) if record.operation != GRADIENT]
 
     def _picture(self, loss_scale: float | None) -> tuple[list[Row], str]:
         scale = (self.init_scale or self.loss_scale) if loss_scale is None else _checked(loss_scale)
@@ -200,15 +200,15 @@ class RangeReport:
         return rows[::-1], f"Exponents of the gradients at a loss scale of {_power(scale)}"
 
     def _forward_line(self) -> str:
-        if overflow := _first_overflow(self.forward, at_least=False):
+        if overflow := _first_overflow(self.forward, or_held=False):
             loss = "finite" if math.isfinite(self.loss) else f"{self.loss:g}"
             return f"forward: overflows in {_where(overflow)}; the loss is {loss}"
         if not math.isfinite(self.loss):
             return f"forward: the loss is {self.loss:g}, and no operation in low precision has made it so"
-        tightest = min(self.forward, key=lambda record: record.room, default=None)
+        tightest = min(self.forward, key=lambda record: record.headroom, default=None)
         if tightest is None:
             return "forward: finite; nothing is computed in float16, bfloat16 or float8"
-        room = f"{tightest.room:.1f} bits of room"
+        room = f"{tightest.headroom:.1f} bits of room"
         return f"forward: finite; largest {tightest.largest:.3g} in {tightest.module} ({room})"
 
     def _backward_lines(self) -> list[str]:
@@ -254,11 +254,6 @@ class RangeReport:
         return f"use DynamicScaling(init_scale={_power(self.init_scale)})"
 
 
-def is_low_precision(dtype: str) -> bool:
-    """Return whether `dtype` has fewer bits than float32."""
-    return dtype in _FORMATS and dtype not in ("float32", "float64")
-
-
 class _Found(NamedTuple):
     scale: float
     records: tuple[OperationRange, ...]
@@ -294,39 +289,41 @@ def _is_finite(records: Iterable[OperationRange]) -> bool:
 
 def _foretell(records: Iterable[OperationRange], scale: float) -> tuple[float, OperationRange | None]:
     """Return the largest scale at which every record stays finite, and the record that does not above it."""
-    limit, first = math.inf, None
-    scaled = [record for record in records if record.scaled]
-    if not any(is_low_precision(record.dtype) for record in scaled):
-        return limit, first
-    for record in scaled:
-        if record.largest and (own := scale * 2.0 ** math.floor(record.room)) < limit:
-            limit, first = own, record
-    return min(limit, LARGEST_SCALE) if first else limit, first
+    scaled = [record for record in records if record.scaled and record.largest]
+    if not _in_low_precision(scaled):
+        return math.inf, None
+    first = min(scaled, key=lambda record: math.floor(record.headroom))
+    return min(scale * 2.0 ** math.floor(first.headroom), LARGEST_SCALE), first
 
 
 def _next_scale(found: _Found) -> float:
     """Return the scale to confirm; far above the last where all gradients are zero, which foretells nothing."""
-    if found.overflows_first is None and any(is_low_precision(r.dtype) for r in found.records if r.scaled):
-        return found.scale * 2.0**16
-    return found.scale if found.overflows_first is None else float(found.overflows_above or 0.0)
+    if found.overflows_first is None:
+        return found.scale * 2.0**16 if _in_low_precision(found.records) else found.scale
+    return found.overflows_above or found.scale
 
 
-def _first_overflow(records: Iterable[OperationRange], at_least: bool = True) -> OperationRange | None:
-    """Return the first record that made an infinity or NaN, or `at_least` the first that holds one."""
+def _first_overflow(records: Iterable[OperationRange], *, or_held: bool = True) -> OperationRange | None:
+    """Return the first record of what made an infinity or NaN, or with `or_held` of what holds one."""
     found = list(records)
     made = (record for record in found if record.overflowed)
-    held = (record for record in found if record.nonfinite and at_least)
+    held = (record for record in found if record.nonfinite and or_held)
     return next(made, None) or next(held, None)
 
 
 def _init_scale(overflows_above: float, records: Iterable[OperationRange]) -> float:
-    """Return a scale with a bit of room; that of the policy where only types as wide as float32 are scaled."""
+    """Return a scale with a bit of room; that of the policy where only types with the range of float32 are scaled."""
     most = _DEFAULT.max_scale if _needs_scaling(records) else _DEFAULT.init_scale
     return max(_DEFAULT.min_scale, min(overflows_above / 2, most))
 
 
+def _in_low_precision(records: Iterable[OperationRange]) -> list[OperationRange]:
+    """Return the records of what the loss scale multiplies and has fewer bits than float32."""
+    return [record for record in records if record.scaled and record.dtype not in ("float32", "float64")]
+
+
 def _needs_scaling(records: Iterable[OperationRange]) -> bool:
-    return any(r.scaled and is_low_precision(r.dtype) and r.dtype != "bfloat16" for r in records)
+    return any(record.dtype != "bfloat16" for record in _in_low_precision(records))
 
 
 def _share_flushed(records: Iterable[OperationRange], factor: float, *, with_zeros: bool = False) -> float:

@@ -25,8 +25,10 @@ _LOW_PRECISION = {torch.float16, torch.bfloat16} | {
     for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
     if hasattr(torch, name)
 }
-_UNINITIALISED = re.compile(r"empty|resize")
-_COPIES = {"aten.clone", "aten.detach", "aten.alias", "aten.lift_fresh"}
+_COMPUTES_NOTHING = re.compile(
+    r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
+)
+"""Operations that leave memory as it is found, fill it with a constant, or copy what was measured before."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 
@@ -214,7 +216,7 @@ def _facts(func: Any) -> _Facts:
     name = str(func.overloadpacket)
     arguments = enumerate(func._schema.arguments)
     written = tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
-    computes = name not in _COPIES and not _UNINITIALISED.search(name)
+    computes = not _COMPUTES_NOTHING.match(name)
     return _Facts(name, written, computes, bool(re.search("(batch|instance)_norm", name)))
 
 
