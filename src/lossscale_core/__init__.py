@@ -20,7 +20,16 @@ from lossscale_core._policy import (
     ScalingPolicy,
     TolerantScaling,
 )
-from lossscale_core._report import GradientReport, StepInfo, check_overflow_streak, diagnose, metrics, step_info
+from lossscale_core._range import OperationRange, RangeReport
+from lossscale_core._report import (
+    GradientReport,
+    OverflowReport,
+    StepInfo,
+    check_overflow_streak,
+    diagnose,
+    metrics,
+    step_info,
+)
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, TolerantScaleState
@@ -38,6 +47,9 @@ __all__ = [
     "FixedScaling",
     "GradientReport",
     "NoScaling",
+    "OperationRange",
+    "OverflowReport",
+    "RangeReport",
     "ScaleState",
     "ScalingPolicy",
     "StepInfo",

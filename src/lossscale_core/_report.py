@@ -1,5 +1,6 @@
 """What happened: to one step, in numbers for a log, and in a sentence or two for a person."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,38 @@ class GradientReport(NamedTuple):
     """How many elements are -inf."""
     largest_finite: float
     """The largest magnitude among the finite elements, as stored; 0.0 where there are none."""
+
+
+class OverflowReport(list[GradientReport]):
+    """The reports on the gradients that are not finite, and what their loss says of the cause.
+
+    Args:
+        reports: one for each gradient that holds NaN or infinity.
+        loss_finite: whether the loss, before it was scaled, is finite; None where nobody gave it.
+    """
+
+    def __init__(self, reports: Iterable[GradientReport] = (), *, loss_finite: bool | None = None) -> None:
+        super().__init__(reports)
+        self.loss_finite = loss_finite
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in a clause or two. The gradients alone do not tell: NaN may come of either cause."""
+        if self.loss_finite is False:
+            return "the loss itself is not finite: no scale mends this; look at the inputs and the forward pass"
+        if not self:
+            return "every gradient is finite"
+        if self.loss_finite is None:
+            return "pass loss= to learn whether the scale or the loss is the cause"
+        return "finite loss: a smaller scale mends this"
+
+    def __str__(self) -> str:
+        lines = (
+            f"{each.name}: {each.nan} NaN, {each.positive_inf} +inf, {each.negative_inf} -inf, "
+            f"largest finite {each.largest_finite:g}"
+            for each in self
+        )
+        return "\n".join([*lines, self.verdict])
 
 
 def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:

@@ -3,7 +3,8 @@
 `GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
 """
 
-from lossscale_core import GradientReport
+from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
+from lossscale_torch._range import range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
@@ -12,10 +13,14 @@ from lossscale_torch._verbs import all_finite, init_state, scale, select, unscal
 __all__ = [
     "GradScaler",
     "GradientReport",
+    "OperationRange",
+    "OverflowReport",
+    "RangeReport",
     "StepInfo",
     "all_finite",
     "init_state",
     "overflow_report",
+    "range_report",
     "scale",
     "select",
     "unscale",

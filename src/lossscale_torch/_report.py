@@ -5,24 +5,36 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lossscale_core import GradientReport
+from lossscale_core import GradientReport, OverflowReport
 from lossscale_torch._gradients import values_of
+from lossscale_torch._verbs import all_finite
 
 
-def overflow_report(named_parameters: Iterable[tuple[str, Tensor]]) -> list[GradientReport]:
-    """Return a report on each parameter whose gradient holds NaN or infinity, in the order given.
+def overflow_report(
+    named_parameters: Iterable[tuple[str, Tensor]], *, loss: Tensor | float | None = None
+) -> OverflowReport:
+    """Report on each parameter whose gradient holds NaN or infinity, in the order given, and on the cause.
 
-    Call it after a skipped step, with `model.named_parameters()`; where nothing overflowed the list is empty. Look
-    at the loss beside it: with a finite loss the scale was too large, also where gradients hold NaN and no infinity.
-    Reads every gradient and synchronises with the host.
+    Call it after a skipped step; where nothing overflowed the report is empty. Reads every gradient and synchronises
+    with the host.
+
+    Args:
+        named_parameters: what `model.named_parameters()` returns.
+        loss: the loss of the step. It tells the cause, since gradients do not: an overflow of the backward pass alone
+            may leave NaN and no infinity.
+
+    Returns:
+        A list of `GradientReport`. Its `verdict` says "finite loss: a smaller scale mends this" or "the loss itself is
+        not finite".
     """
-    return [
+    reports = [
         _report(name, values)
         for name, param in named_parameters
         if param.grad is not None
         for values in [values_of(param.grad.detach())]
         if not bool(torch.isfinite(values).all())
     ]
+    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
 
 
 def _report(name: str, values: Tensor) -> GradientReport:

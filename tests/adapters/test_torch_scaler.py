@@ -659,10 +659,22 @@ def test_nan_without_infinity_may_be_a_scale_that_is_too_large():
             weights = torch.softmax(model["query"](images) @ model["key"](images).T / 4, dim=-1)
             loss = (weights.half() @ values.half()).float().mean()
         GradScaler("cpu", init_scale=init_scale).scale(loss).backward()
-        assert loss.isfinite()
-        reports[init_scale] = overflow_report(model.named_parameters())
+        reports[init_scale] = overflow_report(model.named_parameters(), loss=loss)
     assert reports[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
+    assert reports[4096.0].verdict == "finite loss: a smaller scale mends this"
     assert reports[2048.0] == []
+    assert reports[2048.0].verdict == "every gradient is finite"
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(float("nan")), float("inf"), torch.tensor([1.0, float("-inf")])])
+def test_a_loss_that_is_not_finite_is_the_cause(loss):
+    """Whatever the gradients hold; the text has a line for each of them and one for the cause."""
+    model = _model()
+    model.weight.grad = torch.full_like(model.weight, float("nan"))
+    report = overflow_report(model.named_parameters(), loss=loss)
+    assert report.verdict.startswith("the loss itself is not finite")
+    assert str(report) == f"weight: 12 NaN, 0 +inf, 0 -inf, largest finite 0\n{report.verdict}"
+    assert "pass loss=" in overflow_report(model.named_parameters()).verdict
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

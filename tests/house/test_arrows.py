@@ -26,6 +26,8 @@ CORE = {
     "_schema": {"_policy", "_settings"},
     "_checkpoint": {"_config", "_policy", "_settings", "_state", "_words", "errors"},
     "_report": {"_config", "_policy", "_settings", "_state", "errors"},
+    "_range_picture": set(),
+    "_range": {"_files", "_policy", "_range_picture", "_settings"},
     "_strategies": {"_policy", "_settings"},
     "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_words", "errors"},
     "_placement": {"_config"},

@@ -1,0 +1,170 @@
+"""A report on the magnitudes that one forward and one backward pass of a model compute."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lossscale_core import OperationRange, RangeReport
+from lossscale_torch._range_recorder import Changes, ModulePaths, Recorder, measure, plain_name
+from lossscale_torch._verbs import scaled
+
+
+def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
+    """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
+
+    It runs `loss_fn` once and a few backward passes (usually up to four) at the loss scales that it searches, and
+    looks at every float16, bfloat16 and float8 tensor that is computed. Parameters, gradients, buffers and the states
+    of random number generators are bit for bit as before, also where `loss_fn` raises. What is compiled runs
+    uncompiled meanwhile. Synchronises with the host after every operation.
+
+    Args:
+        model: gives the names: an operation is named by the innermost of its modules, a gradient by its parameter.
+        loss_fn: runs the forward pass, under `torch.autocast` if training does, and returns the loss, unscaled: a
+            tensor with one element of any dtype.
+
+    Returns:
+        The report. `print` it, `plot` it, or pass its `init_scale` on to `DynamicScaling`.
+
+    Raises:
+        TypeError: `loss_fn` does not return a tensor.
+        ValueError: the loss has several elements, or no graph leads from it to a parameter.
+    """
+    changes = Changes()
+    paths = ModulePaths(model)
+    run = _Run(model, loss_fn, Recorder(paths, changes))
+    with (
+        _run_eagerly(),
+        _random_states_kept(model),
+        torch.autograd.set_detect_anomaly(False),
+        run,
+        changes,
+        _registrations_kept(model),
+        paths,
+    ):
+        return RangeReport.measure(run.forward, run.backward)
+
+
+class _Run:
+    """The passes that the search asks for; as a context it keeps the gradients that are there."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], recorder: Recorder) -> None:
+        self._names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        self._loss_fn = loss_fn
+        self._recorder = recorder
+        self._kept = contextlib.ExitStack()
+        self._leaves: list[Tensor] = []
+        self._loss: Tensor
+
+    def __enter__(self) -> "_Run":
+        self._keep(self._names)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+    def forward(self) -> tuple[float, Iterable[OperationRange]]:
+        with self._recorder:
+            loss = _checked(self._loss_fn())
+        self._loss = scaled(loss, 1.0)
+        self._keep(leaf for leaf in _leaves_of(self._loss) if leaf not in self._names)
+        return float(loss.detach()), self._recorder.take()
+
+    def backward(self, loss_scale: float) -> Iterable[OperationRange]:
+        seed = torch.full_like(self._loss, loss_scale)
+        self._recorder.begin_backward(seed)
+        with self._recorder:
+            # The graph is kept for the next scale, so that loss_fn, which may draw another batch, is called once.
+            torch.autograd.backward(self._loss, seed, retain_graph=True)
+        return [*self._recorder.take(), *self._gradients()]
+
+    def _gradients(self) -> Iterator[OperationRange]:
+        """Yield a record of each gradient, and drop it."""
+        for leaf in self._leaves:
+            if leaf.grad is not None and leaf.grad.numel():
+                name = self._names.get(leaf, "an input")
+                yield measure(leaf.grad, "gradient", name)._replace(scaled=True)
+                leaf.grad = None
+
+    def _keep(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            self._leaves.append(leaf)
+            self._kept.enter_context(_gradient_kept(leaf))
+
+
+@contextlib.contextmanager
+def _gradient_kept(leaf: Tensor) -> Iterator[None]:
+    """Begin without a gradient, and without the hooks by which an optimizer may step within the backward pass."""
+    grad, hooks = leaf.grad, leaf._post_accumulate_grad_hooks
+    leaf.grad = None
+    if hooks:
+        leaf._post_accumulate_grad_hooks = {}  # None would leave them in place
+    try:
+        yield
+    finally:
+        leaf.grad = grad
+        if hooks:
+            leaf._post_accumulate_grad_hooks = hooks
+
+
+@contextlib.contextmanager
+def _registrations_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the parameters and buffers of each module where others have taken their names."""
+    kinds: list[dict[str, Any]] = [kind for each in model.modules() for kind in (each._parameters, each._buffers)]
+    registered = [(kind, dict(kind)) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, before in registered:
+            if list(map(id, kind.values())) != list(map(id, before.values())):
+                kind.clear()
+                kind.update(before)
+
+
+@contextlib.contextmanager
+def _random_states_kept(model: nn.Module) -> Iterator[None]:
+    tensors = [*model.parameters(), *model.buffers()]
+    states = []
+    for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        where = () if device.type == "mps" else (device,)  # torch.mps knows one device and takes none
+        states.append((module, module.get_rng_state(*where), where))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for module, state, where in states:
+                module.set_rng_state(state, *where)
+
+
+def _run_eagerly() -> contextlib.AbstractContextManager[object]:
+    """Have compiled code run as it is written; Dynamo is not imported for it where nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; range_report needs a tensor: return the loss")
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; a loss has one element: return its mean or sum")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph; run the forward pass with gradients, and return the loss undetached")
+    return loss
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that a backward pass would give gradients, in the order of the forward pass."""
+    leaves, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(leaf)
+    return leaves[::-1]

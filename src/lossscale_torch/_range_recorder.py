@@ -1,0 +1,317 @@
+"""The dispatch mode behind `range_report`: it measures what each operation computes, and undoes what is written."""
+
+import bisect
+import functools
+import math
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lossscale_core import OperationRange
+from lossscale_torch._gradients import values_of
+
+_OUTSIDE = "loss_fn"
+_CHUNK = 2**18
+"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
+
+_LOW_PRECISION = {torch.float16, torch.bfloat16} | {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+}
+_COMPUTES_NOTHING = re.compile(
+    r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
+)
+"""Operations that leave memory as it is found, fill it with a constant, or copy what was measured before."""
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+
+
+class ModulePaths:
+    """Tells which module an operation belongs to, in the forward pass by hooks, in the backward pass by its node.
+
+    autograd numbers its nodes as the forward pass makes them; the numbers at which modules begin and end tell whose a
+    node is: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._numbers: dict[int, tuple[list[int], list[str]]] = {}
+        self._main = threading.get_ident()
+        self._task: int | None = None
+        self._last = _OUTSIDE
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "ModulePaths":
+        for module, name in self._names.items():
+            enter = functools.partial(self._enter, name)
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_backward(self) -> None:
+        self._task, self._last = None, _OUTSIDE
+        self._stack.clear()
+
+    def current(self) -> str:
+        """Return the path of the module whose operation runs now."""
+        node: Any = torch._C._current_autograd_node()
+        if self._stack:
+            self._last = self._stack[-1]
+        elif node is None:
+            # Outside of nodes autograd sums the gradients of a tensor that was used several times.
+            return self._last if self._task is not None else _OUTSIDE
+        elif (number := node._sequence_nr()) < 2**63:  # all nodes but those that accumulate a parameter's gradient
+            self._last = self._path_at(number)
+        return self._last
+
+    def _path_at(self, number: int) -> str:
+        task = torch._C._current_graph_task_id()
+        self._task = task if self._task is None else self._task
+        # The graph of a reentrant checkpoint is made, and numbered, in the thread that runs the backward pass.
+        thread = self._main if task == self._task else threading.get_ident()
+        numbers, paths = self._numbers.get(thread, ([], []))
+        index = bisect.bisect_right(numbers, number) - 1
+        return paths[index] if index >= 0 else _OUTSIDE
+
+    def _enter(self, name: str, *_: object) -> None:
+        self._stack.append(name)
+        self._note()
+
+    def _leave(self, *_: object) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        numbers, paths = self._numbers.setdefault(threading.get_ident(), ([], []))
+        numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        paths.append(self._stack[-1] if self._stack else _OUTSIDE)
+
+
+class Changes:
+    """Copies of the tensors that an operation writes to although they were there before; they are put back on exit."""
+
+    def __init__(self) -> None:
+        self._new: set[int] = set()
+        self._copies: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._generators: dict[torch.Generator, Tensor] = {}
+
+    def __enter__(self) -> "Changes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            self._forget_freed()
+            for tensor, copy in reversed(self._copies.values()):  # views of one memory may overlap
+                tensor.detach().copy_(copy)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
+    def before_write(self, tensor: Tensor) -> None:
+        if (storage := _storage(tensor)) not in self._new:
+            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if key not in self._copies and _has_memory(tensor):
+                self._forget_freed()
+                self._copies[key] = (tensor, tensor.detach().clone())
+
+    def before_draw(self, generator: torch.Generator) -> None:
+        self._generators.setdefault(generator, generator.get_state())
+
+    def _forget_freed(self) -> None:
+        """Drop the copies of gathered parameters, whose memory `fully_shard` frees while their tensors live on."""
+        self._copies = {key: pair for key, pair in self._copies.items() if _has_memory(pair[0])}
+
+    def made(self, storage: int) -> None:
+        self._new.add(storage)
+
+
+class Recorder(TorchDispatchMode):
+    """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
+
+    def __init__(self, paths: ModulePaths, changes: Changes) -> None:
+        super().__init__()
+        self._paths = paths
+        self._changes = changes
+        self._records: list[OperationRange] = []
+        self._scaled: set[int] = set()
+        self._nonfinite: set[int] = set()
+        self._progress = _Progress()
+
+    def take(self) -> list[OperationRange]:
+        """Return the records of the pass that is over."""
+        self._progress.end()
+        records, self._records = self._records, []
+        return records
+
+    def begin_backward(self, seed: Tensor) -> None:
+        """Begin a backward pass from `seed`, which holds the loss scale."""
+        self._paths.begin_backward()
+        self._scaled = {_storage(seed)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a subclass of Tensor goes first; what it computes with is seen then
+        call = _Call(_facts(func), args, kwargs or {})
+        self._save(call)
+        was_finite = self._nonfinite.isdisjoint(map(_storage, call.written))
+        out = func(*args, **call.kwargs)
+        self._progress.step()
+        is_scaled = not self._scaled.isdisjoint(call.storages)
+        for result in call.results(out):
+            self._note(call, result, is_scaled)
+            if call.facts.computes and result.dtype in _LOW_PRECISION and result.numel():
+                self._record(call, result, is_scaled, was_finite)
+        return out
+
+    def _save(self, call: "_Call") -> None:
+        """Have what the call is about to change copied."""
+        for tensor in call.written:
+            self._changes.before_write(tensor)
+        for each in call.given:
+            if isinstance(each, torch.Generator):
+                self._changes.before_draw(each)
+            # The kernels of batch norm write to the running statistics, which not all their schemas tell.
+            elif call.facts.has_statistics and isinstance(each, Tensor) and each.ndim == 1:
+                self._changes.before_write(each)
+
+    def _note(self, call: "_Call", result: Tensor, is_scaled: bool) -> None:
+        """Note what is known of the memory of a result; old notes go, since memory is used again."""
+        storage = _storage(result)
+        if storage not in call.storages:
+            self._changes.made(storage)
+        self._nonfinite.discard(storage)
+        (self._scaled.add if is_scaled else self._scaled.discard)(storage)
+
+    def _record(self, call: "_Call", result: Tensor, is_scaled: bool, was_finite: bool) -> None:
+        record = measure(result, call.facts.name, self._paths.current())
+        if record.nonfinite:
+            self._nonfinite.add(_storage(result))
+        overflowed = bool(record.nonfinite) and was_finite and call.has_finite_inputs()
+        self._records.append(record._replace(overflowed=overflowed, scaled=is_scaled))
+
+
+class _Facts(NamedTuple):
+    """What the schema and the name of an operation tell."""
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    """The positions and names of the arguments that it writes to."""
+    computes: bool
+    has_statistics: bool
+
+
+@functools.cache
+def _facts(func: Any) -> _Facts:
+    name = str(func.overloadpacket)
+    arguments = enumerate(func._schema.arguments)
+    written = tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+    computes = not _COMPUTES_NOTHING.match(name)
+    return _Facts(name, written, computes, bool(re.search("(batch|instance)_norm", name)))
+
+
+class _Call:
+    """An operation with what it is given."""
+
+    def __init__(self, facts: _Facts, args: Any, kwargs: Any) -> None:
+        self.facts, self.kwargs = facts, kwargs
+        self.given = list(_flat((args, kwargs)))
+        self.storages = {_storage(each) for each in self.given if isinstance(each, Tensor)}
+        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in facts.written]
+        self.written = list(_tensors(found)) if found else []
+
+    def results(self, out: Any) -> Iterator[Tensor]:
+        """Yield what the operation made or wrote to, and no views of what it was given."""
+        yield from self.written
+        for tensor in _tensors(out):
+            if _storage(tensor) not in self.storages:
+                yield tensor
+
+    def has_finite_inputs(self) -> bool:
+        """Return whether everything given is finite, except for what was written to, which is no longer there."""
+        written = {id(tensor) for tensor in self.written}
+        return all(_is_finite(each) for each in self.given if id(each) not in written)
+
+
+class _Progress:
+    """A line on stderr that counts operations, for models that have more than a thousand."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def step(self) -> None:
+        self._count += 1
+        if self._count % 1000 == 0:
+            print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._count >= 1000:
+            print(file=sys.stderr)
+        self._count = 0
+
+
+def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
+    """Return the record of a tensor of floats that is not empty. Synchronises."""
+    values = values_of(tensor.detach()).reshape(-1)
+    histogram: Any = 0
+    largest = 0.0
+    for chunk in values.split(_CHUNK):
+        bits = chunk.float().view(torch.int32) & 0x7FFFFFFF  # the magnitudes, in the order of their values
+        histogram = histogram + torch.bincount(bits >> 23, minlength=256)
+        largest = max(largest, torch.where(bits < 0x7F800000, bits, 0).max().view(torch.float32).item())
+    counts = {exponent: count for exponent, count in enumerate(histogram.tolist()) if count}
+    dtype = str(values.dtype).removeprefix("torch.")
+    zeros, nonfinite = counts.pop(0, 0), counts.pop(255, 0)
+    exponents = {exponent - 127: count for exponent, count in counts.items()}
+    return OperationRange(operation, module, dtype, largest, nonfinite, zeros, exponents)
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        is_float = value.is_floating_point() or value.is_complex()
+        return not is_float or bool(torch.isfinite(_widened(values_of(value))).all())
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or a parameter's name without the wrappers of `torch.compile`, FSDP and checkpoints."""
+    return _WRAPPERS.sub("", name).rstrip(".")
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others; 0 where it has none, as in unusual layouts."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > 0
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (each for each in _flat(value) if isinstance(each, Tensor))

@@ -1,0 +1,472 @@
+"""`range_report` on real float16 models: what it foretells, what it names, and that it changes nothing."""
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from lossscale_core import DynamicScaling
+from lossscale_torch import GradScaler, range_report
+
+
+class Attention(nn.Module):
+    """One head, written out, so that the backward pass of its softmax is an operation of its own."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x, mask=None):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2) / x.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask, -torch.inf)
+        weights = scores.softmax(dim=-1)
+        return self.out(weights.to(scores.dtype) @ self.value(x))
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are those of the output as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden = nn.Embedding(20, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens):
+        return self.hidden(self.embed(tokens)).relu() @ self.embed.weight.T
+
+
+def _mlp(*layers):
+    return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 8))
+
+
+def _network(name):
+    """Return a model and its inputs."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 16)
+    if name == "attention":
+        return nn.Sequential(Attention(), Attention()), x
+    if name == "convolution":
+        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+        return nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
+    if name == "dropout":
+        return _mlp(nn.Dropout(0.5), nn.ReLU()), x
+    if name == "layer norm":
+        return _mlp(nn.LayerNorm(32), nn.GELU()), x
+    if name == "fused attention":
+        return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), x
+    if name == "embedding":
+        return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20)), torch.randint(0, 20, (4, 6))
+    if name == "tied":
+        return Tied(), torch.randint(0, 20, (4, 6))
+    return _mlp(nn.Tanh()), x
+
+
+def _loss_fn(model, x, weight=1.0):
+    """Return what draws the same dropout masks whenever it is called."""
+
+    def loss_fn():
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+            return weight * (out - torch.linspace(-2, 2, out.shape[-1])).float().square().mean()
+
+    return loss_fn
+
+
+def _largest_finite_scale(model, loss_fn):
+    """Return the largest power of two at which every gradient is finite, by bisection."""
+    lowest, highest = -20, 60
+    while highest - lowest > 1:
+        middle = (lowest + highest) // 2
+        model.zero_grad()
+        (loss_fn().float() * 2.0**middle).backward()
+        is_finite = all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        lowest, highest = (middle, highest) if is_finite else (lowest, middle)
+    model.zero_grad()
+    return 2.0**lowest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small tensors are slower on several threads, and much so where others run, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+NETWORKS = ["attention", "convolution", "dropout", "layer norm", "fused attention", "embedding", "tied", "mlp"]
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-3, 1e3])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_limit_is_the_one_that_bisection_finds(name, weight):
+    """Within one power of two, on each network and with each weight of the loss."""
+    model, x = _network(name)
+    loss_fn = _loss_fn(model, x, weight)
+    report = range_report(model, loss_fn)
+    assert report.forward_finite
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
+    assert report.init_scale == min(report.overflows_above / 2, DynamicScaling().max_scale)
+
+
+def test_parameters_in_float16_are_measured_as_well():
+    """A model that was cast by `half()`, whose loss is float16 too."""
+    model, x = _network("mlp")
+    model.half()
+
+    def loss_fn():
+        return model(x.half()).square().mean()
+
+    report = range_report(model, loss_fn)
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
+
+
+def test_a_scaler_that_begins_with_the_scale_applies_its_first_step():
+    """And does not with four times the limit."""
+    model, x = _network("attention")
+    report = range_report(model, _loss_fn(model, x))
+    for scale, applied in ((report.init_scale, True), (4 * report.overflows_above, False)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=scale))
+        scaler.scale(_loss_fn(model, x)()).backward()
+        scaler.step(optimizer)
+        assert scaler.update().applied is applied
+        model.zero_grad()
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_operation_that_overflows_first_is_named():
+    """By the module's path and by what torch calls the operation, in the backward pass."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"loud": nn.Linear(16, 16), "quiet": nn.Linear(16, 1)})
+    nn.init.normal_(model["loud"].weight, std=1e-4)  # of inputs around 1000, which the gradient is a multiple of
+    x = 1000.0 * torch.randn(8, 16)
+    report = range_report(model, lambda: _square(lambda x: model["quiet"](model["loud"](x)), x))
+    assert report.overflows_first.module == "loud"
+    assert report.overflows_first.operation == "aten.mm"
+    limit = f"2**{np.log2(report.overflows_above):.0f}"
+    assert f"backward: overflows above a loss scale of {limit}, first in loud (aten.mm)" in str(report)
+
+
+def test_operations_are_named_by_their_module_in_both_passes():
+    """What a module computes between its children is its own, and what the loss computes is `loss_fn`'s."""
+    model, x = _network("attention")
+    report = range_report(model, _loss_fn(model, x))
+    for records in (report.forward, report.backward):
+        modules = {record.module for record in records if record.operation != "gradient"}
+        assert modules >= {f"{i}.{name}" for i in (0, 1) for name in ("query", "key", "value", "out")} | {"0", "1"}
+    softmax = [record.module for record in report.backward if record.operation == "aten._softmax_backward_data"]
+    assert softmax == ["1", "0"]
+    gradients = [record.module for record in report.backward if record.operation == "gradient"]
+    assert gradients == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_modules_keep_their_names(use_reentrant):
+    """What the backward pass computes anew has the names and the limit that it has without checkpoints."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    model, x = _network("attention")
+    plain = range_report(model, _loss_fn(model, x))
+    model = nn.Sequential(Checkpointed(model[0]), Checkpointed(model[1]))
+    report = range_report(model, _loss_fn(model, x.requires_grad_()))
+    assert report.overflows_above == plain.overflows_above
+    named = {record.module for record in report.backward if record.scaled and record.operation == "aten.mm"}
+    assert named >= {f"{i}.inner.{name}" for i in (0, 1) for name in ("query", "key", "value", "out")}
+
+
+# -- no scale fits -----------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies, in float16."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x.half() * self.factor
+
+
+def test_an_overflow_of_the_forward_pass_is_named():
+    """No scale fits, and the report says where infinity comes from rather than where it goes."""
+    model, x = _network("mlp")
+    model.append(Scaled(1e6))
+    report = range_report(model, lambda: _square(model, x))
+    assert not report.forward_finite
+    assert report.overflows_above is None
+    assert report.init_scale is None
+    assert (report.overflows_first.module, report.overflows_first.operation) == ("3", "aten.mul")
+    assert "forward: overflows in 3 (aten.mul); the loss is inf" in str(report)
+    assert "no scale fits" in str(report)
+
+
+def _square(model, x):
+    with torch.autocast("cpu", torch.float16):
+        return model(x).float().square().mean()
+
+
+def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
+    """The loss is finite, and the weight in front of it leaves no scale that fits."""
+    model, x = _network("mlp")
+    report = range_report(model, lambda: 1e9 * _square(model, x))
+    assert report.forward_finite
+    assert report.overflows_above is None
+    assert report.loss_scale == 1.0
+    assert "no scale fits; it is not finite at a loss scale of 2**0, and loss_fn (aten._to_copy) overflows" in str(
+        report
+    )
+
+
+def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+    """The root of zero has an infinite slope, in float32; what overflows in float16 is not to blame."""
+    model, x = _network("mlp")
+    report = range_report(model, lambda: (0.0 * _square(model, x)).sqrt())
+    assert report.overflows_above is None
+    assert "loss_fn (aten._to_copy) is the first to be given infinity or NaN" in str(report)
+
+
+def test_an_infinity_that_is_meant_is_not_an_overflow():
+    """The mask of an attention holds -inf, in the scores as well, and every scale up to the limit fits."""
+    model, x = _network("attention")
+    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    report = range_report(model, lambda: _square(lambda x: model[1](model[0](x, mask), mask), x))
+    assert any(record.nonfinite for record in report.forward)
+    assert report.forward_finite
+    assert report.overflows_above > 1.0
+
+
+def test_nan_without_infinity_is_foretold():
+    """In attention whose backward pass alone overflows, the report finds the scale that leaves NaN and no infinity."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in ("query", "key")})
+    images, values = torch.randn(8, 16), 300.0 * torch.randn(8, 16)
+
+    def loss_fn():
+        with torch.autocast("cpu", torch.float16):
+            weights = torch.softmax(model["query"](images) @ model["key"](images).T / 4, dim=-1)
+            return (weights.half() @ values.half()).float().mean()
+
+    report = range_report(model, loss_fn)
+    assert report.forward_finite
+    assert report.overflows_above == 2048.0
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "NoScaling"), (torch.bfloat16, "NoScaling")])
+def test_what_needs_no_scaling_is_told_so(dtype, advice):
+    """Without float16 there is no limit, or one that is far away."""
+    model, x = _network("mlp")
+
+    def loss_fn():
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            return model(x).float().square().mean()
+
+    report = range_report(model, loss_fn)
+    assert report.overflows_above == torch.inf if dtype is torch.float32 else report.overflows_above > 2.0**60
+    assert report.init_scale == DynamicScaling().init_scale
+    assert str(report).endswith(f"use {advice}()")
+
+
+# -- nothing changes ---------------------------------------------------------------------------------------------------
+
+
+def _bits(model, optimizer, generator):
+    """Return everything that a report must leave alone, as plain bytes."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    everything = [*tensors, *states, torch.get_rng_state(), generator.get_state()]
+    python, numpys = random.getstate(), np.random.get_state()
+    return [bytes(t.detach().clone().untyped_storage()) for t in everything], python, numpys[1].tobytes(), numpys[2]
+
+
+class Restless(nn.Module):
+    """Changes whatever a forward pass can change."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(8, 8))
+        self.generator = generator
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.conv(x))).mean((2, 3))
+        x = x + torch.rand(x.shape, generator=self.generator) * random.random() * np.random.rand()
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0).float()
+        self.table[2:4].view(-1)[3:5] += 1.0
+        with torch.no_grad():
+            self.conv.bias += 1.0
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_is_changed(raises):
+    """Parameters, gradients, buffers, an optimizer that steps in the backward pass, and five random states."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(3)
+    model, x = Restless(generator), torch.randn(4, 3, 6, 6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    _square(model, x).backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before, objects = _bits(model, optimizer, generator), [p.grad for p in model.parameters()]
+    buffers = list(model.buffers())
+
+    def loss_fn():
+        loss = _square(model, x)
+        if raises:
+            raise KeyError("the data ends here")
+        return loss
+
+    if raises:
+        with pytest.raises(KeyError, match="the data ends here"):
+            range_report(model, loss_fn)
+    else:
+        assert range_report(model, loss_fn).overflows_above
+    assert _bits(model, optimizer, generator) == before
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), objects, strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.children())
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_gradients_of_inputs_and_of_other_models_are_left_alone():
+    """A leaf that the model does not own keeps the gradient it had."""
+    model, x = _network("mlp")
+    x.requires_grad_()
+    temperature = torch.ones((), requires_grad=True)
+    temperature.grad = torch.full((), 5.0)
+    range_report(model, lambda: _square(model, x) * temperature)
+    assert x.grad is None
+    assert temperature.grad == 5.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_loss_is_computed_once():
+    """It may draw its batch from an iterator."""
+    model, x = _network("mlp")
+    batches = iter([x])
+    assert range_report(model, lambda: 1e-3 * _square(model, next(batches))).overflows_above
+
+
+def test_compiled_models_run_uncompiled():
+    """So that their operations are seen, under the names that the model has without `torch.compile`."""
+    model, x = _network("mlp")
+    plain = range_report(model, lambda: _square(model, x))
+    compiled = torch.compile(model, backend="eager")
+    report = range_report(compiled, lambda: _square(compiled, x))
+    assert [record[:3] for record in report.backward] == [record[:3] for record in plain.backward]
+    assert report.overflows_above == plain.overflows_above
+
+
+@pytest.fixture
+def process_group():
+    """One process on its own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # which has nothing to do with a report
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_distributed_models_train_on_as_if_nothing_had_been(process_group, is_sharded):
+    """Under DistributedDataParallel and `fully_shard`, before the first step and between steps."""
+    losses = []
+    for with_reports in (False, True):
+        model, x = _network("mlp")
+        if is_sharded:
+            precision = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mp_policy=precision)
+        else:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            if with_reports:
+                report = range_report(model, lambda model=model, x=x: _square(model, x))
+                assert report.overflows_first.module.endswith("2")
+            loss = _square(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda loss: loss.item(), TypeError, "loss_fn returned float"),
+        (lambda loss: loss.repeat(2), ValueError, r"shape \(2,\)"),
+        (lambda loss: loss.detach(), ValueError, "has no graph"),
+    ],
+)
+def test_what_is_not_a_loss_is_refused(make, error, message):
+    """The message says what was returned and what to return."""
+    model, x = _network("mlp")
+    with pytest.raises(error, match=message):
+        range_report(model, lambda: make(_square(model, x)))
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_of_progress(capsys):
+    """It counts on stderr beyond a thousand operations, and says nothing before."""
+    model, x = _network("mlp")
+    range_report(model, lambda: _square(model, x))
+    assert capsys.readouterr().err == ""
+    range_report(model, lambda: _square(model, x) + sum(torch.ones(2000)))
+    assert "range_report: 1000 operations" in capsys.readouterr().err
+
+
+def test_it_costs_at_most_thirty_steps():
+    """Of a small model, whose operations are so short that measuring each outweighs them."""
+    model, x = _network("attention")
+    loss_fn = _loss_fn(model, x)
+
+    def seconds(function, times):
+        measured = []
+        for _ in range(times):
+            start = time.thread_time()  # that of other processes does not count
+            function()
+            measured.append(time.thread_time() - start)
+        return min(measured)
+
+    assert seconds(lambda: range_report(model, loss_fn), 5) <= 30 * seconds(lambda: loss_fn().backward(), 20)
+
+
+def test_it_takes_at_most_half_more_memory_than_a_step():
+    """As torch counts it: the most that is allocated at any time, of a step and of a report."""
+    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), torch.randn(512, 256)
+
+    def peak(function):
+        with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiled:
+            function()
+        changes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(changes))
+
+    step = peak(lambda: _square(model, x).backward())
+    model.zero_grad()
+    assert peak(lambda: range_report(model, lambda: _square(model, x))) <= 1.5 * step

@@ -1,0 +1,243 @@
+"""`RangeReport`: the search of the scale, what it says and draws, on gradients that NumPy makes."""
+
+import json
+import random
+from collections import Counter
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from lossscale_core import DynamicScaling, OperationRange, RangeReport
+
+
+def _record(module, values, dtype="float16", *, scaled=True, overflowed=False):
+    """Return the record of an array, as an adapter would make it."""
+    finite = np.abs(values[np.isfinite(values)].astype(np.float64))
+    exponents = Counter(np.frexp(finite[finite > 0])[1].tolist())
+    return OperationRange(
+        "matmul",
+        module,
+        dtype,
+        largest=float(finite.max(initial=0.0)),
+        nonfinite=int(values.size - finite.size),
+        zeros=int((finite == 0).sum()),
+        exponents={exponent - 1: count for exponent, count in exponents.items()},
+        overflowed=overflowed,
+        scaled=scaled,
+    )
+
+
+class Network:
+    """Gradients that are known exactly, and what float16 makes of them at a loss scale."""
+
+    def __init__(self, gradients, hidden=np.inf):
+        self.gradients = gradients
+        self.hidden = hidden
+        self.scales = []
+
+    def halves(self, loss_scale):
+        with np.errstate(over="ignore"):
+            return {name: (loss_scale * exact).astype(np.float16) for name, exact in self.gradients.items()}
+
+    def backward(self, loss_scale):
+        self.scales.append(loss_scale)
+        for name, values in self.halves(loss_scale).items():
+            if loss_scale > self.hidden:  # an overflow within an operation, which its finite results do not foretell
+                values = np.full_like(values, np.nan)
+            yield _record(name, values, overflowed=not np.isfinite(values).all())
+
+    def report(self):
+        return RangeReport.measure(lambda: (1.0, [_record("embed", np.float16([351.0]), scaled=False)]), self.backward)
+
+    def limit(self):
+        finite = [k for k in range(-20, 100) if all(np.isfinite(v).all() for v in self.halves(2.0**k).values())]
+        return 2.0 ** max(finite)
+
+
+def _network(magnitude):
+    rng = np.random.default_rng(0)
+    gradients = {f"layers.{i}": magnitude * 2.0**i * rng.standard_normal(500) for i in range(4)}
+    return Network(gradients | {"embed": magnitude * rng.standard_normal(500) * 2.0 ** rng.uniform(-45, 0, 500)})
+
+
+@pytest.mark.parametrize("exponent", range(-40, 8))
+def test_the_search_finds_the_limit(exponent):
+    """Wherever it lies, and usually with four backward passes or fewer; the last finite one was at the limit."""
+    network = _network(2.0**exponent)
+    report = network.report()
+    assert report.overflows_above == network.limit()
+    assert report.overflows_first.module == "layers.3"
+    if 2.0**-4 <= report.overflows_above <= 2.0**32:
+        assert report.init_scale == max(1.0, report.overflows_above / 2)
+        assert report.loss_scale == report.overflows_above
+    if 1.0 <= report.overflows_above <= 2.0**30:
+        assert len(network.scales) <= 4
+
+
+def test_an_overflow_that_no_result_foretells_is_found():
+    """The scale that is foretold is tried, and halved where it does not hold."""
+    network = _network(2.0**-8)
+    network.hidden = 2.0**18
+    report = network.report()
+    assert network.limit() > 2.0**18
+    assert report.overflows_above == 2.0**18
+    assert report.overflows_first.overflowed
+
+
+def test_no_scale_fits_a_loss_that_is_not_finite():
+    """No backward pass is run, and the first operation that overflowed is named."""
+    forward = [
+        _record("mask", np.float16([-np.inf, 1.0]), scaled=False),
+        _record("layers.1", np.float16([np.inf, 1.0]), scaled=False, overflowed=True),
+        _record("layers.2", np.float16([np.nan, 1.0]), scaled=False),
+    ]
+    report = RangeReport.measure(lambda: (float("nan"), forward), lambda _: pytest.fail("a backward pass"))
+    assert not report.forward_finite
+    assert (report.overflows_above, report.init_scale) == (None, None)
+    assert report.overflows_first.module == "layers.1"
+    assert str(report).splitlines() == [
+        "forward: overflows in layers.1 (matmul); the loss is nan",
+        "backward: no scale fits; the loss is not finite before it is scaled",
+        "look at the inputs and at the forward pass first",
+    ]
+
+
+def test_no_scale_fits_where_a_scale_of_one_overflows():
+    """The loss is finite, and the operation that overflows is named."""
+    report = _network(2.0**12).report()
+    assert report.forward_finite
+    assert (report.overflows_above, report.init_scale, report.loss_scale) == (None, None, 1.0)
+    line = "backward: no scale fits; it is not finite at a loss scale of 2**0, and layers.3 (matmul) overflows"
+    assert line in str(report)
+
+
+def test_gradients_that_do_not_depend_on_the_scale_set_no_limit():
+    """What a checkpoint computes anew in the backward pass is as large at every scale."""
+    recomputed = _record("recomputed", np.float16([60000.0]), scaled=False)
+    network = _network(2.0**-8)
+    report = RangeReport.measure(lambda: (1.0, []), lambda scale: [recomputed, *network.backward(scale)])
+    assert report.overflows_above == network.limit()
+
+
+def test_gradients_of_zero_set_no_limit():
+    """After a few passes the search gives up, at the largest scale that a policy reaches."""
+    network = Network({"unused": np.zeros(4)})
+    report = network.report()
+    assert report.overflows_above == np.inf
+    assert report.init_scale == DynamicScaling().max_scale
+    assert len(network.scales) <= 3
+    assert "every gradient in low precision is zero" in str(report)
+
+
+@pytest.mark.parametrize("exponent", range(-14, 16))
+def test_the_share_that_flushes_is_counted(exponent):
+    """It is a lower bound of the true share, and exact but for elements that round to the smallest number or not."""
+    network = _network(2.0**-12)
+    report = network.report()
+    scale = 2.0**exponent
+    before, after = (np.concatenate(list(network.halves(s).values())) for s in (report.loss_scale, scale))
+    share = ((after == 0) & (before != 0)).sum() / (before != 0).sum()
+    assert report.flushed(scale) == pytest.approx(share, abs=1e-3)
+    assert report.flushed(report.loss_scale) == 0.0
+
+
+def test_the_report_in_four_lines():
+    """What overflows first, how much flushes and where, and what to do; the module of each is named."""
+    network = _network(2.0**-3)
+    report = network.report()
+    lines = str(report).splitlines()
+    assert lines[0] == "forward: finite; largest 351 in embed (7.5 bits of room)"
+    assert lines[1] == "backward: overflows above a loss scale of 2**14, first in layers.3 (matmul)"
+    assert lines[2] == (
+        "at 2**13: at least 0 % and at most 4.1 % of the gradient elements flush to zero, most in embed (21 %)"
+    )
+    assert lines[3] == "use DynamicScaling(init_scale=2**13)"
+
+
+@pytest.mark.parametrize("loss_scale", [0.0, -2.0, float("inf"), float("nan")])
+def test_what_is_not_a_loss_scale_is_refused(loss_scale):
+    """By each method that takes one."""
+    report = _network(2.0**-8).report()
+    for method in (report.flushed, lambda scale: report.to_html(loss_scale=scale)):
+        with pytest.raises(ValueError, match="must be a positive, finite number"):
+            method(loss_scale)
+
+
+def test_the_repr_is_short():
+    """However many operations there are."""
+    assert len(repr(_network(2.0**-8).report())) < 1000
+
+
+def test_a_report_goes_through_json():
+    """As plain numbers, and back."""
+    report = _network(2.0**-8).report()
+    assert RangeReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_random_states_are_put_back():
+    """Those of Python and of NumPy, also where the forward pass raises."""
+    python, numpys = random.getstate(), np.random.get_state()[1].tolist()
+
+    def forward():
+        random.random(), np.random.rand()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        RangeReport.measure(forward, lambda _: [])
+    assert random.getstate() == python
+    assert np.random.get_state()[1].tolist() == numpys
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def _texts(svg):
+    return [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def _fills(svg):
+    return Counter(element.get("fill") for element in ElementTree.fromstring(svg).iter() if element.get("x"))
+
+
+def test_the_picture_names_each_module_and_hatches_what_does_not_fit(tmp_path):
+    """Overflow and flush have patterns, so that a print in black and white tells them from the rest."""
+    report = _network(2.0**-8).report()
+    fits, large, small = (tmp_path / name for name in ("fits.svg", "large.svg", "small.svg"))
+    report.plot(fits)
+    report.plot(large, loss_scale=8 * report.overflows_above)
+    report.plot(small, loss_scale=2.0**-14)
+    drawn = [text for text in _texts(fits.read_text()) if text.startswith(("layers", "embed"))]
+    assert drawn == ["embed", *(f"layers.{i}" for i in (3, 2, 1, 0))]  # as the forward pass has them
+    assert _fills(fits.read_text())["url(#overflow)"] == 0
+    assert _fills(large.read_text())["url(#overflow)"] > 0
+    assert any("% over" in text for text in _texts(large.read_text()))
+    assert _fills(small.read_text())["url(#flush)"] > 0
+    assert f"Exponents of the gradients at a loss scale of 2**{np.log2(report.init_scale):.0f}" in _texts(
+        fits.read_text()
+    )
+
+
+def test_the_page_stands_alone(tmp_path):
+    """It holds the text and the picture and loads nothing; names are escaped."""
+    network = Network({"<script>": np.full(3, 0.25)})
+    network.report().plot(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "use DynamicScaling" in page
+    assert "<script>" not in page
+    assert "src=" not in page
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path):
+    """Only `.svg` and `.html` are written, and the error says so."""
+    with pytest.raises(ValueError, match=r"report.png' is not an .svg or .html file"):
+        _network(2.0**-8).report().plot(tmp_path / "report.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_without_gradients_is_drawn_too(tmp_path):
+    """Where the loss is not finite there is no histogram, and no error."""
+    report = RangeReport.measure(lambda: (float("inf"), []), lambda _: [])
+    report.plot(tmp_path / "empty.svg")
+    assert "Exponents" in (tmp_path / "empty.svg").read_text()
