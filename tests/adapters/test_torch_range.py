@@ -192,6 +192,34 @@ def test_checkpointed_modules_keep_their_names(use_reentrant):
     assert named >= {f"{i}.inner.{name}" for i in (0, 1) for name in ("query", "key", "value", "out")}
 
 
+def test_what_the_loss_scale_does_not_multiply_sets_no_limit():
+    """A value near the largest that a checkpoint computes anew in the backward pass is as large at every scale."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16), torch.randn(4, 16)
+
+    def loud(x):
+        return (60000 * (model(x) / model(x).abs().max())).abs().add(100).sqrt()
+
+    def loss_fn():
+        with torch.autocast("cpu", torch.float16):
+            return 1e-6 * checkpoint(loud, x, use_reentrant=False).float().square().mean()
+
+    report = range_report(model, loss_fn)
+    assert any(record.largest > 50000 and not record.scaled for record in report.backward)
+    assert report.overflows_above >= 2.0**20
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
+
+
+def test_views_and_constants_are_not_operations_that_compute():
+    """Each result counts once, and memory that nothing has been written to does not."""
+    model, x = _network("attention")
+    report = range_report(model, _loss_fn(model, x))
+    operations = {record.operation for record in (*report.forward, *report.backward)}
+    views = {"aten.t", "aten.view", "aten._unsafe_view", "aten.transpose", "aten.expand", "aten.detach"}
+    assert not operations & (views | {"aten.empty_like", "aten.empty", "aten.zeros", "aten.new_zeros"})
+    assert operations >= {"aten._to_copy", "aten.addmm", "aten.bmm", "aten.mm", "aten.sum"}
+
+
 # -- no scale fits -----------------------------------------------------------------------------------------------------
 
 
