@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_tf._step import Step
-from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import share_deferred_restorations
 
 _VALUE = "VARIABLE_VALUE"
@@ -51,26 +50,7 @@ class _SavedLikeInner:
 class SavedAttributes:
     """A wrapper's part in checkpoints: of TensorFlow, and of Keras's models."""
 
-    name: str
-    variables: list[Any]
     _saved: _SavedLikeInner | None = None
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
-
-        Args:
-            store: A mapping of numbers, as strings, to arrays.
-
-        """
-        shapes = [tuple(variable.shape) for variable in self.variables]
-        stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
-        if len(store.keys()) == len(shapes) and stored != shapes:
-            warn_caller(
-                f"the saved optimizer's variables have other shapes than those of '{self.name}', so none is loaded; "
-                "it is another optimizer's, and this one begins anew"
-            )
-            return
-        super().load_own_variables(store)  # type: ignore[misc]  # Keras's, as the rest of what is inherited
 
     def _save_like(self, inner: Any, step: Step) -> None:
         """Keep what TensorFlow's checkpoints hold in the layout of `inner`, an optimizer of tf_keras."""

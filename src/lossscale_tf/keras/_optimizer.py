@@ -1,6 +1,7 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,25 +9,22 @@ import keras
 import tensorflow as tf
 
 from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step, fitted, outside_of_replicas, summed_over_replicas
-from lossscale_tf._verbs import Gradient, Tree, as_tensor, is_gradient, unscale_by
-from lossscale_tf._warning import warn_caller
+from lossscale_tf._step import Step, outside_of_replicas
+from lossscale_tf._verbs import Gradient, Tree
 from lossscale_tf._wrapper import pairs_of, require_single_wrapper
 from lossscale_tf.keras._checkpoint import SavedAttributes
-from lossscale_tf.keras._compiled import CompiledUpdates
 from lossscale_tf.keras._config import arguments_of, config_of, policy_of_arguments, require_arguments
 from lossscale_tf.keras._inner import (
-    apply_summed,
     build,
     have_no_values_yet,
     is_keras_3,
     require_no_session,
-    summed_by_its_own_function,
 )
 from lossscale_tf.keras._proxy import InnerAttributes
 from lossscale_tf.keras._scale_attributes import ScaleAttributes
 from lossscale_tf.keras._scaling import Scaling
 from lossscale_tf.keras._slots import Slots
+from lossscale_tf.keras._updates import Updates, require_gradients
 
 _unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
@@ -42,13 +40,13 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
     model.compile(optimizer, loss)            # under mixed_float16, fit scales by itself
     ```
 
-    In a loop of your own call `minimize`; or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
+    In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
     after it, then `apply_gradients`. A skipped step changes neither variables nor slots nor `iterations`. In
     `tf.function` nothing synchronises with the host; eagerly, `apply_gradients` reads the flag and the state. The
     interface is that of `tf.keras.mixed_precision.LossScaleOptimizer`.
 
     Args:
-        inner_optimizer: A Keras 3 or tf_keras optimizer; also taken as `optimizer`.
+        inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
         loss_scale: Anything `as_policy` takes; or a bool, which stands for `dynamic`.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
@@ -57,7 +55,6 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
         jit_compile: Whether XLA compiles the update alone, which is called where the gradients are finite.
         name: The optimizer's name.
-        optimizer: The older name of `inner_optimizer`.
         **base_arguments: The other arguments of Keras's optimizers, which must have their defaults.
 
     Raises:
@@ -86,11 +83,13 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
         super().__init__(inner, name=name)
-        self._scale_state = StateVariables(chosen, self._make_variable)  # a checkpoint keeps it under this name
+        self._scale_state = StateVariables(
+            chosen, functools.partial(_add_variable, self)
+        )  # a checkpoint keeps it under this name
         self._used_scale = _variable_of_each_replica()  # and this one
         self._step = Step(chosen, self._scale_state, global_clipnorm)
         self._scaling = Scaling(self._step, self._used_scale)
-        self._compiled_updates = CompiledUpdates() if jit_compile else None
+        self._updates = Updates(inner, self._step, self._scaling, jit_compile)
         self._slots = Slots(inner)
         if not is_keras_3(inner):
             self._save_like(inner, self._step)
@@ -167,7 +166,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             var_list: A variable, a list of them, or a callable that returns one.
             tape: The tape of a loss that is a tensor.
             grad_loss: The gradient of the loss itself, if it is not 1.
-            name: Not used; other optimizers of TensorFlow have it.
+            name: Not used.
 
         Raises:
             ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient.
@@ -253,19 +252,9 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         with self._own_attributes():  # Keras shall not make averages and accumulators here, too
             keras.optimizers.Optimizer.build(self, variables)
 
-    @property
-    def variables(self) -> list[Any]:
-        """The wrapper's own variables, the state's among them, then the inner optimizer's.
-
-        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
-        """
-        variables = [*self._variables, *self.weights]
-        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
-
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
-        is_compiled = self._compiled_updates is not None
-        return config_of(self.name, self.inner_optimizer, self.policy, self._step.max_norm, is_compiled)
+        return config_of(self.name, self.inner_optimizer, self.policy, self._step.max_norm, self._updates.is_compiled)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "LossScaleOptimizer":
@@ -282,75 +271,18 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         return cls(**arguments_of(config, custom_objects))
 
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
-        require_no_session()
-        if tf.distribute.in_cross_replica_context():
-            raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
-        present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
-        if not present:
-            raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
+        present = require_gradients(grads, variables)
         if not self.built:
             outside_of_replicas(lambda: self._build(variables))
-        if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
-            warn_caller(f"no gradient exists for {', '.join(missing)}; they keep their values")
-        if not self._step.has_begun:
-            outside_of_replicas(self._warn_if_resumed)
-        gradients, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        gradients, loss_scale = self._scaling.to_apply(gradients, variables, may_be_scaled)
-        if not is_summed:
-            gradients, loss_scale = self._summed(gradients, variables, loss_scale)
-        self._step.take(gradients, variables, loss_scale, self._update, self._updated_in_graph)
+        self._updates.take(present, is_summed, may_be_scaled)
 
     def _build(self, variables: list[Any]) -> None:
         with nullcontext() if have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(self.name):
             self.build(variables)
         self.built = True
 
-    def _warn_if_resumed(self) -> None:
-        with tf.init_scope():  # from within a trace, to where variables have values
-            if tf.executing_eagerly():
-                self._step.warn_if_resumed(self.iterations)
-
-    def _summed(
-        self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
-    ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Return gradients summed over replicas, and their scale; a function of the user's sums unscaled ones."""
-        unscaled = grads if loss_scale is None else unscale_by(grads, loss_scale)
-        summed = summed_by_its_own_function(self.inner_optimizer, unscaled, variables)
-        return (summed_over_replicas(grads), loss_scale) if summed is None else (summed, None)
-
-    def _update(self, grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> None:
-        """Apply gradients times `factor`, if there is one, in the variables' dtypes."""
-
-        def update(grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> None:
-            apply_summed(self.inner_optimizer, fitted(grads, variables, factor), variables)
-
-        if self._compiled_updates is None:
-            update(grads, factor, variables)
-        else:
-            self._compiled_updates.run(update, grads, factor, variables)
-
-    def _updated_in_graph(self, *_: Any) -> None:
-        self._scaling.updated_in_graph()
-
     def _hyperparameter_was_set(self) -> None:
-        if self._compiled_updates is not None:
-            self._compiled_updates = CompiledUpdates()  # those that are compiled hold the old value
-
-    def _make_variable(self, name: str, value: Any) -> tf.Variable:
-        return self.add_variable(
-            shape=(),
-            dtype=value.dtype.name,
-            initializer=keras.initializers.Constant(value),
-            aggregation="only_first_replica",
-            name=name,
-        )
-
-
-class _CallableList(list[Any]):
-    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
-
-    def __call__(self) -> "_CallableList":
-        return self
+        self._updates.forget_compiled()
 
 
 def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -370,11 +302,14 @@ def _aggregates(arguments: dict[str, Any]) -> bool:
     return aggregates
 
 
-def _as_gradient(grad: Any) -> Gradient:
-    tensor = as_tensor(grad)
-    if not is_gradient(tensor):
-        raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
-    return tensor
+def _add_variable(optimizer: keras.optimizers.Optimizer, name: str, value: Any) -> tf.Variable:
+    return optimizer.add_variable(
+        shape=(),
+        dtype=value.dtype.name,
+        initializer=keras.initializers.Constant(value),
+        aggregation="only_first_replica",
+        name=name,
+    )
 
 
 def _variable_of_each_replica() -> tf.Variable:

@@ -33,7 +33,9 @@ class InnerAttributes:
     While `_is_initialised` is false, as while Keras's constructor runs, attributes are the wrapper's own.
     """
 
+    name: str
     inner_optimizer: Any
+    _variables: list[Any]
     _trainable_variables: list[Any]
     _slots: Slots
     _is_initialised = False
@@ -55,6 +57,32 @@ class InnerAttributes:
     def weights(self) -> list[tf.Variable]:
         """The inner optimizer's variables, in the order in which they were made."""
         return self._slots.weights()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The wrapper's own variables, the state's among them, then the inner optimizer's.
+
+        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
+        """
+        variables = [*self._variables, *self.weights]
+        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
+
+        Args:
+            store: A mapping of numbers, as strings, to arrays.
+
+        """
+        shapes = [tuple(variable.shape) for variable in self.variables]
+        stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
+        if len(store.keys()) == len(shapes) and stored != shapes:
+            warn_caller(
+                f"the saved optimizer's variables have other shapes than those of '{self.name}', so none is loaded; "
+                "it is another optimizer's, and this one begins anew"
+            )
+            return
+        super().load_own_variables(store)  # type: ignore[misc]  # Keras's, as the rest of what is inherited
 
     def get_weights(self) -> list[Any]:
         """Return the values of `weights`, as NumPy arrays."""
@@ -158,6 +186,13 @@ class InnerAttributes:
             raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{name}'")
         setattr(inner, name, value)
         self._hyperparameter_was_set()
+
+
+class _CallableList(list[Any]):
+    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+
+    def __call__(self) -> "_CallableList":
+        return self
 
 
 def _spelled(name: str) -> str:

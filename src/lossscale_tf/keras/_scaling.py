@@ -92,7 +92,7 @@ class Scaling:
             grads = [self._as_overwriting(grad, each) for grad, each in zip(grads, variables, strict=True)]
         return grads, loss_scale
 
-    def updated_in_graph(self) -> None:
+    def updated_in_graph(self, *_: Any) -> None:
         """Note that a traced step updates the scale."""
         self._scaled_losses.updated_in_graph()
 
