@@ -41,16 +41,16 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
     ```
 
     In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
-    after it, then `apply_gradients`. A skipped step changes neither variables nor slots nor `iterations`. In
-    `tf.function` nothing synchronises with the host; eagerly, `apply_gradients` reads the flag and the state. The
-    interface is that of `tf.keras.mixed_precision.LossScaleOptimizer`.
+    after it, then `apply_gradients`, as with `tf.keras.mixed_precision`. A skipped step changes neither variables nor
+    slots nor `iterations`. In `tf.function` nothing synchronises with the host; eagerly, `apply_gradients` reads the
+    flag and the state.
 
     Args:
         inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
         loss_scale: Anything `as_policy` takes; or a bool, which stands for `dynamic`.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
-        dynamic: Whether the scale adapts, in the words of `tf.keras.mixed_precision`.
+        dynamic: Whether the scale adapts.
         policy: Anything `as_policy` takes, in the place of the four arguments before.
         global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
         jit_compile: Whether XLA compiles the update alone, which is called where the gradients are finite.
@@ -144,8 +144,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             The gradients in the same structure, in float32 or wider.
 
         Raises:
-            CallOrderError: It cannot be told which loss they are of; or this call returned them before, or they were
-                made of those.
+            CallOrderError: It cannot be told which loss they are of; or they were unscaled before.
 
         """
         return self._scaling.unscale(grads)
@@ -209,7 +208,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
-            name: Not used; other optimizers of TensorFlow have it.
+            name: Not used.
             **aggregation: `experimental_aggregate_gradients=False` or `skip_gradients_aggregation=True` says that the
                 gradients are summed already.
 
