@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._grads import finite_when_unscaled, lifted, sum_of_squares, summed_values
+from lossscale_tf._verbs import finite_when_unscaled, lifted, sum_of_squares, summed_values
 
 
 def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core import GradientReport
-from lossscale_tf._grads import is_gradient, summed_values
+from lossscale_tf._verbs import is_gradient, summed_values
 
 
 def overflow_report(grads_and_vars: Any) -> list[GradientReport]:

@@ -562,7 +562,7 @@ def test_global_clipnorm_of_float64(mode, size):
 @pytest.mark.parametrize("arguments", [{"loss_scale": 8.0}, {"initial_scale": 4.0}, {"dynamic": False}])
 def test_arguments_that_contradict_a_policy_are_refused(arguments):
     """Instead of being dropped; so is a growth interval for a fixed scale."""
-    with pytest.raises(ValueError, match="policy= says all"):
+    with pytest.raises(ValueError, match="pass either policy= or the settings"):
         LossScaleOptimizer(keras.optimizers.SGD(), policy=POLICY, **arguments)
     with pytest.raises(AttributeError, match="dynamic_growth_steps is of dynamic scaling"):
         LossScaleOptimizer(keras.optimizers.SGD(), 8.0).dynamic_growth_steps = 5
@@ -687,7 +687,7 @@ UNFIT = {
 def test_what_cannot_be_wrapped_is_refused(inner):
     """With a reason."""
     inner = inner()
-    with pytest.raises(TypeError, match=r"wrap the optimizer once|is no Keras optimizer|wrap it by lossscale_tf.v1"):
+    with pytest.raises(TypeError, match=r"wrap the optimizer once|is not a Keras optimizer|wrap it by lossscale_tf.v1"):
         LossScaleOptimizer(inner)
 
 

@@ -439,7 +439,7 @@ def test_promise_036_none_and_sparse(world):
 def test_promise_043_what_is_no_variable(world):
     """A `ValueError`; what is no list of pairs a `TypeError`; no gradient at all a `ValueError`."""
     optimizer = _sgd(8.0)
-    with pytest.raises(ValueError, match=r"is no tf\.Variable"):
+    with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
         optimizer.apply_gradients([(tf.constant(1.0), tf.constant(1.0))])
     with pytest.raises(TypeError, match="pairs"):
         optimizer.apply_gradients(3)
@@ -448,7 +448,7 @@ def test_promise_043_what_is_no_variable(world):
     variable, constant = world.variable(1.0), tf.constant(2.0)
     for wrong in (constant, "w", 3, np.float32(1.0)):
         loss = world.loss(lambda: variable * constant)
-        with pytest.raises(ValueError, match=r"is no tf\.Variable"):
+        with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
             optimizer.minimize(loss, var_list=[variable, wrong])
 
 

@@ -52,11 +52,11 @@ def test_every_position_is_checked(mode, dtype, bad):
 
 
 def test_what_does_not_count():
-    """Nothing, None, empty and integer leaves are finite; complex parts count; what is no tensor is refused."""
+    """Nothing, None, empty and integer leaves are finite; complex parts count; anything but a tensor is refused."""
     assert all_finite([])
     assert all_finite({"a": None, "b": [tf.zeros((0, 3)), tf.constant([1, 2])], "c": 1})
     assert not all_finite(tf.complex(1.0, float("inf")))
-    with pytest.raises(TypeError, match="'w' is no tensor"):
+    with pytest.raises(TypeError, match="'w' is not a tensor"):
         all_finite({"a": "w"})
 
 

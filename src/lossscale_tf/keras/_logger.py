@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from lossscale_tf._optimizer import LossScaleOptimizer
+from lossscale_tf.keras._optimizer import LossScaleOptimizer
 
 
 class LossScaleLogger(keras.callbacks.Callback):

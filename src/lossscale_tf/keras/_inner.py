@@ -1,4 +1,4 @@
-"""What is asked of a Keras optimizer within a wrapper, in the words of its generation: Keras 3, or tf_keras's two."""
+"""The calls to an inner Keras optimizer, in the words of its generation: Keras 3, or tf_keras's two."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_tf._wrapper import merges_replicas, scales_already
+from lossscale_tf._step import merges_replicas
+from lossscale_tf._wrapper import scales_already
 
 
 def require_tensorflow() -> None:
@@ -44,7 +45,9 @@ def require_optimizer(inner: Any) -> None:
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
     if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
-        raise TypeError(f"inner_optimizer={inner!r} is no Keras optimizer; pass one, such as keras.optimizers.Adam()")
+        raise TypeError(
+            f"inner_optimizer={inner!r} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+        )
 
 
 def deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
@@ -98,7 +101,8 @@ def have_no_values_yet(variables: Any) -> bool:
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let the optimizer apply gradients that are summed over replicas already."""
     if is_keras_3(inner):
-        inner.apply(grads, variables)
+        with _without_summing(inner):
+            inner.apply(grads, variables)
         return
     is_legacy = hasattr(inner, "_create_slots")
     summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
@@ -114,11 +118,8 @@ def summed_by_its_own_function(inner: Any, grads: list[Any], variables: list[Any
 
 
 @contextmanager
-def without_summing(optimizer: Any) -> Iterator[None]:
+def _without_summing(optimizer: Any) -> Iterator[None]:
     """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
-    if not is_keras_3(optimizer):
-        yield
-        return
     with _summing:
         _depth[optimizer] = _depth.get(optimizer, 0) + 1
         optimizer.__dict__["_all_reduce_sum_gradients"] = list

@@ -9,12 +9,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale_core import BaseScaling
+from lossscale_tf._step import Step
+from lossscale_tf._wrapper import share_deferred_restorations
+
 _VALUE = "VARIABLE_VALUE"
 """The name under which TensorFlow saves a variable's value."""
 _ONLY_IN_NESTED = "_used_scale/.ATTRIBUTES/VARIABLE_VALUE"
 
 
-class SavedLikeInner:
+class _SavedLikeInner:
     """What a checkpoint keeps of a wrapper: the children of `inner`, under their names, and the loss scale.
 
     The scale is there twice: the whole state under `_scale_state`, and as tf_keras's wrapper keeps it under
@@ -42,6 +46,35 @@ class SavedLikeInner:
         if self._is_nested:
             return nested()
         return self._own.get(name) or self._inner._lookup_dependency(name)
+
+
+class SavedAttributes:
+    """A wrapper's part in checkpoints: of TensorFlow, and of Keras's models."""
+
+    _saved: _SavedLikeInner | None = None
+
+    def _save_like(self, inner: Any, step: Step) -> None:
+        """Keep what TensorFlow's checkpoints hold in the layout of `inner`, an optimizer of tf_keras."""
+        share_deferred_restorations(self, inner)
+        is_dynamic = "growth_interval" in BaseScaling.of(step.policy).settings()
+        self._saved = _SavedLikeInner(inner, step.state, is_dynamic, step.restored)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if self._saved is None or save_type != "checkpoint":
+            children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+            return children
+        return self._saved.children(save_type, **kwargs)
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        if self._saved is not None:
+            self._saved.look_at(path)
+        return super()._checkpoint_adapter(path)  # type: ignore[misc]
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        own = super()._lookup_dependency  # type: ignore[misc]
+        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
+            return own(name, cached_dependencies)
+        return self._saved.lookup(name, lambda: own(name))
 
 
 class _LossScale(tf.__internal__.tracking.AutoTrackable):

@@ -1,0 +1,221 @@
+"""One step of an optimizer, of Keras or of `tf.compat.v1`: check the gradients, decide together, apply or skip."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_overflow_streak, step_info
+from lossscale_core.errors import CheckpointWarning
+from lossscale_tf._norm import clip_factor, global_norm
+from lossscale_tf._state import StateVariables
+from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled
+from lossscale_tf._warning import warn_caller
+
+Update: TypeAlias = Callable[[Sequence[Gradient], tf.Tensor | None, list[Any]], Any]
+"""Applies gradients times a factor, if there is one, to variables; returns the operations of a graph, if any."""
+
+
+class Step:
+    """The policy and state of one optimizer, and the steps that it takes by them.
+
+    `policy` can be replaced by one with the same state, which a step that is traced already does not notice.
+    """
+
+    def __init__(self, policy: ScalingPolicy, state: StateVariables, max_norm: float | None) -> None:
+        self.policy = policy
+        self.state = state
+        self.max_norm = max_norm
+        self.last_step: StepInfo | None = None
+        self.has_begun = False  # whether `warn_if_resumed` has looked
+        self.is_traced = False
+        self._lock = _StepLock()
+
+    def take(
+        self,
+        grads: list[Gradient],
+        variables: list[Any],
+        loss_scale: tf.Tensor | None,
+        update: Update,
+        in_graph: Callable[..., Any] = lambda *done: None,
+    ) -> Any:
+        """Call `update` where all gradients are finite on every replica, else leave everything as it was.
+
+        `loss_scale` is the one by which the gradients are scaled, or None if they are unscaled. Eagerly the flag is
+        read, the state is updated on the host, and None is returned; in a graph, what `in_graph` makes of the tensors
+        and operations of this step.
+        """
+        finite, factor = self._check(grads, variables, loss_scale)
+
+        def apply(*grads: Gradient) -> Any:
+            return update(grads, factor, variables)
+
+        return _decide_together(finite, grads, apply, functools.partial(self._apply_or_skip, in_graph=in_graph))
+
+    def restored(self) -> None:
+        """Note that the state comes from a checkpoint, so that nobody needs to be warned."""
+        self.has_begun = True
+
+    def warn_if_resumed(self, iterations: Any) -> None:
+        """Warn, once, if the wrapped optimizer goes on and the scale begins anew; `iterations` are its steps."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        steps_before, state = int(tf.convert_to_tensor(iterations)), self.state.read()
+        if steps_before > 0 and int(state.steps) == 0:
+            warn_caller(
+                f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale begins anew at "
+                f"{float(state.loss_scale):g}; to go on from a checkpoint, keep this optimizer in it, or its "
+                "state_dict() for load_state_dict()",
+                CheckpointWarning,
+            )
+
+    def _check(
+        self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Return whether what is about to be applied is finite; and the factor that unscales and clips it, if any."""
+        pairs = list(zip(grads, variables, strict=True))
+        finite, factor = self._check_scaled([grad for grad, each in pairs if not is_overwritten(each)], loss_scale)
+        overwriting = [grad for grad, each in pairs if is_overwritten(each)]
+        narrowed = [_fit(grad, each, factor) for grad, each in pairs if _narrows(grad, each, factor)]
+        for others in (overwriting, narrowed):
+            if others:
+                finite &= finite_when_unscaled(others)
+        return finite, factor
+
+    def _check_scaled(self, grads: list[Gradient], loss_scale: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor | None]:
+        inverse = None if loss_scale is None else 1.0 / loss_scale
+        if self.max_norm is None:
+            return finite_when_unscaled(grads, loss_scale), inverse
+        norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
+        clip = clip_factor(norm, self.max_norm)
+        return tf.math.is_finite(norm), clip if inverse is None else clip * tf.cast(inverse, clip.dtype)
+
+    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], in_graph: Callable[..., Any]) -> Any:
+        if tf.executing_eagerly():
+            is_finite = bool(finite)
+            with self._lock:
+                if is_finite:
+                    apply()
+                self._update_on_host(is_finite)
+            return None
+
+        self.is_traced = True
+
+        def apply_all() -> tf.Tensor:
+            with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
+                return tf.constant(True)
+
+        applied = tf.cond(finite, apply_all, lambda: tf.constant(False))
+        return in_graph(applied, *self._update_in_graph(finite))
+
+    def _update_on_host(self, is_finite: bool) -> None:
+        before = self.state.read_on_host()
+        after: ScaleState = self.policy.update(before, is_finite)
+        self.state.assign_changed(before, after)
+        self.last_step = step_info(before, after)
+        check_overflow_streak(self.policy, after)
+
+    def _update_in_graph(self, finite: tf.Tensor) -> list[Any]:
+        """Update the state; a session, which keeps no order, may run several of these updates at a time."""
+
+        def update() -> list[Any]:
+            return self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
+
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            return update()
+        mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
+        lock = tf.raw_ops.MutexLock(mutex=mutex)
+        with tf.control_dependencies([lock]):
+            updates = [tf.identity(each) for each in update()]
+        with tf.control_dependencies(updates):
+            return [tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)]
+
+
+def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
+    """Return gradients times `factor`, if there is one, as they are applied: each in its variable's dtype."""
+    return [_fit(grad, variable, factor) for grad, variable in zip(grads, variables, strict=True)]
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether gradients are the new values of a variable, as those of float8 scales are, and never scaled.
+
+    Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _fit(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> Gradient:
+    return grad if is_overwritten(variable) else cast_for(variable, grad, factor)
+
+
+def _narrows(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> bool:
+    """Return whether a gradient becomes narrower on its way into its variable's dtype, and may become infinite."""
+    lifted_to = 0 if factor is None else tf.float32.size
+    return bool(tf.as_dtype(variable.dtype).base_dtype.size < max(grad.dtype.size, lifted_to))
+
+
+def _decide_together(
+    finite: tf.Tensor, grads: list[Gradient], apply: Callable[..., Any], apply_or_skip: Callable[..., Any]
+) -> Any:
+    """Call `apply_or_skip(flag, apply to grads)` once for all replicas, the flag combined over them."""
+    finite = all_replicas(finite)
+    if not merges_replicas():
+        return apply_or_skip(finite, lambda: apply(*grads))
+
+    def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
+        flag = strategy.experimental_local_results(finite)[0]
+        results = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
+        return apply_or_skip(flag, lambda: strategy.experimental_local_results(results()))
+
+    return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
+
+
+def merges_replicas() -> bool:
+    """Return whether what concerns all replicas must be done in the context across them."""
+    return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
+
+
+def outside_of_replicas(make: Callable[[], None]) -> None:
+    """Call `make` once for all replicas, where variables may be created."""
+    if not merges_replicas():
+        make()
+    else:
+        tf.distribute.get_replica_context().merge_call(lambda _: make())
+
+
+def summed_over_replicas(grads: list[Gradient]) -> list[Gradient]:
+    """Return gradients summed over the replicas that take this step together."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return grads
+    summed: list[Gradient] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+    return summed
+
+
+class _StepLock:
+    """Lets one thread at a time take an eager step, in which the state is read, updated on the host, and set.
+
+    Replicas, which are threads as well and may wait for each other within a step, are not kept apart.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._held = threading.local()
+
+    def __enter__(self) -> None:
+        self._held.by_this_thread = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        if self._held.by_this_thread:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._held.by_this_thread:
+            self._lock.release()
+
+    def __deepcopy__(self, _: Any) -> "_StepLock":
+        return _StepLock()
+
+    def __reduce__(self) -> tuple[type["_StepLock"], tuple[()]]:
+        return _StepLock, ()

@@ -1,0 +1,273 @@
+"""The verbs that scale, check, unscale and select, on nested structures of tensors, `IndexedSlices` and `None`."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import tensorflow as tf
+
+from lossscale_core import ScaleState
+
+Tree = TypeVar("Tree")
+"""A tensor, or a nested structure of tensors."""
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+def scale(loss: Tree, state: ScaleState) -> Tree:
+    """Multiply a loss by the loss scale. Does not synchronise with the host.
+
+    float16 and bfloat16 are lifted to float32 first, since a scale of 2**16 is already infinite in float16.
+
+    Args:
+        loss: A tensor of any shape and dtype, or a nested structure of them.
+        state: The policy's state, whose `loss_scale` is float32 of shape `()`.
+
+    Returns:
+        The scaled loss, in the structure of `loss` and in float32 or wider: what to differentiate.
+
+    """
+    return scale_by(loss, state.loss_scale)
+
+
+def scale_by(loss: Tree, loss_scale: tf.Tensor) -> Tree:
+    """Multiply a loss by `loss_scale`."""
+    return _map(lambda leaf: times(tf.convert_to_tensor(leaf), loss_scale), loss)
+
+
+def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
+    """Check whether every gradient element is finite. Exact: large finite values are never flagged.
+
+    In a graph nothing synchronises with the host. Eagerly the host reads whether a second look is needed.
+
+    Args:
+        grads: A nested structure of tensors and `IndexedSlices` of any float or complex dtype. Duplicate indices are
+            summed first. `None` and integer leaves do not count, and an empty structure is finite.
+        across_replicas: Whether to combine the flag over the replicas of the current `tf.distribute` strategy. Then
+            the call must be made in its replica context.
+
+    Returns:
+        A bool tensor of shape `()`.
+
+    Raises:
+        TypeError: A leaf is neither a tensor nor a number nor None.
+        RuntimeError: `across_replicas` is set outside of a replica context.
+
+    """
+    finite = finite_when_unscaled(gradient_leaves(grads))
+    return all_replicas(finite) if across_replicas else finite
+
+
+def unscale(grads: Tree, state: ScaleState) -> Tree:
+    """Divide gradients by the loss scale. Does not synchronise with the host.
+
+    Args:
+        grads: A nested structure of tensors, `IndexedSlices` and None.
+        state: The policy's state, whose `loss_scale` is float32 of shape `()`.
+
+    Returns:
+        The gradients in the same structure. float16 and bfloat16 leaves come back in float32, others in their own
+        dtype. `IndexedSlices` stay sparse; `None` and integer leaves are returned as they are.
+
+    Raises:
+        TypeError: A leaf is neither a tensor nor a number nor None.
+
+    """
+    return unscale_by(grads, state.loss_scale)
+
+
+def unscale_by(grads: Tree, loss_scale: tf.Tensor) -> Tree:
+    """Divide gradients by `loss_scale`."""
+    inverse = 1.0 / loss_scale  # a normal float32 for each valid scale, and a product is cheaper than a quotient
+    return _map(lambda leaf: times(as_tensor(leaf), inverse) if is_gradient(leaf) else leaf, grads)
+
+
+def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
+    """Select `new` where the gradients were finite, else `old`: a step is applied as a whole or not at all.
+
+    Args:
+        grads_finite: A bool tensor of shape `()`, with which nothing synchronises; or a Python bool, which picks the
+            leaves of one side untouched.
+        new: A nested structure of tensors and None.
+        old: The same structure, with the same shapes.
+
+    Returns:
+        The leaves of `new` or those of `old`.
+
+    Raises:
+        ValueError: The structures or shapes differ.
+
+    """
+
+    def select_leaf(a: Any, b: Any) -> Any:
+        if (a is None) != (b is None):
+            raise ValueError(f"a leaf is {a!r} in new and {b!r} in old; pass two structures alike")
+        if isinstance(grads_finite, bool) or a is None:
+            return a if grads_finite is not False else b
+        a, b = tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+        if not a.shape.is_compatible_with(b.shape):
+            raise ValueError(f"a leaf has shape {a.shape} in new and {b.shape} in old; pass two structures alike")
+        return tf.where(grads_finite, a, b)
+
+    selected: Tree = tf.nest.map_structure(select_leaf, new, old)
+    return selected
+
+
+def times(tensor: Any, factor: Any) -> Gradient:
+    """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, halves in float32."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
+    wide = tf.cast(tensor, tf.float32) if is_narrow(tensor.dtype) or not _is_inexact(tensor.dtype) else tensor
+    return wide * tf.cast(factor, wide.dtype)
+
+
+def cast_for(variable: Any, grad: Gradient, factor: tf.Tensor | None = None) -> Gradient:
+    """Multiply a gradient by `factor`, if there is one, and cast it to its variable's dtype."""
+    grad, dtype = grad if factor is None else times(grad, factor), tf.as_dtype(variable.dtype).base_dtype
+    if grad.dtype == dtype:
+        return grad
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices, grad.dense_shape)
+    return tf.cast(grad, dtype)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` holds floats, real or complex; `TypeError` unless it is a tensor, a number or None."""
+    if isinstance(leaf, tf.Tensor | tf.Variable | tf.IndexedSlices):
+        return _is_inexact(leaf.dtype)
+    if leaf is None or isinstance(leaf, bool | int):
+        return False
+    if hasattr(leaf, "dtype") or isinstance(leaf, float | complex):
+        return _is_inexact(tf.convert_to_tensor(leaf).dtype)
+    raise TypeError(f"{leaf!r} is not a tensor; pass tensors, IndexedSlices or None, in dicts, lists and tuples")
+
+
+def gradient_leaves(grads: Any) -> list[Gradient]:
+    """Return the leaves that hold floats, numbers and arrays as tensors."""
+    return [as_tensor(leaf) for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
+
+
+def as_tensor(leaf: Any) -> Gradient:
+    """Return `IndexedSlices` as they are, and anything else as a tensor."""
+    return leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
+
+
+def all_replicas(flag: tf.Tensor) -> tf.Tensor:
+    """Return whether `flag` is true on every replica."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise RuntimeError("flags are combined in a replica context; call this inside strategy.run")
+    if context.num_replicas_in_sync == 1:
+        return flag
+    bad = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~flag, tf.float32))
+    return tf.equal(bad, 0.0)
+
+
+def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 if one of them is."""
+    parts = [part for each in values for part in _real_parts(each)]
+    dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+    halves = [tf.cast(tf.nn.l2_loss(lifted(part)), dtype) for part in parts]
+    return 2.0 * tf.add_n(halves)
+
+
+def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = None) -> tf.Tensor:
+    """Return whether all leaves are finite, and stay so when unscaled in float32 or wider.
+
+    float32 and wider are proven finite by their sum of squares, which is one read at memory speed and proves the sums
+    of duplicates, too. Every element is looked at only where that sum is not finite itself or the scale is below 1;
+    and under XLA, where looking is the faster read.
+    """
+    if not leaves:
+        return tf.constant(True)
+    halves = [leaf for leaf in leaves if is_narrow(leaf.dtype)]
+    others = [leaf for leaf in leaves if not is_narrow(leaf.dtype)]
+    finite = _each_element_finite(halves)
+    proven = _proven_finite([values_of(leaf) for leaf in others])
+    if loss_scale is not None:
+        proven &= loss_scale >= 1.0
+        others = leaves
+    if not others:
+        return finite
+    inverse = None if loss_scale is None else 1.0 / loss_scale
+    return finite & tf.cond(proven, lambda: tf.constant(True), lambda: _each_element_finite(others, inverse))
+
+
+def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
+    """Return whether the sum of squares proves `values` finite; under XLA, that nothing is proven."""
+
+    def prove() -> tf.Tensor:
+        return tf.math.is_finite(sum_of_squares(values))
+
+    if not values:
+        return tf.constant(True)
+    if tf.executing_eagerly():
+        return prove()
+    return tf.cond(_is_compiled_by_xla(), lambda: tf.constant(False), prove)
+
+
+def _is_compiled_by_xla() -> tf.Tensor:
+    """Return whether XLA compiles this graph, which tracing cannot know yet; true on devices of other kinds, too."""
+    kinds = ["CPU", "GPU"]
+    return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
+
+
+def _each_element_finite(leaves: list[Gradient], inverse: tf.Tensor | None = None) -> tf.Tensor:
+    """Look at every element, those of the smallest leaf first.
+
+    XLA does not fuse what depends on a branch with what follows; that makes compiling four times as quick.
+    """
+    if not leaves:
+        return tf.constant(True)
+    first, *others = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
+    is_first_finite = _elements_finite([first], inverse)
+    if not others:
+        return is_first_finite
+    return tf.cond(is_first_finite, lambda: _elements_finite(others, inverse), lambda: tf.constant(False))
+
+
+def _elements_finite(leaves: list[Gradient], inverse: tf.Tensor | None) -> tf.Tensor:
+    summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
+    return tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(_with_kernels(each))]
+    )
+
+
+def values_of(leaf: Gradient) -> tf.Tensor:
+    """Return the values of `IndexedSlices`, and a tensor as it is."""
+    return leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
+
+
+def summed_values(leaf: Gradient) -> tf.Tensor:
+    """Return the values of `leaf`, those of duplicate indices summed."""
+    if not isinstance(leaf, tf.IndexedSlices):
+        return tf.convert_to_tensor(leaf)
+    unique, positions = tf.unique(leaf.indices)
+    return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
+
+
+def _with_kernels(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a float8 tensor, which TensorFlow has few operations for, in float32."""
+    return lifted(tensor) if tensor.dtype.size == 1 else tensor
+
+
+def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    return (tf.math.real(tensor), tf.math.imag(tensor)) if tensor.dtype.is_complex else (tensor,)
+
+
+def lifted(tensor: Any) -> tf.Tensor:
+    """Return a tensor as a loss is scaled: halves in float32."""
+    tensor = tf.convert_to_tensor(tensor)
+    return tf.cast(tensor, tf.float32) if is_narrow(tensor.dtype) else tensor
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Return whether a dtype is a float of 16 or 8 bits."""
+    return tf.as_dtype(dtype).is_floating and tf.as_dtype(dtype).size < tf.float32.size
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_complex
+
+
+def _map(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    mapped: Tree = tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
+    return mapped

@@ -1,0 +1,6 @@
+"""Loss scaling around the optimizers of Keras 3 and tf_keras, and its numbers in the logs of `fit`."""
+
+from lossscale_tf.keras._logger import LossScaleLogger
+from lossscale_tf.keras._optimizer import LossScaleOptimizer
+
+__all__ = ["LossScaleLogger", "LossScaleOptimizer"]

@@ -1,0 +1,67 @@
+"""The constructor's arguments, and configs: ours, Keras 3's, and those of `tf.keras.mixed_precision`'s two wrappers."""
+
+import copy
+from typing import Any
+
+import keras
+
+from lossscale_core import ScalingPolicy, as_policy, policy_from_dict, policy_to_dict
+from lossscale_tf._documented import (
+    documented_policy,
+    policy_of_loss_scale,
+    require_no_base_arguments,
+    require_policy_or_number,
+)
+from lossscale_tf._wrapper import require_clipnorm
+from lossscale_tf.keras._inner import deserialized, require_optimizer, require_tensorflow
+
+
+def require_arguments(inner: Any, global_clipnorm: float | None, base_arguments: dict[str, Any]) -> None:
+    """Raise the error that says which of the constructor's arguments cannot be."""
+    require_tensorflow()
+    require_optimizer(inner)
+    require_no_base_arguments(base_arguments)
+    require_clipnorm(global_clipnorm)
+
+
+def policy_of_arguments(
+    policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: float | None, growth_steps: int | None
+) -> ScalingPolicy:
+    """Return the policy that the constructor's arguments stand for, which is either `policy` or all the others."""
+    require_policy_or_number(loss_scale if policy is None else policy)
+    if policy is None:
+        return as_policy(documented_policy(loss_scale, dynamic, initial_scale, growth_steps))
+    if (loss_scale, initial_scale, growth_steps, dynamic) != ("dynamic", None, None, None):
+        raise ValueError(
+            "policy= was given beside other settings of the loss scale; pass either policy= or the settings, not both"
+        )
+    return as_policy(policy)
+
+
+def config_of(
+    name: str, inner: Any, policy: ScalingPolicy, max_norm: float | None, is_compiled: bool
+) -> dict[str, Any]:
+    """Return what `arguments_of` needs, without the running state."""
+    return {
+        "name": name,
+        "inner_optimizer": keras.saving.serialize_keras_object(inner),
+        "policy": policy_to_dict(policy),
+        "global_clipnorm": max_norm,
+        "jit_compile": is_compiled,
+    }
+
+
+def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Return the constructor's arguments of a config, which is left as it is."""
+    config = copy.deepcopy(config)
+    config.pop("learning_rate", None)  # of the wrapper, which has none
+    inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
+    config["inner_optimizer"] = deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
+    loss_scale = config.pop("loss_scale", None)
+    if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
+        loss_scale = policy_of_loss_scale(loss_scale)
+    if config.get("policy") is not None:
+        config["policy"] = policy_from_dict(config["policy"])
+    elif loss_scale is not None:
+        config["policy"] = as_policy(loss_scale)
+    return config

@@ -1,0 +1,32 @@
+"""Loss scaling around the optimizers of `tf.compat.v1.train`, in graphs with sessions and eagerly.
+
+```python
+optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(), "dynamic")
+train_op = optimizer.minimize(loss, global_step)
+```
+
+The interfaces are those of `tf.contrib.mixed_precision` and `tf.compat.v1.mixed_precision`. Their managers and loss
+scales are functions here, which return policies.
+"""
+
+from lossscale_tf._documented import (
+    DynamicLossScale,
+    ExponentialUpdateLossScaleManager,
+    FixedLossScale,
+    FixedLossScaleManager,
+)
+from lossscale_tf.v1._optimizer import LossScaleOptimizer
+
+__all__ = [
+    "DynamicLossScale",
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScale",
+    "FixedLossScaleManager",
+    "LossScaleOptimizer",
+    "MixedPrecisionLossScaleOptimizer",
+]
+
+MixedPrecisionLossScaleOptimizer = LossScaleOptimizer
+"""The name that `tf.compat.v1.mixed_precision` has for it."""
+
+LossScaleOptimizer.__module__ = __name__  # a pickle names the public module, so that private ones may move
