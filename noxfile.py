@@ -76,7 +76,7 @@ def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
     session.install("-e", ".[demo]", TORCH, JAX, OPTAX, *_group("typing"))
     session.run("mypy")
-    session.run("mypy", "--strict", "--config-file=", "tests/typing/user.py", "tests/typing/user_jax.py")
+    session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
     session.run("pyright", "-p", "tests/typing")
 
 

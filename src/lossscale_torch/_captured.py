@@ -73,7 +73,7 @@ class GradientsSeen(NamedTuple):
         return cls({id(grad): (ref(grad), grad._version) for grad in grads_of(optimizer)})
 
     def are_unchanged(self, optimizer: Any) -> bool:
-        """Return whether each gradient that is there now was there then, and nobody has written to it."""
+        """Return whether each gradient that is there now was there then and has not been written to since."""
         for grad in grads_of(optimizer):
             reference, version = self.versions.get(id(grad), (None, 0))
             if reference is None or reference() is not grad or grad._version != version:

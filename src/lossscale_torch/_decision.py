@@ -33,7 +33,7 @@ class OptimizerRecord(dict[str, Any]):
     is_admitted: bool = False
     """Whether it has been asked where its gradients come from."""
     flag: Any = False
-    """Once stepped: True where the step was applied, or a tensor, which nobody has waited for, that holds 0.0 there."""
+    """Once stepped: True where the step was applied, or a tensor that holds 0.0 there, still unread."""
     is_carried: bool = False
     """Whether its gradients were unscaled before the last update, which was another optimizer's."""
     moment: Any = None
@@ -54,7 +54,7 @@ class OptimizerRecord(dict[str, Any]):
 
     @classmethod
     def fresh(cls) -> "OptimizerRecord":
-        """Return the record of an optimizer that nobody has touched since the last update."""
+        """Return the record of an optimizer that was not touched since the last update."""
         return cls(stage=READY, found_inf_per_device={})
 
     def note(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
@@ -64,7 +64,7 @@ class OptimizerRecord(dict[str, Any]):
         self.finite, self.grad_scale = finite, None
 
     def read_again(self) -> None:
-        """Read flags that were known once more, where nobody need wait for them; else forget what was known."""
+        """Read known flags again where that waits for no device; otherwise forget what was known."""
         if self.finite is not None:
             self.finite = None
             if all(flag.is_cpu for flag in self.flags):
@@ -191,7 +191,7 @@ class Ranks:
 
 
 def require_member(group: Any) -> None:
-    """Raise `SyncError` in a process that a group does not contain: nobody would answer it."""
+    """Raise `SyncError` in a process that the group does not contain: its messages would go unanswered."""
     if torch.distributed.get_rank(group) < 0:
         raise SyncError(
             f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide alone; "
@@ -217,7 +217,7 @@ def _number_of_shapes(optimizer: Any) -> float:
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
     if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
-        return ()  # there is no device mesh without DTensor and without processes
+        return ()  # a device mesh needs DTensor and several processes
     params: list[Any] = [*params_of(optimizer)]
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
     return tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

@@ -169,7 +169,7 @@ def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether `tensor` is a DTensor, without importing them where nobody has."""
+    """Return whether `tensor` is a DTensor, without importing DTensor: the import is slow."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 

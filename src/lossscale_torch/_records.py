@@ -83,7 +83,7 @@ class OptimizerRecords:
         if found:
             record.note(found, known)
         if groups and device.type == "cpu":
-            known_on_host(record)  # nobody waits, so ranks that differ are told at once
+            known_on_host(record)  # reading costs no wait here, so ranks that differ are told at once
 
     def deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
         """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""

@@ -1,8 +1,8 @@
 """`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,18 @@ from lossscale_torch._state import ScalerState, plain
 from lossscale_torch._step_info import StepInfo, with_optimizers
 from lossscale_torch._stepping import step_by_itself, step_fused
 from lossscale_torch._torch_names import TorchNames
+from lossscale_torch._types import PolicyLike, Tree
 from lossscale_torch._unscaling import check, unscale
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_compiled(method: _Method) -> _Method:
+    """Keep Dynamo from tracing a method, as `torch.compiler.disable`, and leave its type to type checkers."""
+    return cast(_Method, torch.compiler.disable(method))
 
 
 class GradScaler(TorchNames):
@@ -82,7 +90,7 @@ class GradScaler(TorchNames):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        policy: Any = None,
+        policy: PolicyLike | None = None,
         process_group: Any = None,
         joint_skip: bool = False,
         half_gradients: bool = False,
@@ -108,26 +116,30 @@ class GradScaler(TorchNames):
         self._skipped: set[int] = set()  # while disabled: the optimizers that `skip` named since the last update
         self._last_step: StepInfo | None = None
 
-    @torch.compiler.disable
-    def scale(self, outputs: Any) -> Any:
+    @_not_compiled
+    def scale(self, outputs: Tree) -> Tree:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
-        Half losses of any shape are lifted to float32. Call `backward` before the next `update`; it raises
-        `RuntimeError` afterwards, as with torch's own scaler. Does not synchronise.
+        float16 and bfloat16 losses of any shape are lifted to float32. Call `backward` before the next `update`.
+        Does not synchronise.
+
+        Raises:
+            RuntimeError: From `backward` after the next `update`, as with torch's own scaler.
+            ValueError: For what is neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
             if self._state.loss_scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            return self._records.losses.scale(outputs, self._state)
+            return self._records.losses.scale(outputs, self._state)  # type: ignore[return-value]  # cast() costs a call
         if isinstance(outputs, dict | list | tuple):
-            return tree.map_leaves(self.scale, outputs)
+            return cast(Tree, tree.map_leaves(self.scale, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return map(self.scale, outputs)
+            return cast(Tree, map(self.scale, outputs))
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    @torch.compiler.disable
+    @_not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
 
@@ -141,7 +153,7 @@ class GradScaler(TorchNames):
         if self._enabled:
             self._unscale(optimizer, self._record_to_unscale(optimizer, "unscale_"))
 
-    @torch.compiler.disable
+    @_not_compiled
     def unscale_and_clip_(
         self,
         optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
@@ -175,7 +187,7 @@ class GradScaler(TorchNames):
             raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
         return self._clip(optimizers, _clip.clipping(max_norm, norm_type, error_if_nonfinite), "unscale_and_clip_")
 
-    @torch.compiler.disable
+    @_not_compiled
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Unscale an optimizer's gradients, clip their total norm and step; return the norm before clipping.
 
@@ -188,7 +200,7 @@ class GradScaler(TorchNames):
         self.step(optimizer)
         return norm
 
-    @torch.compiler.disable
+    @_not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` where the gradients are finite on every rank; else skip it.
 
@@ -225,7 +237,7 @@ class GradScaler(TorchNames):
         record["stage"] = STEPPED
         return result
 
-    @torch.compiler.disable
+    @_not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave an optimizer's step out, for reasons of your own, in the place of `step`.
 
@@ -241,8 +253,8 @@ class GradScaler(TorchNames):
         record.flag = False
         record["stage"] = STEPPED
 
-    @torch.compiler.disable
-    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:
+    @_not_compiled
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
         Optimizers that are updated one by one after one loss count as one step. After a fused optimizer the fields of
@@ -397,7 +409,7 @@ class GradScaler(TorchNames):
 
     def _step_plain(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         if self._records.are_flags_shared:
-            record.finite = None  # somebody may have raised a flag since it was read
+            record.finite = None  # other code may have raised a flag since it was read
         if "_maybe_opt_step" not in self._hooks():
             return self._maybe_opt_step(optimizer, record, *args, **kwargs)
         self._records.are_flags_shared, record.flag = True, None

@@ -18,7 +18,7 @@ class CapturedScale(NamedTuple):
     """A loss scale at one time: what multiplied a loss, and what its gradients are divided by."""
 
     scale: Tensor
-    """float32, shape `()`; nobody writes to it while gradients of it may arrive."""
+    """float32, shape `()`; it stays as it is while gradients made with it may arrive."""
     may_be_below_one: bool
     """Whether it may be below 1, where unscaling can overflow; known without waiting for a device."""
     known_inverse: Tensor | None = None
@@ -110,7 +110,7 @@ class ScalerState:
         return self._placed.growth_tracker
 
     def hand_out(self) -> None:
-        """Make the tensors the truth, and bring them up to date: somebody else may write to them from now on."""
+        """Make the tensors the truth, and bring them up to date: other code may write to them from now on."""
         if self.is_on_host and self._placed is not None:
             self._trust_device()
 
@@ -201,7 +201,7 @@ class ScalerState:
         if self.is_on_host:
             return bool(self._host.loss_scale < 1.0)
         if self._placed.loss_scale.is_cpu:
-            return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # in the host's own memory nobody is waited for
+            return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # the host reads its own memory
         return BaseScaling.of(self.policy).min_scale < 1.0
 
     def _set_host(self, state: Any) -> None:

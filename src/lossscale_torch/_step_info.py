@@ -17,7 +17,7 @@ class StepInfo(lossscale_core.StepInfo):
     _flags: dict[int, Any] | None = None
     _default: bool = False
 
-    def applied_of(self, optimizer: torch.optim.Optimizer) -> Any:
+    def applied_of(self, optimizer: torch.optim.Optimizer) -> bool | torch.Tensor:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
 
         `applied` is True only if every optimizer's step was applied; one may have moved and another not. False for an

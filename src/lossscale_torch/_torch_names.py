@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import BaseScaling, state_to_dict
+from lossscale_core import BaseScaling, ScalingPolicy, state_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
@@ -34,7 +34,7 @@ class TorchNames(torch.amp.GradScaler):
     _interval_as_given: Any = None
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> ScalingPolicy:
         """The scaling policy, frozen; the setters replace it."""
         return self._state.policy
 
@@ -145,7 +145,7 @@ class TorchNames(torch.amp.GradScaler):
     def _change_policy(self, **settings: Any) -> None:
         if not settings.keys() <= BaseScaling.of(self.policy).settings().keys():
             raise PolicyError(f"{self.policy!r} has no {next(iter(settings))}; make the scaler with another policy")
-        self._state.policy = dataclasses.replace(self.policy, **settings)
+        self._state.policy = dataclasses.replace(self.policy, **settings)  # type: ignore[type-var]  # it has settings
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         scale = self._require_scale(funcname)

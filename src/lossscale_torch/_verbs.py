@@ -1,44 +1,64 @@
 """The five verbs on tensors: `init_state`, `scale`, `all_finite`, `unscale`, `select`."""
 
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 
-from lossscale_core import as_policy, tree
+from lossscale_core import ScaleState, TolerantScaleState, TolerantScaling, as_policy, tree
 from lossscale_torch._decision import reduce_max
 from lossscale_torch._gradients import buckets, found_inf_in, moved, values_of
+from lossscale_torch._types import HasLossScale, PolicyLike, Tree
 
 
-def init_state(policy: Any, *, device: torch.device | str | None = None) -> Any:
-    """Return the state before the first step under `policy`: tensors of shape `()` on `device`.
+@overload
+def init_state(policy: TolerantScaling, *, device: torch.device | str | None = None) -> TolerantScaleState: ...
+@overload
+def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState: ...
+def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> Any:
+    """Return the state before the first step under a policy. Does not synchronise.
 
-    `policy` is anything `as_policy` takes. Does not synchronise.
+    Args:
+        policy: Anything `as_policy` takes.
+        device: The device of the state; torch's default device where it is left out.
+
+    Returns:
+        The policy's state, of tensors of shape `()`.
     """
     state = as_policy(policy).init_state()
     return state._make(torch.tensor(value, device=device) for value in state)
 
 
-def scale(loss: Any, state: Any) -> Any:
-    """Return `loss` times the loss scale: what to call `.backward()` on.
+@overload
+def scale(loss: float | Tensor, state: HasLossScale) -> Tensor: ...
+@overload
+def scale(loss: Tree, state: HasLossScale) -> Tree: ...
+def scale(loss: Any, state: HasLossScale) -> Any:
+    """Return `loss` times the loss scale: call `.backward()` on the result. Differentiable; does not synchronise.
 
-    `loss` is a tensor of any shape and dtype, a Python number, or a nested structure of them. float16, bfloat16 and
-    float8 are lifted to float32 first, since a scale of 2**16 is already infinite in float16. Differentiable; does not
-    synchronise.
+    float16, bfloat16 and float8 are lifted to float32 first, since a scale of 2**16 is already infinite in float16.
+
+    Args:
+        loss: A tensor of any shape and dtype, a Python number, or a nested structure of them.
+        state: The scaling state.
     """
 
-    def scale_leaf(leaf: Any) -> Any:
+    def scale_leaf(leaf: Any) -> Tensor | None:
         return None if leaf is None else scaled(_as_tensor(leaf), state.loss_scale)
 
     return tree.map_leaves(scale_leaf, loss)
 
 
 def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
-    """Return whether every gradient element is finite, as a bool tensor of shape `()`.
+    """Return whether every gradient element is finite. Does not synchronise with the host.
 
-    `grads` is a nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
-    empty leaves do not count, and nothing at all is finite. With `process_group` the flag is combined over its ranks,
-    all of which must call. Does not synchronise with the host.
+    Args:
+        grads: A nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
+            empty leaves do not count.
+        process_group: Combine the flag over the ranks of this group, all of which must call.
+
+    Returns:
+        A bool tensor of shape `()`; True where there is nothing to check.
     """
     local = [_readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
     device = local[0].device if local else None
@@ -50,12 +70,16 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     return found == 0
 
 
-def unscale(grads: Any, state: Any) -> Any:
-    """Return `grads` divided by the loss scale, as new tensors.
+def unscale(grads: Tree, state: HasLossScale) -> Tree:
+    """Return `grads` divided by the loss scale, as new tensors. Does not synchronise.
 
-    `grads` is a nested structure of tensors and Python numbers. float16, bfloat16 and float8 leaves come back in
-    float32; others keep their dtype, and sparse ones stay sparse; `None` and integer leaves pass through. Does not
-    synchronise.
+    Args:
+        grads: A nested structure of tensors and Python numbers; `None` and integer leaves pass through.
+        state: The scaling state.
+
+    Returns:
+        The same structure. float16, bfloat16 and float8 leaves come back in float32; others keep their dtype, and
+        sparse ones stay sparse.
     """
 
     def unscale_leaf(leaf: Any) -> Any:
@@ -64,26 +88,31 @@ def unscale(grads: Any, state: Any) -> Any:
         lifted = _lifted(_as_tensor(leaf))
         return lifted / _on_device_of(state.loss_scale, lifted)
 
-    return tree.map_leaves(unscale_leaf, grads)
+    return cast(Tree, tree.map_leaves(unscale_leaf, grads))
 
 
-def select(grads_finite: Any, new: Any, old: Any) -> Any:
+def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
     """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
 
-    `new` and `old` are nested structures alike. `grads_finite` is a bool tensor of shape `()`, and nothing
-    synchronises; or a Python bool, which picks the leaves of one side untouched. Raises `ValueError` where the
-    structures differ.
+    Args:
+        grads_finite: A bool tensor of shape `()`, and nothing synchronises; or a Python bool, which picks the leaves of
+            one side untouched.
+        new: A nested structure of tensors and Python numbers.
+        old: The same structure before the step.
+
+    Raises:
+        ValueError: Where the structures differ.
     """
     if isinstance(grads_finite, bool):
-        return tree.map_leaves(lambda a, b: a if grads_finite else b, new, old)
+        return cast(Tree, tree.map_leaves(lambda a, b: a if grads_finite else b, new, old))
 
-    def select_leaf(a: Any, b: Any) -> Any:
+    def select_leaf(a: Any, b: Any) -> Tensor | None:
         if a is None:
             return None
         a, b = (leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in (a, b))
         return torch.where(moved(grads_finite, a.device), a, b)
 
-    return tree.map_leaves(select_leaf, new, old)
+    return cast(Tree, tree.map_leaves(select_leaf, new, old))
 
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
@@ -113,7 +142,7 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 def _readable(values: Tensor) -> Tensor:
-    """Return values that a kernel takes which could also write to them, though nobody does."""
+    """Return values for a kernel that can also write to them, though it is not asked to."""
     values = _lifted(values) if values.dtype.itemsize < 2 else values
     return values.contiguous()
 
