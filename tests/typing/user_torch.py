@@ -15,7 +15,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500))
     prediction: Tensor = model(x)
     loss = assert_type(scaler.scale((prediction - y).square().mean()), Tensor)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types here
     norm = assert_type(scaler.unscale_and_clip_(optimizer, max_norm=1.0), Tensor)
     assert_type(scaler.clip_and_step(optimizer, max_norm=float(norm)), Tensor)
     info = assert_type(scaler.update(), StepInfo)
