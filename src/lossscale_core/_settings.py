@@ -28,7 +28,7 @@ class Rule:
     maximum: float = 0.0
     optional: bool = False
 
-    def settle(self, name: str, value: Any) -> Any:
+    def validate(self, name: str, value: Any) -> Any:
         """Return `value` as this rule's plain Python type, or raise a `PolicyError` that says how to mend it."""
         if value is None and self.optional:
             return None

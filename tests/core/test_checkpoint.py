@@ -91,7 +91,7 @@ def test_a_bad_value_is_named(change, words):
 @pytest.mark.parametrize("saved", [None, [], "state", 5])
 def test_what_is_no_dict_is_refused(saved):
     """Anything but a mapping is no saved state."""
-    with pytest.raises(CheckpointError, match="is no saved state"):
+    with pytest.raises(CheckpointError, match="is not a saved state"):
         state_from_dict(saved)
 
 

@@ -277,7 +277,7 @@ def test_a_config_that_runs_into_a_bug_is_told(name, config, words):
 REFUSED = [
     ("torhc", {}, "did you mean 'torch'"),
     ("torch", [], "must be a dict"),
-    ("torch", {"growth_intervall": 3}, "'growth_intervall' is no key of torch; did you mean 'growth_interval'"),
+    ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
     ("torch", {"growth_factor": 1.0}, "growth_factor=1.0"),
     ("torch", {"backoff_factor": -0.5}, "backoff_factor=-0.5"),
     ("torch", {"init_scale": 1e38}, "init_scale=1e[+]38"),

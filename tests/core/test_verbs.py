@@ -154,7 +154,7 @@ def test_odd_arrays_are_taken_for_what_they_hold():
     assert not all_finite(matrix)
     integers = np.zeros(3, ml_dtypes.int4)
     assert unscale(integers, STATE) is integers
-    with pytest.raises(TypeError, match="no gradient"):
+    with pytest.raises(TypeError, match="not a gradient"):
         all_finite(np.zeros(2, "V4"))
 
 
@@ -254,7 +254,7 @@ def test_a_record_array_with_a_nan_is_not_finite(bad):
 @pytest.mark.parametrize("verb", [scale, unscale])
 def test_a_record_array_is_scaled_by_its_fields(verb):
     """A record array as a whole is refused in plain words."""
-    with pytest.raises(TypeError, match="is no gradient; pass each field of it"):
+    with pytest.raises(TypeError, match="is not a gradient; pass each field of it"):
         verb(_records((1.0, (2.0, 3.0), 4)), init_state("dynamic"))
 
 
@@ -281,7 +281,7 @@ def test_an_empty_leaf_is_finite_and_keeps_its_shape():
         assert all_finite(empty)
         assert unscale(empty, state).shape == scale(empty, state).shape == (0, 3)
     for empty in (np.zeros(0, object), np.zeros(0, "S1")):
-        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is no gradient"):
+        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is not a gradient"):
             all_finite(empty)
 
 

@@ -37,7 +37,7 @@ def find_peer(name: Any, error: type[Exception]) -> Peer:
     """Return the record of this name, or raise `error` with the nearest known one."""
     if isinstance(name, str) and name in PEERS:
         return PEERS[name]
-    raise error(f"{shown(name)} is no tool known here; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
+    raise error(f"{shown(name)} is not a known tool; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
 
 
 def nearest(name: Any, known: Any) -> str:

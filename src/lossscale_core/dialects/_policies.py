@@ -7,7 +7,7 @@ from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
-from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import KINDS, ScalingPolicy
 from lossscale_core._settings import RULES, rules_of
 from lossscale_core._words import shown
@@ -22,14 +22,24 @@ _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale"
 
 
 def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
-    """Return the policy that changes the scale and skips steps as the tool `name` does under `config`.
+    """Return the policy that behaves like the tool `name` under `config`.
 
-    `config` holds the tool's own names: its constructor's keywords, or the block of its config file; those left out
-    take the tool's defaults, and `config` is left alone. On every run on which the original's scale stays within
-    2**-126 and 2**126 and above its own floor, scales and skips are the original's, exactly for factors that are powers
-    of two. Raises `PolicyError` naming the key of theirs that is unknown, or whose value no policy can express. A
-    `DialectWarning` tells where the config runs into something that the original does wrong; `warn=False` leaves it
-    out, for a drop-in whose users know their tool. See `docs/migrating.md`.
+    The policy reproduces the scales and the skipped steps of every run in which the original's scale stays between
+    2**-126 and 2**126 and above its own floor, exactly if all factors are powers of two. `docs/migrating.md` lists the
+    differences.
+
+    Args:
+        name: The name of the tool, one of `peers()`.
+        config: The tool's own names: the keywords of its constructor, or the block of its config file. Keys left out
+            take the tool's defaults. The dict is not changed.
+        warn: Whether to warn (`DialectWarning`) if the original does something wrong under this config. Replacements
+            for a tool whose users know it pass False.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: The tool or a key is unknown, or no policy can express a value; the message names the tool's key.
     """
     policy, bugs = translate(find_peer(name, PolicyError), config)
     for bug in bugs if warn else ():
@@ -37,16 +47,24 @@ def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
     return policy
 
 
-def to_peer(name: str, policy: Any) -> dict[str, Any]:
-    """Return the config under which the tool `name` does as `policy` does: a plain dict of its own names.
+def to_peer(name: str, policy: PolicyLike) -> dict[str, Any]:
+    """Return the config under which the tool `name` behaves like `policy`.
 
-    `policy` is anything `as_policy` takes. Raises `PolicyError` naming the field that the tool cannot express.
+    Args:
+        name: The name of the tool, one of `peers()`.
+        policy: Anything that `as_policy` accepts.
+
+    Returns:
+        A plain dict of the tool's own names.
+
+    Raises:
+        PolicyError: The tool is unknown, or cannot express the policy; the message names the field.
     """
-    peer, policy = find_peer(name, PolicyError), as_policy(policy)
+    peer, scaling = find_peer(name, PolicyError), as_policy(policy)
     refusals = []
     for form in (form for form in peer.forms if not form.only_read):
         try:
-            return _written(peer, form, policy)
+            return _written(peer, form, scaling)
         except NoCounterpartError as refusal:
             refusals.append(str(refusal))
     raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
@@ -79,7 +97,7 @@ def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
             raise PolicyError(
                 f"{peer.name}: {name} belongs to another form of config than the other keys; pass one form"
             )
-        raise PolicyError(f"{shown(name)} is no key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
+        raise PolicyError(f"{shown(name)} is not a key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
     return form
 
 
@@ -153,7 +171,7 @@ def _meaning(peer: Peer, said: _Said) -> Meaning:
     try:
         meaning = said.key.reading.read(said.value)
         for name in meaning.settings.keys() & RULES.keys():
-            RULES[name].settle(name, meaning.settings[name])
+            RULES[name].validate(name, meaning.settings[name])
     except (NoCounterpartError, PolicyError) as reason:
         raise PolicyError(f"{peer.name}: {said.name}={shown(said.value)} has no counterpart here: {reason}") from None
     return meaning

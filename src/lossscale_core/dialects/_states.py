@@ -5,12 +5,13 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, overload
 
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import as_policy
+from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
+from lossscale_core._state import AnyScaleState, HostScalar, StateT
 from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
@@ -22,34 +23,51 @@ _ENDING = re.compile(r"(:\d+|_\d+)$")
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
-def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None) -> Any:
-    """Return the state, as host scalars, with which `policy` goes on where the tool's own run stopped.
+@overload
+def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
+@overload
+def state_from_peer(
+    name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None
+) -> AnyScaleState[HostScalar]: ...
+def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+    """Return the state with which a run continues where another tool's run stopped.
 
-    `checkpoint` is what the tool saved, or the attributes of its scaler (`vars(scaler)`), underscored or not; numbers
-    may be arrays of one element, names may be paths of variables. `policy` is anything `as_policy` takes, as
-    `from_peer` returns it. It may be left out where the checkpoint alone places every counter. The steps so far are
-    not saved by any tool and start at 0. Raises `CheckpointError` for what is missing, or a value that no state can
-    hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's, and counts beyond them.
+    No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
+    checkpoint that differ from the policy's, and the counts that exceed the policy's limits.
+
+    Args:
+        name: The name of the tool, one of `peers()`.
+        checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
+            arrays of one element, and names may be paths of variables.
+        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_peer` returns.
+            It may be left out if the checkpoint alone determines every counter.
+
+    Returns:
+        The policy's state as host scalars.
+
+    Raises:
+        CheckpointError: The tool is unknown, a name is missing from the checkpoint, or a value does not fit the state.
+        PolicyError: `policy` is not a policy.
     """
     peer = find_peer(name, CheckpointError)
     values = _plain_values(peer, checkpoint)
     saved = _layout(peer, values)
     known = _known_settings(peer, values)
     given = policy is not None
-    policy = BaseScaling.of(as_policy(policy) if given else _stand_in(peer, known))
+    scaling = BaseScaling.of(_stand_in(peer, known) if policy is None else as_policy(policy))
     fields: dict[str, Any] = {"loss_scale": _number(peer, values, saved.scale)}
     for field, counter in saved.counters.items():
-        if field in policy.state_type._fields and not policy.is_constant():
-            placed = _placed(peer, values, counter, policy, None if given else known)
+        if field in scaling.state_type._fields and not scaling.is_constant():
+            placed = _placed(peer, values, counter, scaling, None if given else known)
             fields.update({} if placed is None else {field: placed})
-    notes = _differences(known, policy) if given else []
-    notes += _refilled(fields, policy) if given else []
-    notes += _late(saved, fields, policy) if given or "growth_interval" in known else []
+    notes = _differences(known, scaling) if given else []
+    notes += _refilled(fields, scaling) if given else []
+    notes += _late(saved, fields, scaling) if given or "growth_interval" in known else []
     if notes:
         warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
     streak = fields.get("overflow_streak", 0)
-    start = state_to_dict(policy.init_state())
-    return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, policy)
+    start = state_to_dict(scaling.init_state())
+    return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, scaling)
 
 
 def guess_peer(checkpoint: Any) -> str:

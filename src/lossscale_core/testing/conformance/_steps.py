@@ -108,7 +108,7 @@ def a_saved_state_goes_on(trial: Trial) -> None:
         for n in range(40):
             if n == 20:
                 text = json.dumps(state_to_dict(state._make(map(_number, map(trial.adapter.to_numpy, state))), policy))
-                restored = state_from_dict(json.loads(text), policy)
+                restored: Any = state_from_dict(json.loads(text), policy)
                 state = restored._make(trial.array(value, value.dtype.name) for value in restored)
             state, expected = step(state, trial.flag(n % 4 != 1)), policy.update(expected, n % 4 != 1)
             trial.expect_state(f"after step {n}, saved at step 20 ({policy!r})", state, expected)
