@@ -66,7 +66,7 @@ def train(params: Params, grads: Params) -> Params:
     assert_type(finite, np.bool_)
     unscaled = unscale(grads, state)
     assert_type(unscaled, Params)
-    moved: Params = {name: params[name] - np.float32(0.1) * unscaled[name] for name in params}
+    moved: Params = {name: (params[name] - 0.1 * unscaled[name]).astype(np.float32) for name in params}
     after = policy.update(state, finite)
     assert_type(after, HostState)
     info = step_info(state, after)
