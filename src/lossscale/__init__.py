@@ -1,6 +1,6 @@
-"""The `lossscale` command and its demo; the library itself is `lossscale_core` and an adapter for each framework.
+"""The `lossscale` command and its demo. The library itself is `lossscale_core` with an adapter for each framework.
 
-Nothing imports this package: it is what a person runs, as `lossscale` or `python -m lossscale`.
+The command runs as `lossscale` or as `python -m lossscale`; no other package imports this one.
 """
 
 from lossscale_core import __version__

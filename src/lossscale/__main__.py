@@ -1,4 +1,4 @@
-"""`python -m lossscale` and the `lossscale` command, which names the `demo` extra where that is not installed."""
+"""The entry point of the `lossscale` command, which names the `demo` extra if it is not installed."""
 
 import sys
 
@@ -6,7 +6,11 @@ _DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
 
 
 def main() -> None:
-    """Run the `lossscale` command on `sys.argv`; exits with status 2 and one sentence on bad input."""
+    """Run the `lossscale` command on `sys.argv`.
+
+    Raises:
+        SystemExit: The command is done; the status is 2, after a message on stderr, for invalid input.
+    """
     try:
         from lossscale.cli import run
 

@@ -1,8 +1,8 @@
-"""Loss scaling for float16 training, blind to the framework: policies, states and the five verbs on NumPy.
+"""Loss scaling for float16 training without a framework: policies, states and the five verbs on NumPy.
 
-A policy (`DynamicScaling()`) is a frozen config; a state is a small NamedTuple of scalars; `policy.update(state,
-grads_finite)` is the only place where a loss scale changes. The packages `lossscale_torch`, `lossscale_jax` and
-`lossscale_tf` speak the same verbs on their framework's devices.
+A policy (`DynamicScaling()`) is a frozen config, and a state is a small NamedTuple of scalars. The loss scale changes
+only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `lossscale_jax` and `lossscale_tf` have
+functions of the same names for arrays on their framework's devices.
 """
 
 import typing as _typing
@@ -83,12 +83,13 @@ __all__ = [
 def __getattr__(name: str) -> _typing.Any:
     if name != "dialects":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # a table of twenty tools is not worth its import to who does not come from one
+    import importlib  # loaded on first use: only code that converts from another tool needs the twenty tables
 
     return importlib.import_module("lossscale_core.dialects")
 
 
-for _name in __all__:  # a pickle names the face, so that rooms behind it may move
+# A pickle stores the module name of a class: the public one lets the private modules change.
+for _name in __all__:
     if isinstance(globals().get(_name), type):
         globals()[_name].__module__ = __name__
 del _name

@@ -1,4 +1,4 @@
-"""Tell a person who runs `python -m lossscale_core` that the command has moved to the package `lossscale`."""
+"""Print that the command has moved from `python -m lossscale_core` to the package `lossscale`."""
 
 import shlex
 import sys

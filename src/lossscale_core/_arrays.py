@@ -1,9 +1,10 @@
-"""The thin array layer: which namespace an array belongs to, and the verbs on NumPy and any array-API namespace.
+"""The namespace of an array, and four of the five verbs on NumPy and on any array-API namespace.
 
-NumPy is the reference: what these functions do on it, every adapter does on its own framework.
+The results on NumPy are the reference for the adapters.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -11,17 +12,28 @@ from lossscale_core import tree
 from lossscale_core._finite import all_finite_in
 from lossscale_core._state import AnyScaleState, Array
 
-Namespace = Any
+Namespace: TypeAlias = Any
+"""A module or object with the functions of the array API."""
+
+TreeT = TypeVar("TreeT")
+"""A nested structure of arrays, which comes back with the same containers."""
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    HostTree: TypeAlias = complex | np.generic | NDArray[Any] | Mapping[Any, "HostTree"] | Sequence["HostTree"] | None
+    """A nested structure of NumPy arrays and scalars."""
+
 _HOST_SCALARS = (np.generic, bool, int, float, complex)
 _ON_HOST = (*_HOST_SCALARS, np.ndarray)
 
 
 class HOST:
-    """The namespace of host scalars, where a choice is made at once."""
+    """The namespace of host scalars."""
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
-        """Return `x` or `y` in the NumPy type of either: a plain number is as weak as in `np.where`."""
+        """Return `x` or `y`; as in `np.where`, a plain number takes the NumPy type of the other one."""
         chosen = x if condition else y
         if isinstance(chosen, np.generic):
             return chosen
@@ -30,15 +42,15 @@ class HOST:
 
 
 def namespace(array: Array) -> Namespace:
-    """Return the array-API namespace that `array` belongs to, or the private one of host scalars.
+    """Return the array-API namespace of `array`, or `HOST` for a host scalar.
 
-    Raises `TypeError` where there is none; TensorFlow's tensors have none, so its adapter passes `xp=` itself.
+    Raises `TypeError` if the array has no namespace. TensorFlow's tensors have none, so that its adapter passes `xp=`.
     """
     if isinstance(array, _HOST_SCALARS):
         return HOST
     if isinstance(array, np.ndarray):
         return np
-    import array_api_compat  # here, since who stays on NumPy never needs it
+    import array_api_compat  # imported late: code that uses NumPy only does not need it
 
     try:
         return array_api_compat.array_namespace(array)
@@ -50,7 +62,10 @@ def namespace(array: Array) -> Namespace:
 
 
 def host_flag(grads_finite: Any) -> bool:
-    """Return `grads_finite` as a Python bool; a flag that lives on a device is waited for. Raises `TypeError`."""
+    """Return `grads_finite` as a Python bool, waiting for its device if necessary.
+
+    Raises `TypeError` for a value that is not a bool of shape `()`.
+    """
     if grads_finite is True or grads_finite is False:
         return grads_finite
     if getattr(grads_finite, "shape", None) != ():
@@ -58,32 +73,62 @@ def host_flag(grads_finite: Any) -> bool:
     return bool(grads_finite)
 
 
+@overload
+def scale(
+    loss: float | np.floating[Any] | np.integer[Any], state: AnyScaleState, *, xp: Namespace | None = None
+) -> np.floating[Any]: ...
+@overload
+def scale(loss: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT: ...
 @np.errstate(all="ignore")
 def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
-    """Return `loss` times the loss scale: what to differentiate.
+    """Multiply `loss` by the loss scale: differentiate the result.
 
-    `loss` is an array of any shape and real dtype, or a nested structure of them. It is lifted to float32 first
-    (float64 stays), since a scale of 2**16 is already infinite in float16. `None` passes through. Does not
-    synchronise with the host. Raises `TypeError` for a leaf that is no array.
+    Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
+    synchronise with the host.
+
+    Args:
+        loss: An array of any shape and real dtype, or a nested structure of them; `None` passes through.
+        state: The state before the step.
+        xp: The array namespace of the loss, inferred when left out. NumPy arrays stay in NumPy.
+
+    Returns:
+        The scaled loss in the structure of `loss`, in float32, or in float64 if `loss` is.
+
+    Raises:
+        TypeError: A leaf of `loss` is not an array.
     """
 
     def scale_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         array, leaf_xp = _with_namespace(leaf, xp)
-        return _lifted(array, leaf_xp) * _beside(state.loss_scale, array, leaf_xp)
+        return _lifted(array, leaf_xp) * _scale_for(array, state.loss_scale, leaf_xp)
 
     return tree.map_leaves(scale_leaf, loss)
 
 
+@overload
+def all_finite(grads: "HostTree", *, xp: Namespace | None = None) -> np.bool_: ...
+@overload
+def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array: ...
 @np.errstate(all="ignore")
 def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
-    """Return whether every gradient element is finite, as a bool of shape `()`.
+    """Return whether every gradient element is finite.
 
-    `grads` is a nested structure of arrays. NaN and both infinities are found in any position; a finite value is never
-    flagged, however large. `None` and integer leaves do not count, and nothing at all is finite. On NumPy the answer
-    is an `np.bool_`, found while allocating at most 1 MiB; elsewhere it is an array of that namespace, and nothing
-    synchronises. Combine the flags of several devices with *all*. Raises `TypeError` for a leaf that is no array.
+    The check is exact: it finds NaN and both infinities in any position, and never flags a finite value. On NumPy it
+    allocates at most 1 MiB; in other namespaces it does not synchronise with the host.
+
+    Args:
+        grads: A nested structure of arrays of any float or complex dtype. `None` and integer leaves do not count, and
+            a structure without gradients is finite.
+        xp: The array namespace of the gradients, inferred when left out. NumPy arrays stay in NumPy.
+
+    Returns:
+        A bool of shape `()`: an `np.bool_` for NumPy arrays, otherwise an array of their namespace. Combine the flags
+        of several devices with *all*.
+
+    Raises:
+        TypeError: A leaf of `grads` is not an array.
     """
     on_host, on_device = True, None
     for leaf in tree.leaves(grads):
@@ -102,13 +147,22 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
 
 
 @np.errstate(all="ignore")
-def unscale(grads: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
-    """Return `grads` divided by the loss scale.
+def unscale(grads: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT:
+    """Divide `grads` by the loss scale.
 
-    `grads` is a nested structure of arrays. float16 and bfloat16 leaves come back in float32, where small gradients
-    survive; float32, float64 and complex leaves keep their dtype; `None` and integer leaves pass through. Pass the
-    state that scaled the loss, not the one after `update`. Does not synchronise with the host. Raises `TypeError` for a
-    leaf that is no array.
+    Does not synchronise with the host.
+
+    Args:
+        grads: A nested structure of arrays; `None` and integer leaves pass through.
+        state: The state that scaled the loss, not the one after `update`.
+        xp: The array namespace of the gradients, inferred when left out. NumPy arrays stay in NumPy.
+
+    Returns:
+        The gradients in the structure of `grads`. float16 and bfloat16 leaves become float32, where small gradients
+        survive; float32, float64 and complex leaves keep their dtype.
+
+    Raises:
+        TypeError: A leaf of `grads` is not an array.
     """
 
     def unscale_leaf(leaf: Any) -> Any:
@@ -116,24 +170,41 @@ def unscale(grads: Any, state: AnyScaleState, *, xp: Namespace | None = None) ->
             return None
         array, leaf_xp = _with_namespace(leaf, xp)
         return (
-            _lifted(array, leaf_xp) / _beside(state.loss_scale, array, leaf_xp)
+            # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
+            _lifted(array, leaf_xp) / _scale_for(array, state.loss_scale, leaf_xp)
             if _is_gradient(array, leaf_xp)
             else leaf
         )
 
-    return tree.map_leaves(unscale_leaf, grads)
+    unscaled: TreeT = tree.map_leaves(unscale_leaf, grads)
+    return unscaled
 
 
-def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = None) -> Any:
-    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None = None) -> TreeT:
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
-    `new` and `old` are nested structures of the same containers, keys and shapes: parameters, optimizer state,
-    counters, averages. A host bool picks the leaves of one side, untouched; an array bool of shape `()` selects where
-    the arrays live, without synchronising. Raises `ValueError` at the first place where the structures differ.
+    Pass everything that a skipped step must not change: parameters, optimizer state, counters, averages. A bool on the
+    host returns the leaves of one side unchanged. An array bool selects on the device of the arrays and does not
+    synchronise with the host.
+
+    Args:
+        grads_finite: A bool of shape `()`: True if the step is applied.
+        new: The nested structure of arrays after the step.
+        old: The nested structure before the step, with the same containers, keys and shapes.
+        xp: The array namespace of the flag, inferred when left out.
+
+    Returns:
+        The selected arrays in the structure of `new`.
+
+    Raises:
+        ValueError: The structures differ; the message names the first place.
+        TypeError: `grads_finite` is not a bool of shape `()`.
     """
+    selected: TreeT
     if isinstance(grads_finite, _ON_HOST):
         take_new = host_flag(grads_finite)
-        return tree.map_leaves(lambda a, b: a if take_new else b, new, old)
+        selected = tree.map_leaves(lambda a, b: a if take_new else b, new, old)
+        return selected
     flag_xp = namespace(grads_finite) if xp is None else xp
 
     def select_leaf(a: Any, b: Any) -> Any:
@@ -144,11 +215,12 @@ def select(grads_finite: Array, new: Any, old: Any, *, xp: Namespace | None = No
         )
         return flag_xp.where(grads_finite, a, b)
 
-    return tree.map_leaves(select_leaf, new, old)
+    selected = tree.map_leaves(select_leaf, new, old)
+    return selected
 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
-    """Return `leaf` as an array with its namespace; what lives on the host belongs to NumPy, whatever `xp` says."""
+    """Return `leaf` as an array with its namespace; NumPy arrays and scalars stay in NumPy, whatever `xp` is."""
     if type(leaf) is np.ndarray:
         return leaf, np
     if isinstance(leaf, _ON_HOST):
@@ -157,7 +229,7 @@ def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
 
 
 def _all_finite_on_host(array: Array) -> bool:
-    """Return whether a NumPy array is finite; a record array is where each of its fields is."""
+    """Return whether a NumPy array is finite; a record array is finite if each of its fields is."""
     if array.dtype.type is np.record:
         return all(_all_finite_on_host(array[name].view(np.ndarray)) for name in array.dtype.names)
     return not _is_gradient(array, np) or all_finite_in(array)
@@ -173,17 +245,17 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
     if kind == "V" and not issubclass(array.dtype.type, np.void):  # ml_dtypes: bfloat16, float8 and int4
         return not np.can_cast(array.dtype, np.int64)
     fields = "each field of it, " if array.dtype.names else ""
-    raise TypeError(f"a leaf of dtype {array.dtype} is no gradient; pass {fields}float arrays, integers or None")
+    raise TypeError(f"a leaf of dtype {array.dtype} is not a gradient; pass {fields}float arrays, integers or None")
 
 
 def _lifted(array: Array, xp: Namespace) -> Array:
-    """Return `array` in float32, or in its own dtype where that is wider."""
+    """Return `array` in float32, or in its own dtype if that is wider."""
     dtype = xp.result_type(array.dtype, xp.float32) if _is_gradient(array, xp) else xp.float32
     return xp.astype(array, dtype, copy=False)
 
 
-def _beside(loss_scale: Any, array: Array, xp: Namespace) -> Array:
-    """Return `loss_scale` so that it can stand in an expression beside `array` of `xp`."""
+def _scale_for(array: Array, loss_scale: Any, xp: Namespace) -> Array:
+    """Return `loss_scale` on the device of `array`, or as it is if the two can be combined already."""
     if xp is np or not isinstance(loss_scale, _ON_HOST):
         return loss_scale
     return xp.asarray(loss_scale, dtype=xp.float32, device=_device(array))

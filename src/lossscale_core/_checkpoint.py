@@ -1,29 +1,39 @@
-"""A state as a dict of plain numbers: the same keys for every framework, and all that is needed to go on exactly."""
+"""States as dicts of plain numbers, with the same keys in every framework, from which a run resumes exactly."""
 
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from lossscale_core._config import as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import AnyScaleState, ScaleState
+from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
-_MEND = "pass a dict that state_to_dict made, or begin the loss scale anew with init_state"
+_MEND = "pass a dict that state_to_dict returned, or start a new state with init_state"
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
-def state_to_dict(state: AnyScaleState, policy: Any = None) -> dict[str, Any]:
-    """Return `state`, of any framework, as plain numbers under `"version"` and the names of its fields.
+def state_to_dict(state: AnyScaleState, policy: PolicyLike | None = None) -> dict[str, Any]:
+    """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
-    With `policy` (anything `as_policy` takes) its config is saved too, under `"policy"`, and compared when the state is
-    restored; a policy without a `kind` has no config and is left out. Synchronises with the host.
+    Synchronises with the host.
+
+    Args:
+        state: A state of any framework.
+        policy: Anything that `as_policy` accepts. Its config is saved too, and compared when the state is restored; a
+            policy without a `kind` has no config and is left out.
+
+    Returns:
+        The format's `"version"`, a number for each field of the state, and the config under `"policy"`.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
     """
     saved: dict[str, Any] = {"version": VERSION}
     saved.update({name: _plain_number(value) for name, value in state._asdict().items()})
@@ -31,19 +41,33 @@ def state_to_dict(state: AnyScaleState, policy: Any = None) -> dict[str, Any]:
     return saved if config is None else {**saved, "policy": config}
 
 
-def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
-    """Return the state in `saved` as host scalars, which `np.asarray` and every framework's `asarray` accept.
+@overload
+def state_from_dict(saved: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
+@overload
+def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> AnyScaleState[HostScalar]: ...
+def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+    """Return the saved state as host scalars, which every framework's `asarray` accepts.
 
-    Give the `policy` (anything `as_policy` takes) that will go on with it. Under the saved policy every field is
-    restored as it was. Under another one a `CheckpointWarning` lists what differs, and the trackers of another kind of
-    policy start fresh. A scale outside the policy's bounds, or those of every policy, is brought within them with a
-    warning. Without `policy` the state's own keys decide. Other keys in `saved` are left alone. Raises
-    `CheckpointError` for a newer version, a missing key, a scale that is not a positive finite number, or a count that
-    no state can hold.
+    Under the policy with which the state was saved, every field is restored unchanged. Under another policy a
+    `CheckpointWarning` lists the differences, and the trackers start fresh if the kind of policy differs. A scale
+    outside the bounds is moved to the nearest bound with a warning.
+
+    Args:
+        saved: A dict that `state_to_dict` returned; other keys are ignored.
+        policy: The policy that continues the run, as anything that `as_policy` accepts. If it is left out, the keys of
+            `saved` decide the type of the state.
+
+    Returns:
+        The policy's state: a `ScaleState`, or the type of state that the policy has in its place.
+
+    Raises:
+        CheckpointError: The version is newer than this release, a key is missing, the scale is not a positive finite
+            number, or a count does not fit its field.
+        PolicyError: `policy` is not a policy.
     """
     _require_version(saved)
     policy = None if policy is None else as_policy(policy)
-    start = _start_for(saved, policy)
+    start: Any = _start_for(saved, policy)
     missing = [name for name in ScaleState._fields if name not in saved]
     if missing:
         raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_MEND}")
@@ -54,37 +78,50 @@ def state_from_dict(saved: Mapping[str, Any], policy: Any = None) -> Any:
     notes += [] if policy is None else _adapt(fields, start, policy, saved.get("policy"))
     if notes:
         how = "the saved state is changed" if policy is None else "the state goes on under another policy"
+        # The warning points at the line that called this function.
         warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
     return start._replace(**fields)
 
 
 def number_within(name: str, value: Any, low: float, high: float, *, stacklevel: int = 2) -> float:
-    """Return a saved number that is a factor or a scale, brought between `low` and `high`.
+    """Return a saved scale or factor, moved to the nearest bound if it is outside.
 
-    For an adapter that reads another tool's checkpoint by itself. Where the number had to be changed, a
-    `CheckpointWarning` says so under `name`. Raises `CheckpointError` for what is not a positive finite number: a bool
-    or text is none, and an array of shape `()` is the number that it holds.
+    Adapters that read another tool's checkpoint themselves use this function.
+
+    Args:
+        name: The name of the number in messages.
+        value: A number, or an array of shape `()`; a bool or text is refused.
+        low: The lower bound.
+        high: The upper bound.
+        stacklevel: The number of calls between this function and the line that a warning points at, as in
+            `warnings.warn`.
+
+    Returns:
+        The number. If it had to be changed, a `CheckpointWarning` names both values.
+
+    Raises:
+        CheckpointError: `value` is not a positive finite number.
     """
     number = _positive(name, value)
     within = min(max(number, low), high)
     if within != number:
-        notes = f"{name} of the saved state was {number:g} and becomes {within:g}"
-        warnings.warn(notes, CheckpointWarning, stacklevel=stacklevel + 1)
+        note = f"{name} of the saved state was {number:g} and becomes {within:g}"
+        warnings.warn(note, CheckpointWarning, stacklevel=stacklevel + 1)
     return within
 
 
 def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
-    """Make the restored scale one that the policy has, in place, as a float32 number, and say so where it changed."""
+    """Move the restored scale to the nearest bound of the policy, in place as a float32; return a note of a change."""
     saved = fields["loss_scale"]
     scale = np.float32(min(max(saved, SMALLEST_SCALE), LARGEST_SCALE))
     low, high = (SMALLEST_SCALE, LARGEST_SCALE) if policy is None else BaseScaling.of(policy).bounds()
-    fields["loss_scale"] = fitting = min(max(scale, np.float32(low)), np.float32(high))
-    is_kept = fitting == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
-    return [] if is_kept else [f"loss_scale was {saved:g} and becomes {fitting:g}"]
+    fields["loss_scale"] = bounded = min(max(scale, np.float32(low)), np.float32(high))
+    is_unchanged = bounded == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
+    return [] if is_unchanged else [f"loss_scale was {saved:g} and becomes {bounded:g}"]
 
 
 def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_policy: Any) -> list[str]:
-    """Make restored `fields` fit `policy`, in place, and say what was changed."""
+    """Adapt the restored fields to `policy`, in place; return a note for each change."""
     notes = []
     kind = (_config_of(policy) or {}).get("kind")
     is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != kind
@@ -109,10 +146,10 @@ def _plain_number(value: Any) -> int | float:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{shown(saved)} is no saved state; {_MEND}")
+        raise CheckpointError(f"{shown(saved)} is not a saved state; {_MEND}")
     version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"version={shown(version)} is not that of a saved state; {_MEND}")
+        raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_MEND}")
     if version > VERSION:
         raise CheckpointError(
             f"version={shown(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
@@ -120,9 +157,11 @@ def _require_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
+def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> AnyScaleState[HostScalar]:
+    """Return the first state under `policy`; without a policy, of the state type with the most of the saved keys."""
     if policy is not None:
-        return policy.init_state()
+        start: AnyScaleState[HostScalar] = policy.init_state()
+        return start
     longest: type[BaseScaling] = NoScaling
     for policy_type in KINDS.values():
         fields = policy_type.state_type._fields
@@ -132,14 +171,14 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Return the number in an array of shape `()` of any framework, and anything else as it is."""
+    """Return the number in an array of shape `()` of any framework, or any other value unchanged."""
     if getattr(value, "shape", None) != ():
         return value
     return value.item() if hasattr(value, "item") else np.asarray(value).item()
 
 
 def _positive(name: str, value: Any) -> float:
-    """Return a saved scale or factor as a float, having checked that a run can go on with it."""
+    """Return a saved scale or factor as a float. Raises `CheckpointError` unless it is positive and finite."""
     number = _item(value)
     try:
         good = _is_number(number) and 0.0 < float(number) < math.inf
@@ -147,8 +186,7 @@ def _positive(name: str, value: Any) -> float:
         good = False
     if not good:
         raise CheckpointError(
-            f"{name}={shown(number)} of the saved state must be a positive finite number, which is brought within the "
-            "bounds of the policy and of every policy, 2**-126 and 2**126; restore an earlier checkpoint"
+            f"{name}={shown(number)} of the saved state must be a positive finite number; restore an earlier checkpoint"
         )
     return float(number)
 
@@ -158,7 +196,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _restored(name: str, value: Any, initial: Any) -> Any:
-    """Return `value` in the type of `initial`, having checked that a state can hold it; the scale as a float."""
+    """Return a saved value in the type of `initial`, or the scale as a float. Raises `CheckpointError`."""
     if name == "loss_scale":
         return _positive(name, value)
     value = _item(value)
@@ -175,7 +213,7 @@ def _restored(name: str, value: Any, initial: Any) -> Any:
 
 
 def _require_consistent(fields: dict[str, Any]) -> None:
-    """Require that counters can have come from one run: a streak is among the skips, and those are among the steps."""
+    """Require counters of one run: no more skipped steps than steps, and no longer streak than skipped steps."""
     for less, more in (("skipped_steps", "steps"), ("overflow_streak", "skipped_steps")):
         if fields[less] > fields[more]:
             raise CheckpointError(

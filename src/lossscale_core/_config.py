@@ -1,9 +1,9 @@
-"""Policies as plain dicts, TOML and JSON: an exact round trip, and a mend for whatever cannot be read."""
+"""Policies as plain dicts, TOML and JSON; what is written is read back as an equal policy."""
 
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -13,16 +13,37 @@ from lossscale_core._settings import rules_of
 from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
+PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
+"""The types that `as_policy` accepts."""
+PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
+
 _LONGEST_NAME = 100
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
 
+@overload
+def as_policy(source: PolicyT) -> PolicyT: ...
+@overload
+def as_policy(source: Literal["dynamic"]) -> DynamicScaling: ...
+@overload
+def as_policy(source: Literal["none"]) -> NoScaling: ...
+@overload
+def as_policy(source: float) -> FixedScaling: ...
+@overload
+def as_policy(source: PolicyLike) -> ScalingPolicy: ...
 def as_policy(source: Any) -> ScalingPolicy:
-    """Return the policy that `source` stands for.
+    """Return the policy that `source` describes.
 
-    `source` is a policy, `"dynamic"`, `"none"`, a number (a fixed scale), a dict as `policy_to_dict` makes it, or the
-    path of a `.toml` or `.json` file. Raises `PolicyError` for anything else, and `OSError` where a file cannot be
-    read.
+    Args:
+        source: A policy, `"dynamic"`, `"none"`, a number (a fixed scale), a dict that `policy_to_dict` returned, or the
+            path of a `.toml` or `.json` file.
+
+    Returns:
+        `source` itself if it is a policy, otherwise a new policy.
+
+    Raises:
+        PolicyError: `source` is something else, or describes a policy that breaks a rule.
+        OSError: The file cannot be read.
     """
     if is_policy(source):
         return source
@@ -35,31 +56,46 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, str | os.PathLike) and suffix_of(source) in _WRITERS:
         return load_policy(source)
     raise PolicyError(
-        f"{shown(source)} is no loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
+        f"{shown(source)} is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
         "a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
 
 
 def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
-    """Return `policy` as a dict of plain values: `"kind"`, then every field that is not None.
+    """Return `policy` as a dict of plain values.
 
-    Raises `PolicyError` for a policy without a `kind` of its own.
+    Args:
+        policy: A policy that has a `kind`.
+
+    Returns:
+        `"kind"`, then every field that is not None.
+
+    Raises:
+        PolicyError: The policy has no `kind` of its own.
     """
     members = BaseScaling.of(policy)
     if isinstance(members.kind, str) and KINDS.get(members.kind) is type(policy):
         settings = {name: value for name, value in members.settings().items() if value is not None}
         return {"kind": members.kind, **settings}
     raise PolicyError(
-        f"{shown(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written"
+        f"{shown(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written; derive "
+        "the policy from BaseScaling and give it a kind"
     )
 
 
 def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
-    """Return the policy that `config` describes; `config` itself is left alone.
+    """Return the policy that `config` describes.
 
-    `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, `"tolerant"`, or that of a class of your own; the other keys are that
-    policy's fields, and those left out take their defaults. Raises `PolicyError` naming an unknown key or kind, and the
-    nearest known one.
+    Args:
+        config: A dict, which is not changed. `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, `"tolerant"`, or the kind of
+            a class of your own; the other keys are the fields of that policy. Fields left out take their defaults.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: A key or the kind is unknown (the message names the nearest known one), a field is missing, or a
+            value breaks its rule.
     """
     if not isinstance(config, Mapping):
         raise PolicyError(
@@ -69,12 +105,14 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise PolicyError(f"kind={shown(kind)} is no kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
+        raise PolicyError(f"kind={shown(kind)} is not a kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
     fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
         if name not in fields:
-            raise PolicyError(f"{shown(name)} is no key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}")
+            raise PolicyError(
+                f"{shown(name)} is not a key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}"
+            )
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in values:
             raise PolicyError(f"a {kind!r} policy needs {name}; add it, as in {name} = 1024.0")
@@ -84,7 +122,15 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
 def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     """Return the policy in a `.toml` or `.json` file.
 
-    Raises `PolicyError` where its content is not a policy's config, naming the file; `OSError` where it cannot be read.
+    Args:
+        path: The path of the file.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: The content of the file is not the config of a policy; the message names the file.
+        OSError: The file cannot be read.
     """
     _require_known_suffix(path)
     config = read_data(path, PolicyError, parse_constant=_refuse_constant)
@@ -97,15 +143,21 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
     """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
 
-    A file that is there is replaced, as a whole or not at all; so is a link, whose target is left alone. Raises
-    `PolicyError` for another suffix or a policy without a `kind` of its own, and `OSError` where the file
-    cannot be written.
+    An existing file is replaced atomically. A symbolic link is replaced itself, and its target is not changed.
+
+    Args:
+        policy: A policy that has a `kind`.
+        path: The path of the file, which ends in `.toml` or `.json`.
+
+    Raises:
+        PolicyError: The suffix is another one, or the policy has no `kind` of its own.
+        OSError: The file cannot be written.
     """
     write_whole(path, policy_as_text(policy, path), overwrite=True)
 
 
 def policy_as_text(policy: ScalingPolicy, path: str | os.PathLike[str]) -> str:
-    """Return what the file at `path`, a `.toml` or `.json` one, holds of `policy`. Raises `PolicyError`."""
+    """Return the text of `policy` in the format of `path`'s suffix. Raises `PolicyError` for an unknown suffix."""
     _require_known_suffix(path)
     return _WRITERS[suffix_of(path)](policy_to_dict(policy))
 
@@ -128,7 +180,7 @@ def _write_json(config: dict[str, Any]) -> str:
 def _write_toml(config: dict[str, Any]) -> str:
     import json
 
-    # A JSON string, number or bool is a TOML one too, and a policy has nothing else.
+    # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
@@ -137,9 +189,7 @@ _WRITERS = {".toml": _write_toml, ".json": _write_json}
 
 def _require_known_suffix(path: str | os.PathLike[str]) -> None:
     if suffix_of(path) not in _WRITERS:
-        raise PolicyError(
-            f"{shown(os.fspath(path))} must end in .toml or .json; rename it to say which of the two it is"
-        )
+        raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; rename it to the suffix of its format")
 
 
 def _nearest(name: Any, known: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The one reader and writer of files: what is read is bounded, and what is written is whole.
+"""A reader of JSON and TOML files with a size limit, and a writer that replaces files atomically.
 
-The parsers are imported where they are used, so that importing the core stays nearly as quick as importing NumPy.
+The parsers are imported where they are used, so that importing the core takes little longer than importing NumPy.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ LARGEST_DATA = 2**26
 
 
 def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) -> None:
-    """Write a file whole or not at all: it is written beside its place, brought to the disk, and moved there.
+    """Write a file completely or not at all: write a temporary file in the same folder, flush it, and rename it.
 
-    What is at `path` is replaced where `overwrite` says so, and a `FileExistsError` otherwise. A link is itself what is
-    at `path`: it is not followed. Any `OSError` names `path` and leaves what was there.
+    An existing file is replaced if `overwrite` is True; otherwise a `FileExistsError` is raised. A symbolic link is
+    not followed. Every `OSError` names `path` and leaves an existing file as it was.
     """
-    place = os.fspath(path)
-    beside = os.path.join(os.path.dirname(place), f".lossscale-{os.urandom(8).hex()}.tmp")
+    target = os.fspath(path)
+    temporary = os.path.join(os.path.dirname(target), f".lossscale-{os.urandom(8).hex()}.tmp")
     try:
-        _write_durably(beside, content.encode("utf-8") if isinstance(content, str) else content)
+        _write_durably(temporary, content.encode("utf-8") if isinstance(content, str) else content)
         if overwrite:
-            _keep_mode(place, beside)
-            os.replace(beside, place)
+            _copy_mode(target, temporary)
+            os.replace(temporary, target)
         else:
-            _move_to_new(beside, place)
+            _rename_to_new(temporary, target)
     except OSError as error:
-        raise type(error)(error.errno, error.strerror, place) from error
+        raise type(error)(error.errno, error.strerror, target) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)
+            os.unlink(temporary)
 
 
 def read_text(path: Path, error: type[LossScaleError], limit: int, *, errors: str = "strict") -> str:
-    """Return the text in a file, without the mark with which Windows editors begin one.
+    """Return the text in a file, without the byte order mark that Windows editors write.
 
-    Raises `error` for more than `limit` bytes, `UnicodeDecodeError`, and `OSError` where the file cannot be read.
+    Raises `error` for more than `limit` bytes, `UnicodeDecodeError`, and `OSError` if the file cannot be read.
     """
     with open(path, "rb") as file:
         content = file.read(limit + 1)  # a device such as /dev/zero has a size of 0 and no end
@@ -55,11 +55,14 @@ def read_text(path: Path, error: type[LossScaleError], limit: int, *, errors: st
 
 
 def read_data(path: Path, error: type[LossScaleError], limit: int = LARGEST_CONFIG, **json_options: Any) -> Any:
-    """Return what a `.toml` or `.json` file holds. Raises `error` where it holds neither, and `OSError`."""
+    """Return the content of a `.toml` or `.json` file. Raises `error` for invalid content, and `OSError`."""
     suffix = suffix_of(path)
     try:
         return _PARSERS[suffix](read_text(path, error, limit), **(json_options if suffix == ".json" else {}))
-    except (ValueError, RecursionError) as reason:  # what tomllib, json and utf-8 raise; `error` is one of them, too
+    except (
+        ValueError,
+        RecursionError,
+    ) as reason:  # raised by tomllib, json and the UTF-8 decoder; `error` is a ValueError, too
         if isinstance(reason, LossScaleError):
             raise
         raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
@@ -86,7 +89,7 @@ _PARSERS: dict[str, Callable[..., Any]] = {".toml": _parse_toml, ".json": _parse
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; of two values for one key nobody knows which is meant."""
+    """Return a JSON object as a dict. Raises `ValueError` for a key that occurs twice, which json itself accepts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -102,20 +105,21 @@ def _write_durably(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _keep_mode(place: str, beside: str) -> None:
+def _copy_mode(target: str, temporary: str) -> None:
     """Give the new file the permissions of the file that it replaces."""
     with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(place).st_mode
+        mode = os.lstat(target).st_mode
         if stat.S_ISREG(mode):
-            os.chmod(beside, stat.S_IMODE(mode))
+            os.chmod(temporary, stat.S_IMODE(mode))
 
 
-def _move_to_new(beside: str, place: str) -> None:
-    """Give the file its name, unless that is taken: a link made by another process in between is seen, too."""
+def _rename_to_new(temporary: str, target: str) -> None:
+    """Rename the temporary file unless the target exists, without a moment in which another process could create it."""
+    # os.rename replaces an existing file on POSIX; os.link does not: https://docs.python.org/3/library/os.html#os.link
     try:
-        os.link(beside, place)
+        os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:  # some file systems, such as FAT, have no hard links: there the name is claimed first
-        os.close(os.open(place, os.O_CREAT | os.O_EXCL))
-        os.replace(beside, place)
+    except OSError:  # FAT and some other file systems have no hard links: create the target first, then replace it
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL))
+        os.replace(temporary, target)

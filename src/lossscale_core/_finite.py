@@ -1,4 +1,4 @@
-"""Whether every element of a NumPy array is finite: exact, in one read, allocating next to nothing."""
+"""An exact test that every element of a NumPy array is finite, in one read and with little memory."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def all_finite_in(array: np.ndarray[Any, Any]) -> bool:
     """Return whether `array` (any float or complex dtype, any shape and strides) holds no NaN and no infinity."""
     dtype = array.dtype
     if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc and array.flags.aligned:
-        # A dot product reads once, at memory speed. Its square may overflow without an infinity: then look exactly.
+        # BLAS reads the array once, at memory speed. A sum of squares that overflows says nothing: test exactly then.
         flat = array.ravel(order="K")
         if flat.dot(flat) < np.inf:
             return True
@@ -27,9 +27,9 @@ def all_finite_in(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _all_finite_by_bits(array: np.ndarray[Any, Any]) -> bool:
-    """Compare bit patterns: among IEEE floats of one sign, the infinity and the NaNs are the largest integers.
+    """Compare bit patterns: among IEEE 754 floats of one sign, infinity and NaN are the largest integers.
 
-    Read as signed, positive numbers come out on top; read as unsigned, negative ones do.
+    The signed maximum is that of the positive numbers, the unsigned maximum that of the negative ones.
     """
     signed, unsigned = _SAME_SIZE_INTEGERS[array.dtype.itemsize]
     infinity = np.array([np.inf, -np.inf], dtype=array.dtype)
@@ -39,6 +39,6 @@ def _all_finite_by_bits(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _all_finite_by_chunks(array: np.ndarray[Any, Any]) -> bool:
-    """Ask `np.isfinite` a piece at a time, for dtypes whose bits are no IEEE float's in this machine's order."""
+    """Call `np.isfinite` on chunks, for dtypes that are not IEEE 754 floats in this machine's byte order."""
     pieces = np.nditer(array, flags=["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=_CHUNK)
     return all(np.isfinite(piece).all() for piece in pieces)

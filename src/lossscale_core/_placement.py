@@ -1,16 +1,45 @@
-"""Places a state: on the host, or in any array-API namespace."""
+"""The first state of a policy, on the host or in any array-API namespace."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
-from lossscale_core._config import as_policy
+from lossscale_core._arrays import Namespace
+from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT, TolerantScaleState
 
 
-def init_state(policy: Any, *, xp: Any = None, device: Any = None) -> Any:
-    """Return the state before the first step under `policy`, which is anything `as_policy` takes.
+@overload
+def init_state(policy: ScalingPolicy[StateT], *, xp: None = None, device: Any = None) -> StateT: ...
+@overload
+def init_state(policy: Literal["dynamic", "none"] | float, *, xp: None = None) -> ScaleState[HostScalar]: ...
+@overload
+def init_state(policy: TolerantScaling, *, xp: Namespace, device: Any = None) -> TolerantScaleState: ...
+@overload
+def init_state(
+    policy: DynamicScaling | FixedScaling | NoScaling | Literal["dynamic", "none"] | float,
+    *,
+    xp: Namespace,
+    device: Any = None,
+) -> ScaleState: ...
+@overload
+def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> AnyScaleState: ...
+def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> Any:
+    """Return the state before the first step under `policy`.
 
-    Host scalars by default; with `xp`, arrays of shape `()` in that namespace, on `device`. Does not synchronise.
+    Does not synchronise with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        xp: The array namespace of the state's fields; host scalars if left out.
+        device: The device of the arrays, as `xp.asarray` takes it.
+
+    Returns:
+        The policy's state, a NamedTuple of float32 and int32 scalars, or of arrays of shape `()`.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
     """
-    state = as_policy(policy).init_state()
+    state: Any = as_policy(policy).init_state()
     if xp is None:
         return state
     return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)

@@ -1,4 +1,4 @@
-"""A report on the magnitudes of one training step: what overflows, what flushes to zero, and which loss scale fits."""
+"""A report on the magnitudes in one training step: overflows, elements that flush to zero, and a fitting loss scale."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from lossscale_core._settings import LARGEST_SCALE
 
 _DEFAULT = DynamicScaling()
 GRADIENT = "gradient"
-"""The `operation` of a record that tells of a parameter's whole gradient."""
+"""The `operation` of a record about a parameter's whole gradient."""
 
 
 class _Format(NamedTuple):
@@ -45,30 +45,30 @@ _FORMATS = {
 
 
 class OperationRange(NamedTuple):
-    """The magnitudes of what one operation computed, in plain numbers."""
+    """The magnitudes of one operation's result, in plain numbers."""
 
     operation: str
     """The operation's name in its framework, such as `aten.mm`; `gradient` for a parameter's whole gradient."""
     module: str
-    """Where it was computed: a module's path, a name stack; a parameter's name for its gradient."""
+    """The place of the operation: a module's path or a name stack; for a gradient, the parameter's name."""
     dtype: str
     """`float16`, `bfloat16`, a type of eight bits or fewer; for a parameter's gradient also `float32` or `float64`."""
     largest: float
-    """The largest magnitude among the finite elements; 0.0 where there are none."""
+    """The largest magnitude among the finite elements; 0.0 if no element is finite."""
     nonfinite: int
-    """How many elements are NaN or infinite."""
+    """The number of elements that are NaN or infinite."""
     zeros: int
-    """How many elements are zero."""
+    """The number of elements that are zero."""
     exponents: dict[int, int]
-    """How many finite elements lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
+    """The number of finite elements in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
     overflowed: bool = False
-    """Whether some elements are non-finite although everything that the operation was given is finite."""
+    """Whether some elements are non-finite although all inputs of the operation are finite."""
     scaled: bool = False
     """Whether the elements are proportional to the loss scale; False in the forward pass."""
 
     @property
     def headroom(self) -> float:
-        """How many times the largest element can double before it overflows; infinite where all are zero."""
+        """The number of times that the largest element can double before it overflows; infinite if all are zero."""
         return math.log2(_FORMATS[self.dtype].largest / self.largest) if self.largest else math.inf
 
 
@@ -76,24 +76,24 @@ class OperationRange(NamedTuple):
 class RangeReport:
     """A report on the magnitudes that one forward and one backward pass compute, and the loss scales that fit them.
 
-    An adapter's `range_report` makes it. `str(report)` says in four lines what matters.
+    An adapter's `range_report` returns it. `str(report)` summarises it in four lines.
     """
 
     loss: float
     """The loss, unscaled."""
     forward: tuple[OperationRange, ...] = field(repr=False)
-    """What the forward pass computed in float16, bfloat16 or float8, in order."""
+    """The operations of the forward pass in float16, bfloat16 or float8, in order."""
     backward: tuple[OperationRange, ...] = field(repr=False)
-    """What the backward pass computed in them, in order, then the parameters' gradients; at a scale of `loss_scale`."""
+    """The operations of the backward pass in these dtypes, then the parameters' gradients, at `loss_scale`."""
     loss_scale: float
-    """The loss scale at which `backward` was recorded: the largest at which a pass was run and was finite, else 1."""
+    """The loss scale of `backward`: the largest with which a recorded pass was finite, or 1 if none was."""
     overflows_above: float | None
     """The largest power of two at which every operation and every parameter's gradient is finite.
 
-    Infinity where nothing is computed in float16, bfloat16 or float8, and None where no scale fits.
+    Infinity if nothing is computed in float16, bfloat16 or float8, and None if no scale fits.
     """
     init_scale: float | None
-    """The loss scale to begin with: half of `overflows_above`, within the bounds of `DynamicScaling`; None like it."""
+    """The recommended first loss scale: half of `overflows_above`, within the bounds of `DynamicScaling`; or None."""
     overflows_first: OperationRange | None
     """The operation that overflows first as the scale rises, or that overflows at every scale."""
 
@@ -103,17 +103,20 @@ class RangeReport:
         forward: Callable[[], tuple[float, Iterable[OperationRange]]],
         backward: Callable[[float], Iterable[OperationRange]],
     ) -> "RangeReport":
-        """Make a report: run the forward pass once, and the backward pass at the scales that the search asks for.
+        """Make a report from one forward pass and from backward passes at several scales.
 
-        The search begins at the scale that `DynamicScaling` begins with. The backward pass is linear in the loss
-        scale, so that a finite one foretells where it overflows; a second one confirms it. The states of Python's and
-        NumPy's global random number generators are put back.
+        The search begins at the first scale of `DynamicScaling`. The backward pass is linear in the loss scale, so that
+        a finite pass predicts where it overflows; a second pass confirms the prediction. The states of Python's and
+        NumPy's global random number generators are restored.
 
         Args:
-            forward: runs the forward pass and returns the loss, unscaled, and the records of its operations.
-            backward: runs the backward pass of the loss times the scale that it is given and returns its records.
+            forward: Runs the forward pass and returns the loss, unscaled, and the records of its operations.
+            backward: Runs the backward pass of the loss times its argument, a loss scale, and returns its records.
+
+        Returns:
+            The report.
         """
-        with _random_states_kept():
+        with _restored_random_states():
             loss, records = forward()
             forward_records = tuple(records)
             if not math.isfinite(loss):
@@ -130,22 +133,28 @@ class RangeReport:
     def forward_finite(self) -> bool:
         """Whether the loss is finite and no operation of the forward pass overflowed.
 
-        An infinity that the model writes on purpose, as a mask of attention, is not an overflow.
+        An infinity that the model writes on purpose, such as an attention mask, is not an overflow.
         """
         return math.isfinite(self.loss) and not any(record.overflowed for record in self.forward)
 
     def flushed(self, loss_scale: float) -> float:
-        """Return the share of non-zero gradient elements that become zero at `loss_scale`.
+        """Return the fraction of non-zero gradient elements that become zero at `loss_scale`.
 
-        It is a lower bound: an element that was zero at the scale of the recorded pass already does not count.
+        The result is a lower bound, because elements that were zero already in the recorded pass do not count.
+
+        Args:
+            loss_scale: A positive, finite number.
+
+        Returns:
+            A fraction from 0 to 1.
 
         Raises:
             ValueError: `loss_scale` is not a positive, finite number.
         """
-        return _share_flushed(self._gradients(), _checked(loss_scale) / self.loss_scale)
+        return _share_flushed(self._gradients(), _require_positive(loss_scale) / self.loss_scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, strings and numbers, which `json.dumps` takes."""
+        """Return the report as dicts, lists, strings and numbers, which `json.dumps` accepts."""
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("forward", "backward"):
             plain[name] = [_to_plain(record) for record in plain[name]]
@@ -154,32 +163,39 @@ class RangeReport:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "RangeReport":
-        """Return the report that `to_dict` made `plain` of."""
+        """Return the report that `to_dict` converted to `plain`."""
         records = {name: tuple(_from_plain(each) for each in plain[name]) for name in ("forward", "backward")}
         first = plain["overflows_first"]
         return cls(**plain | records | {"overflows_first": None if first is None else _from_plain(first)})
 
     def plot(self, path: str | Path, *, loss_scale: float | None = None) -> None:
-        """Draw the exponents of the gradients, a histogram for each module, and save the picture.
+        """Draw a histogram of the gradients' exponents for each module, and save the picture.
 
-        The window of float16 is drawn over them; what overflows and what flushes to zero is coloured and hatched.
+        The picture shows the range of float16; bars that overflow or flush to zero are coloured and hatched.
 
         Args:
-            path: where to save it: `.svg`, or `.html` with the text of the report above the picture.
-            loss_scale: the scale to draw it at; `init_scale` unless given.
+            path: The path of the file: `.svg`, or `.html` with the text of the report above the picture.
+            loss_scale: The scale of the drawn gradients; `init_scale` if left out.
 
         Raises:
-            ValueError: For another suffix.
+            ValueError: The suffix is another one, or `loss_scale` is not a positive, finite number.
         """
         target = Path(path)
         if target.suffix not in (".svg", ".html"):
-            raise ValueError(f"{str(path)!r} is not an .svg or .html file; name one, which every browser shows")
+            raise ValueError(f"{str(path)!r} is not an .svg or .html file; pass a path that ends in .svg or .html")
         is_page = target.suffix == ".html"
         picture = self.to_html(loss_scale=loss_scale) if is_page else svg_picture(*self._picture(loss_scale))
         write_whole(target, picture, overwrite=True)
 
     def to_html(self, *, loss_scale: float | None = None) -> str:
-        """Return an HTML page that stands alone: the text of the report and the picture that `plot` draws."""
+        """Return a self-contained HTML page with the text of the report and the picture that `plot` draws.
+
+        Args:
+            loss_scale: The scale of the drawn gradients; `init_scale` if left out.
+
+        Returns:
+            The text of the page.
+        """
         return html_page(str(self), svg_picture(*self._picture(loss_scale)))
 
     def __str__(self) -> str:
@@ -189,7 +205,7 @@ class RangeReport:
         return [record for record in _in_low_precision(self.backward) if record.operation != GRADIENT]
 
     def _picture(self, loss_scale: float | None) -> tuple[list[Row], str]:
-        scale = (self.init_scale or self.loss_scale) if loss_scale is None else _checked(loss_scale)
+        scale = (self.init_scale or self.loss_scale) if loss_scale is None else _require_positive(loss_scale)
         shift = round(math.log2(scale / self.loss_scale))
         rows = [
             Row(
@@ -237,7 +253,7 @@ class RangeReport:
         worst = max(shares, key=lambda module: shares[module])
         least = self.flushed(scale)
         most = _share_flushed(self._gradients(), scale / self.loss_scale, with_zeros=True)
-        # Some may be zero at every scale, such as those that a ReLU masks, and nothing tells which.
+        # Elements that a ReLU masks are zero at every scale; the record cannot tell them from flushed ones.
         share = _percent(most) if least == most else f"at least {_percent(least)} and at most {_percent(most)}"
         where = f", most in {worst} ({_percent(shares[worst])})" if most else ""
         return f"at {_power(scale)}: {share} of the gradient elements flush to zero{where}"
@@ -264,33 +280,33 @@ class _Found(NamedTuple):
 
 
 def _search(backward: Callable[[float], Iterable[OperationRange]]) -> _Found:
-    """Run the backward pass at scale after scale until the largest that is finite is known."""
+    """Run the backward pass at different scales until the largest finite one is known."""
     scale, too_large, fall = _DEFAULT.init_scale, math.inf, 4
     best: _Found | None = None
     overflow: OperationRange | None = None
     while True:
         records = tuple(backward(scale))
         if _is_finite(records):
-            best = _Found(scale, records, *_foretell(records, scale))
+            best = _Found(scale, records, *_predict(records, scale))
             scale = min(_next_scale(best), too_large / 2, _DEFAULT.max_scale)
         elif scale <= 1.0:
             return _Found(scale, records, None, _first_overflow(records))
         else:
             too_large, overflow = scale, _first_overflow(records)
-            # The first scale may be far too large, so that each fall is twice as deep as the one before.
+            # The first scale may be far too large, so that each reduction has twice the exponent of the last one.
             scale = scale / 2 if best else max(1.0, scale / 2**fall)
             fall *= 2
         if best and scale <= best.scale:
-            is_foretold = best.overflows_above is not None and best.overflows_above < too_large
-            return best if is_foretold else best._replace(overflows_above=too_large / 2, overflows_first=overflow)
+            is_predicted = best.overflows_above is not None and best.overflows_above < too_large
+            return best if is_predicted else best._replace(overflows_above=too_large / 2, overflows_first=overflow)
 
 
 def _is_finite(records: Iterable[OperationRange]) -> bool:
     return not any(record.nonfinite for record in records if record.scaled)
 
 
-def _foretell(records: Iterable[OperationRange], scale: float) -> tuple[float, OperationRange | None]:
-    """Return the largest scale at which every record stays finite, and the record that does not above it."""
+def _predict(records: Iterable[OperationRange], scale: float) -> tuple[float, OperationRange | None]:
+    """Return the largest scale at which every record stays finite, and the record that overflows above it."""
     scaled = [record for record in records if record.scaled and record.largest]
     if not _in_low_precision(scaled):
         return math.inf, None
@@ -299,14 +315,14 @@ def _foretell(records: Iterable[OperationRange], scale: float) -> tuple[float, O
 
 
 def _next_scale(found: _Found) -> float:
-    """Return the scale to confirm; far above the last where all gradients are zero, which foretells nothing."""
+    """Return the scale to try next: the predicted one, or a far larger one if all gradients are zero."""
     if found.overflows_first is None:
         return found.scale * 2.0**16 if _in_low_precision(found.records) else found.scale
     return found.overflows_above or found.scale
 
 
 def _first_overflow(records: Iterable[OperationRange], *, or_held: bool = True) -> OperationRange | None:
-    """Return the first record of what made an infinity or NaN, or with `or_held` of what holds one."""
+    """Return the first record that produced an infinity or NaN, or else, with `or_held`, that contains one."""
     found = list(records)
     made = (record for record in found if record.overflowed)
     held = (record for record in found if record.nonfinite and or_held)
@@ -314,13 +330,13 @@ def _first_overflow(records: Iterable[OperationRange], *, or_held: bool = True) 
 
 
 def _init_scale(overflows_above: float, records: Iterable[OperationRange]) -> float:
-    """Return a scale with a bit of room; that of the policy where only types with the range of float32 are scaled."""
+    """Return a scale with one bit of headroom; at most the policy's default if bfloat16 is the only narrow dtype."""
     most = _DEFAULT.max_scale if _needs_scaling(records) else _DEFAULT.init_scale
     return max(_DEFAULT.min_scale, min(overflows_above / 2, most))
 
 
 def _in_low_precision(records: Iterable[OperationRange]) -> list[OperationRange]:
-    """Return the records of what the loss scale multiplies and has fewer bits than float32."""
+    """Return the records that the loss scale multiplies and whose dtype has fewer bits than float32."""
     return [record for record in records if record.scaled and record.dtype not in ("float32", "float64")]
 
 
@@ -329,16 +345,16 @@ def _needs_scaling(records: Iterable[OperationRange]) -> bool:
 
 
 def _share_flushed(records: Iterable[OperationRange], factor: float, *, with_zeros: bool = False) -> float:
-    """Return the share of non-zero elements that round to zero once they are multiplied by `factor`.
+    """Return the fraction of non-zero elements that round to zero when multiplied by `factor`.
 
-    With `with_zeros` the elements that are zero already count as if all of them had been flushed.
+    With `with_zeros`, elements that are zero already count as flushed.
     """
     shift = math.floor(math.log2(factor))
     elements = flushed = 0
     for record in records:
         zeros = record.zeros if with_zeros else 0
         elements += sum(record.exponents.values()) + zeros
-        # What is larger than half of the smallest subnormal number rounds up to it.
+        # Round to nearest: a number above half of the smallest subnormal number rounds up to it.
         last = _FORMATS[record.dtype].smallest_exponent - 2 - shift
         flushed += sum(count for exponent, count in record.exponents.items() if exponent <= last) + zeros
     return flushed / elements if elements else 0.0
@@ -355,7 +371,7 @@ def _sum_exponents(records: Iterable[OperationRange]) -> Counter[int]:
     return sum((Counter(record.exponents) for record in records), Counter())
 
 
-def _checked(loss_scale: float) -> float:
+def _require_positive(loss_scale: float) -> float:
     if not 0 < loss_scale < math.inf:
         raise ValueError(f"loss_scale={loss_scale!r} must be a positive, finite number; pass a power of two")
     return loss_scale
@@ -383,7 +399,7 @@ def _from_plain(plain: dict[str, Any]) -> OperationRange:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _restored_random_states() -> Iterator[None]:
     python, numpys = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The picture of a range report: a histogram of exponents for each module, drawn as SVG."""
+"""The SVG picture of a range report: a histogram of exponents for each module."""
 
 import html
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 _OVERFLOW, _SUBNORMAL, _FLUSH = 16, -14, -25
-"""The exponents from which float16 overflows, below which it loses digits, and below which it flushes to zero."""
+"""The exponents of float16: overflow begins at the first, subnormal below the second, flush to zero below the third."""
 
 _LEFT, _RIGHT, _TOP, _ROW, _BAR, _STEP = 300, 150, 62, 26, 20, 13
 _COLOURS = {
@@ -18,7 +18,7 @@ _WORDS = {"overflow": "over", "flush": "flush"}
 
 
 class Row(NamedTuple):
-    """A module's gradients at the scale of the picture."""
+    """The gradients of one module at the scale of the picture."""
 
     module: str
     exponents: dict[int, int]
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text that begins at, is centred on, or ends at `x`."""
+    """A line of text whose start, middle or end is at `x`, according to `anchor`."""
 
     x: float
     y: float
@@ -57,7 +57,7 @@ def svg_picture(rows: list[Row], title: str) -> str:
 
 
 def html_page(text: str, picture: str) -> str:
-    """Return a page that needs no other file."""
+    """Return a self-contained HTML page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Range report</title></head>\n'
         f"<body><pre>{html.escape(text)}</pre>\n{picture}</body></html>\n"
@@ -65,7 +65,7 @@ def html_page(text: str, picture: str) -> str:
 
 
 def _layout(rows: list[Row], title: str) -> tuple[int, int, list[Box | Text]]:
-    """Return the width and height of the picture and what is drawn on it, from back to front."""
+    """Return the width and height of the picture, and its shapes from back to front."""
     occurring = [exponent for row in rows for exponent in row.exponents]
     first, last = min([_FLUSH - 2, *occurring]), max([_OVERFLOW + 2, *occurring])
 
@@ -91,7 +91,7 @@ def _layout(rows: list[Row], title: str) -> tuple[int, int, list[Box | Text]]:
 
 
 def _row_shapes(row: Row, top: float, x_of: Callable[[float], float], width: int) -> Iterator[Box | Text]:
-    """Yield a module's name, its bars, as high as the root of their share, and its shares that do not fit."""
+    """Yield the name, the bars and the percentages of one module; square roots keep small bars visible."""
     yield Text(_LEFT - 8, top + _BAR, _shortened(row.module), "end")
     counts = {"overflow": row.nonfinite, "flush": 0, "fits": 0}
     largest = max(row.exponents.values(), default=1)
@@ -101,9 +101,9 @@ def _row_shapes(row: Row, top: float, x_of: Callable[[float], float], width: int
         height = max(1.5, _BAR * math.sqrt(count / largest))
         yield Box(x_of(exponent) + 1, top + _ROW - 3 - height, _STEP - 2, height, kind)
     total = sum(counts.values())
-    said = [f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in _WORDS.items() if counts[kind]]
-    if said:
-        yield Text(width - _RIGHT + 4, top + _BAR, ", ".join(said))
+    percentages = [f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in _WORDS.items() if counts[kind]]
+    if percentages:
+        yield Text(width - _RIGHT + 4, top + _BAR, ", ".join(percentages))
 
 
 def _kind(exponent: int) -> str:
@@ -129,7 +129,7 @@ def _svg_text(text: Text) -> str:
 
 
 def _svg_hatches() -> str:
-    """Return a pattern for each kind that a print in black and white must tell from the others."""
+    """Return a pattern for each kind that must be recognisable in a black-and-white print."""
     lines = {"overflow": "M0,0 L4,4 M0,4 L4,0", "flush": "M0,4 L4,0"}
     return "".join(
         f'<pattern id="{kind}" width="4" height="4" patternUnits="userSpaceOnUse">'

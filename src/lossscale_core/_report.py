@@ -1,54 +1,54 @@
-"""What happened: to one step, in numbers for a log, and in a sentence or two for a person."""
+"""Per-step information, metrics for logging, and a plain-text diagnosis."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
-from lossscale_core._config import as_policy
+from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import AnyScaleState, Array
+from lossscale_core._state import AnyScaleState, Array, ArrayT_co
 from lossscale_core.errors import OverflowStreakError
 
 _FEW = 5
 _OFTEN = 0.05
 
 
-class StepInfo(NamedTuple):
-    """One step's outcome; each field has shape `()` and stays on its device until it is read."""
+class StepInfo(NamedTuple, Generic[ArrayT_co]):
+    """The outcome of one step; each field has shape `()` and stays on its device until it is read."""
 
     applied: Array
     """bool: the gradients were finite and the step was applied."""
-    loss_scale_used: Array
-    """float32: the scale this step was scaled and unscaled with."""
-    loss_scale_after: Array
+    loss_scale_used: ArrayT_co
+    """float32: the scale by which this step's loss was multiplied and its gradients divided."""
+    loss_scale_after: ArrayT_co
     """float32: the scale of the next step."""
-    overflow_streak: Array
+    overflow_streak: ArrayT_co
     """int32: overflows in a row, this step included; 0 when it was applied."""
 
 
 class GradientReport(NamedTuple):
-    """What is not finite in one gradient."""
+    """The counts of non-finite elements in one gradient."""
 
     name: str
-    """Whose gradient it is."""
+    """The name of the parameter."""
     nan: int
-    """How many elements are NaN."""
+    """The number of NaN elements."""
     positive_inf: int
-    """How many elements are +inf."""
+    """The number of +inf elements."""
     negative_inf: int
-    """How many elements are -inf."""
+    """The number of -inf elements."""
     largest_finite: float
-    """The largest magnitude among the finite elements, as stored; 0.0 where there are none."""
+    """The largest magnitude among the finite elements, as stored; 0.0 if no element is finite."""
 
 
 class OverflowReport(list[GradientReport]):
-    """The reports on the gradients that are not finite, and what their loss says of the cause.
+    """The reports on the gradients that are not finite, and the cause that the loss indicates.
 
     Args:
-        reports: one for each gradient that holds NaN or infinity.
-        loss_finite: whether the loss, before it was scaled, is finite; None where nobody gave it.
+        reports: One report for each gradient that holds NaN or infinity.
+        loss_finite: Whether the loss, before it was scaled, is finite; None if the loss is unknown.
     """
 
     def __init__(self, reports: Iterable[GradientReport] = (), *, loss_finite: bool | None = None) -> None:
@@ -57,7 +57,7 @@ class OverflowReport(list[GradientReport]):
 
     @property
     def verdict(self) -> str:
-        """What to do, in a clause or two. The gradients alone do not tell: NaN may come of either cause."""
+        """A recommendation in one or two clauses; without the loss, the gradients do not show the cause."""
         if self.loss_finite is False:
             return "the loss itself is not finite: no scale mends this; look at the inputs and the forward pass"
         if not self:
@@ -75,21 +75,38 @@ class OverflowReport(list[GradientReport]):
         return "\n".join([*lines, self.verdict])
 
 
-def step_info(before: AnyScaleState, after: AnyScaleState) -> StepInfo:
-    """Return what the step that led from `before` to `after` did. Does not synchronise with the host."""
-    # An overflow makes the streak longer, whatever else is full; a full streak can only be that of an overflow.
-    applied = (after.overflow_streak <= before.overflow_streak) & (after.overflow_streak < LARGEST_COUNT)
-    return StepInfo(applied, before.loss_scale, after.loss_scale, after.overflow_streak)
+def step_info(before: AnyScaleState[ArrayT_co], after: AnyScaleState[ArrayT_co]) -> StepInfo[ArrayT_co]:
+    """Return the outcome of the step that changed the state from `before` to `after`.
 
+    Does not synchronise with the host.
 
-def metrics(state: AnyScaleState) -> dict[str, Array]:
-    """Return the state's numbers under names that stay the same in every framework and release.
+    Args:
+        before: The state before the step.
+        after: The state that the policy's `update` returned.
 
-    `loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`, `overflow_streak` and a policy's own
-    trackers as in the state, and `applied_steps`, each of shape `()`. Does not synchronise with the host: what is read
-    later is paid for later.
+    Returns:
+        The outcome, with fields of shape `()` on the device of the states.
     """
-    return {**state._asdict(), "applied_steps": state.steps - state.skipped_steps}
+    # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
+    streak: Array = after.overflow_streak
+    applied = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
+    return StepInfo(applied, before.loss_scale, after.loss_scale, streak)
+
+
+def metrics(state: AnyScaleState[ArrayT_co]) -> dict[str, ArrayT_co]:
+    """Return the numbers of a state for a log, under the same names in every framework and release.
+
+    Does not synchronise with the host; reading a value later does.
+
+    Args:
+        state: A state of any framework.
+
+    Returns:
+        The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
+        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`.
+    """
+    numbers = state._asdict()
+    return {**numbers, "applied_steps": numbers["steps"] - numbers["skipped_steps"]}
 
 
 _LIMIT_MEND = (
@@ -97,11 +114,18 @@ _LIMIT_MEND = (
 )
 
 
-def check_overflow_streak(policy: Any, state: AnyScaleState) -> None:
-    """Raise `OverflowStreakError` once `state` has reached the `max_overflow_streak` of `policy`.
+def check_overflow_streak(policy: PolicyLike, state: AnyScaleState) -> None:
+    """Raise an error if the state has reached the policy's `max_overflow_streak`.
 
-    `policy` is anything `as_policy` takes, and what is not is a `PolicyError`. For whoever has the state on the host
-    anyway; reading it from a device would synchronise.
+    Call it where the state is on the host; reading it from a device synchronises.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        state: The state after a step.
+
+    Raises:
+        OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
+        PolicyError: `policy` is not a policy.
     """
     limit = BaseScaling.of(as_policy(policy)).max_overflow_streak
     if limit is None:
@@ -114,23 +138,32 @@ def check_overflow_streak(policy: Any, state: AnyScaleState) -> None:
         )
 
 
-def diagnose(policy: Any, state: AnyScaleState) -> str:
-    """Say in one or two sentences how loss scaling is doing, and what to do about it.
+def diagnose(policy: PolicyLike, state: AnyScaleState) -> str:
+    """Describe in one or two sentences how loss scaling is doing, and recommend what to do.
 
-    `policy` is anything `as_policy` takes, and what is not is a `PolicyError`. The answer begins with one of `not
-    started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing against max_scale`, `healthy`, and
-    `broken` for a scale that no policy reaches. Synchronises with the host.
+    Synchronises with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        state: A state of any framework.
+
+    Returns:
+        A text that begins with `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing
+        against max_scale`, `healthy`, or, for a scale that no policy reaches, `broken`.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
     """
-    policy = BaseScaling.of(as_policy(policy))
-    seen = _Seen(policy, state)
+    members = BaseScaling.of(as_policy(policy))
+    numbers = _Numbers(members, state)
     for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
-        if sentence := verdict(policy, seen):
+        if sentence := verdict(members, numbers):
             return sentence
-    return f"healthy: {seen.counts}; the loss scale is {seen.scale:g}."
+    return f"healthy: {numbers.counts}; the loss scale is {numbers.scale:g}."
 
 
-class _Seen:
-    """A state's numbers, read once from wherever it lives."""
+class _Numbers:
+    """The numbers of a state, read once from its device."""
 
     def __init__(self, policy: BaseScaling, state: AnyScaleState) -> None:
         self.scale = float(state.loss_scale)
@@ -146,68 +179,68 @@ class _Seen:
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
 
 
-def _broken(_: BaseScaling, seen: _Seen) -> str | None:
-    if SMALLEST_SCALE <= seen.scale <= LARGEST_SCALE:
+def _broken(_: BaseScaling, numbers: _Numbers) -> str | None:
+    if SMALLEST_SCALE <= numbers.scale <= LARGEST_SCALE:
         return None
-    return f"broken: the loss scale is {seen.scale:g}, which no policy reaches. Restore an earlier checkpoint."
+    return f"broken: the loss scale is {numbers.scale:g}, which no policy reaches. Restore an earlier checkpoint."
 
 
-def _not_started(_: BaseScaling, seen: _Seen) -> str | None:
-    return f"not started: no step yet; the first is scaled by {seen.scale:g}." if seen.steps == 0 else None
+def _not_started(_: BaseScaling, numbers: _Numbers) -> str | None:
+    return f"not started: no step yet; the first is scaled by {numbers.scale:g}." if numbers.steps == 0 else None
 
 
-def _at_limit(policy: BaseScaling, seen: _Seen) -> str | None:
+def _at_limit(policy: BaseScaling, numbers: _Numbers) -> str | None:
     limit = policy.max_overflow_streak
-    if limit is None or seen.streak < limit:
+    if limit is None or numbers.streak < limit:
         return None
     return (
-        f"skipping too often: {seen.streak} overflows in a row reach max_overflow_streak={limit} ({seen.counts}). "
-        f"{_LIMIT_MEND[0].upper()}{_LIMIT_MEND[1:]}."
+        f"skipping too often: {numbers.streak} overflows in a row reach max_overflow_streak={limit} "
+        f"({numbers.counts}). {_LIMIT_MEND[0].upper()}{_LIMIT_MEND[1:]}."
     )
 
 
-def _stuck(policy: BaseScaling, seen: _Seen) -> str | None:
-    if not seen.at_floor or seen.streak < _FEW:
+def _stuck(policy: BaseScaling, numbers: _Numbers) -> str | None:
+    if not numbers.at_floor or numbers.streak < _FEW:
         return None
     return (
-        f"stuck at min_scale: the last {seen.streak} steps in a row overflowed and the loss scale cannot go below "
+        f"stuck at min_scale: the last {numbers.streak} steps in a row overflowed and the loss scale cannot go below "
         f"{policy.min_scale:g}. {_forward_pass(policy.min_scale)}"
     )
 
 
-def _calibrating(policy: BaseScaling, seen: _Seen) -> str | None:
-    if not policy.adapts or seen.applied or seen.at_floor:
+def _calibrating(policy: BaseScaling, numbers: _Numbers) -> str | None:
+    if not policy.adapts or numbers.applied or numbers.at_floor:
         return None
     return (
-        f"calibrating: {seen.counts} while the loss scale comes down from {seen.start:g}, now {seen.scale:g}. "
+        f"calibrating: {numbers.counts} while the loss scale comes down from {numbers.start:g}, now {numbers.scale:g}. "
         "This is normal at the start; a smaller init_scale shortens it."
     )
 
 
-def _skipping(policy: BaseScaling, seen: _Seen) -> str | None:
-    if seen.streak >= _FEW:
-        what = f"the last {seen.streak} steps in a row overflowed ({seen.counts})"
-    elif _unexplained_skips(policy, seen) > max(_FEW - 1, seen.steps * _tolerable_share(policy)):
-        what = seen.counts
-    elif seen.at_floor and seen.streak and seen.skipped >= _FEW:
-        what = f"{seen.counts}, the last one at min_scale"
+def _skipping(policy: BaseScaling, numbers: _Numbers) -> str | None:
+    if numbers.streak >= _FEW:
+        what = f"the last {numbers.streak} steps in a row overflowed ({numbers.counts})"
+    elif _unexplained_skips(policy, numbers) > max(_FEW - 1, numbers.steps * _tolerable_share(policy)):
+        what = numbers.counts
+    elif numbers.at_floor and numbers.streak and numbers.skipped >= _FEW:
+        what = f"{numbers.counts}, the last one at min_scale"
     else:
         return None
-    if policy.adapts and not seen.at_floor:
+    if policy.adapts and not numbers.at_floor:
         mend = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
-    elif policy.is_constant() and seen.scale > 1.0:
-        mend = f"A scale of {seen.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
+    elif policy.is_constant() and numbers.scale > 1.0:
+        mend = f"A scale of {numbers.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
     else:
-        mend = _forward_pass(seen.scale)
+        mend = _forward_pass(numbers.scale)
     return f"skipping too often: {what}. {mend}"
 
 
-def _pressing(policy: BaseScaling, seen: _Seen) -> str | None:
-    if not seen.at_ceiling or seen.at_floor or seen.applied < policy.growth_interval:
+def _pressing(policy: BaseScaling, numbers: _Numbers) -> str | None:
+    if not numbers.at_ceiling or numbers.at_floor or numbers.applied < policy.growth_interval:
         return None
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
     return (
-        f"pressing against max_scale: the loss scale is {seen.scale:g} and could grow further ({seen.counts}). "
+        f"pressing against max_scale: the loss scale is {numbers.scale:g} and could grow further ({numbers.counts}). "
         f"If small gradients still flush to zero, {room}."
     )
 
@@ -216,26 +249,26 @@ def _forward_pass(scale: float) -> str:
     if scale > 1.0:
         return "Lower min_scale, or look for a NaN or infinity in the forward pass."
     return (
-        "This usually is no scale problem but a NaN or infinity in the forward pass: "
+        "The cause is usually not the scale but a NaN or infinity in the forward pass: "
         "look at the loss and the inputs first."
     )
 
 
-def _unexplained_skips(policy: BaseScaling, seen: _Seen) -> float:
-    """Return the skips beyond those that bringing the scale down from `init_scale` took.
+def _unexplained_skips(policy: BaseScaling, numbers: _Numbers) -> float:
+    """Return the skips beyond those that lowered the scale from `init_scale`.
 
-    They are forgiven once a stretch of finite steps shows that the scale has arrived.
+    Those are subtracted once a run of finite steps shows that the scale has settled.
     """
     if not policy.adapts:
-        return seen.skipped
-    if seen.applied == seen.finite_in_a_row:
+        return numbers.skipped
+    if numbers.applied == numbers.finite_in_a_row:
         return 0  # every overflow came before the first applied step
-    has_settled = seen.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
-    if seen.scale >= seen.start or not has_settled:
-        return seen.skipped
-    return max(0.0, seen.skipped - policy.overflows_down_to(seen.scale))
+    has_settled = numbers.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
+    if numbers.scale >= numbers.start or not has_settled:
+        return numbers.skipped
+    return max(0.0, numbers.skipped - policy.overflows_down_to(numbers.scale))
 
 
 def _tolerable_share(policy: BaseScaling) -> float:
-    """Return the share of skipped steps that is no cause for concern: twice what the policy's own design skips."""
+    """Return the largest fraction of skipped steps that is normal: twice the fraction that the policy plans."""
     return max(_OFTEN, min(2.0 * policy.overflow_share(), 0.5))

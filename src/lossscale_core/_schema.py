@@ -1,4 +1,4 @@
-"""The JSON Schema of a policy's config, drawn from the same rules that check it."""
+"""The JSON Schema of a policy's config, generated from the rules that check policies."""
 
 import dataclasses
 from typing import Any
@@ -10,10 +10,13 @@ _TYPES = {float: "number", int: "integer", bool: "boolean"}
 
 
 def policy_schema() -> dict[str, Any]:
-    """Return a JSON Schema (draft 2020-12) of what `policy_from_dict` and `load_policy` accept.
+    """Return the JSON Schema of the configs that `policy_from_dict` and `load_policy` accept.
 
-    JSON Schema cannot compare two keys, so that it accepts configs which break `min_scale` ≤ `init_scale` ≤
-    `max_scale`. Loading refuses them.
+    JSON Schema cannot compare two keys, so that the schema accepts configs that break `min_scale` ≤ `init_scale` ≤
+    `max_scale`. Loading such a config raises `PolicyError`.
+
+    Returns:
+        A dict of JSON Schema, draft 2020-12.
     """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

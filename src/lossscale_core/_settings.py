@@ -1,4 +1,4 @@
-"""The rules of a policy's fields, as data: checked here, drawn as JSON Schema in `_schema`, shown by the command."""
+"""The rules of a policy's fields as data, from which checks, the JSON Schema and the command's tables are made."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,16 @@ from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest loss scale any policy may reach: below it, float32 loses bits of the scale."""
+"""The smallest loss scale of any policy; smaller scales are subnormal in float32 and lose bits."""
 LARGEST_SCALE = 2.0**126
-"""The largest loss scale any policy may reach: above it, float32 loses bits of the reciprocal."""
+"""The largest loss scale of any policy; the reciprocals of larger scales are subnormal in float32 and lose bits."""
 LARGEST_COUNT = 2**31 - 1
-"""The largest number that an int32 counter has room for; a counter stays there when it gets there."""
+"""The largest number in an int32 counter; a counter that reaches it stays there."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one field accepts: a type and, for numbers, an inclusive range."""
+    """The values that a field accepts: a type and, for numbers, an inclusive range."""
 
     type: type[float] | type[int] | type[bool]
     text: str
@@ -28,8 +28,8 @@ class Rule:
     maximum: float = 0.0
     optional: bool = False
 
-    def settle(self, name: str, value: Any) -> Any:
-        """Return `value` as this rule's plain Python type, or raise a `PolicyError` that says how to mend it."""
+    def validate(self, name: str, value: Any) -> Any:
+        """Return `value` as the plain Python type of this rule. Raises `PolicyError` for a value that breaks it."""
         if value is None and self.optional:
             return None
         value = value.item() if isinstance(value, np.generic) else value
@@ -38,7 +38,7 @@ class Rule:
         return self.type(value)
 
     def _accepts(self, value: Any) -> bool:
-        """Return whether `value` is of this type and in range; `True` is no number, and 2000.0 is a whole one."""
+        """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
         if self.type is bool or isinstance(value, bool):
             return self.type is bool and isinstance(value, bool)
         if not isinstance(value, int | float):
@@ -55,31 +55,31 @@ SCALE = Rule(
 )
 GROWTH_FACTOR = Rule(
     float,
-    "above 1 (1 + 2**-23, the next float32, is the least) and at most 2**126",
+    "above 1 (at least 1 + 2**-23, the next float32) and at most 2**126",
     "pass 2.0 to double the scale, or use FixedScaling to keep it",
     minimum=1.0 + 2.0**-23,
     maximum=LARGEST_SCALE,
 )
 BACKOFF_FACTOR = Rule(
     float,
-    "between 0 and 1, both excluded (from 2**-126 to 1 - 2**-24, as float32 has it)",
+    "between 0 and 1, both excluded (from 2**-126 to 1 - 2**-24, the largest float32 below 1)",
     "pass 0.5 to halve the scale, or use FixedScaling to keep it",
     minimum=SMALLEST_SCALE,
     maximum=1.0 - 2.0**-24,
 )
 SHARE = Rule(
-    float, "a share from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0
+    float, "a fraction from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0
 )
 COUNT = Rule(
-    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the least there is", minimum=1, maximum=LARGEST_COUNT
+    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the smallest count", minimum=1, maximum=LARGEST_COUNT
 )
 COUNT_OR_ZERO = Rule(
-    int, "a whole number from 0 to 2**31 - 1", "pass 0 to leave it out", minimum=0, maximum=LARGEST_COUNT
+    int, "a whole number from 0 to 2**31 - 1", "pass 0 to turn it off", minimum=0, maximum=LARGEST_COUNT
 )
 COUNT_OR_NONE = dataclasses.replace(
     COUNT, text="None or a whole number from 1 to 2**31 - 1", mend="pass None for no limit", optional=True
 )
-FLAG = Rule(bool, "True or False", "pass one of the two")
+FLAG = Rule(bool, "True or False", "pass True or False")
 NUMBER = Rule(
     float,
     "a number from -2**126 to 2**126",
@@ -108,7 +108,7 @@ _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 
 def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
-    """Yield each field of a policy (or policy class) with its rule: that of its name, or else that of its type."""
+    """Yield each field of a policy or policy class with the rule for its name, or else the rule for its type."""
     for field in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
         type_name = getattr(field.type, "__name__", field.type)
         rule = RULES.get(field.name) or _RULES_OF_TYPES.get(str(type_name))
@@ -118,7 +118,7 @@ def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
 
 
 def require_ordered_scales(settings: Mapping[str, Any]) -> None:
-    """Require `min_scale` ≤ `init_scale` ≤ `max_scale` of those that are among the settings."""
+    """Require `min_scale` ≤ `init_scale` ≤ `max_scale` for those of the three that are among the settings."""
     for low, high in (("min_scale", "max_scale"), ("min_scale", "init_scale"), ("init_scale", "max_scale")):
         if low in settings and high in settings and settings[low] > settings[high]:
             raise PolicyError(

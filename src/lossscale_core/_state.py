@@ -1,67 +1,90 @@
-"""What a loss scaler remembers between two steps: the meaning, dtype and shape of each field."""
+"""The state that loss scaling keeps between two steps: the meaning, dtype and shape of each field."""
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    # A default lets `ScaleState` stand without brackets under `mypy --strict`: https://peps.python.org/pep-0696/.
+    # Type checkers know typing_extensions without an installation; typing has defaults from Python 3.13 on.
+    from typing_extensions import TypeVar
+
+    ArrayT_co = TypeVar("ArrayT_co", covariant=True, default=Any)
+    StateT = TypeVar("StateT", bound="AnyScaleState[Any]", default=Any)
+else:
+    from typing import TypeVar
+
+    ArrayT_co = TypeVar("ArrayT_co", covariant=True)
+    StateT = TypeVar("StateT")
 
 Array: TypeAlias = Any
 """An array or scalar of the framework at hand; on the host, an `np.float32` or `np.int32` scalar."""
 
+HostScalar: TypeAlias = np.float32 | np.int32
+"""A field of a state on the host."""
 
-class ScaleState(NamedTuple):
-    """The loss scale and its counters, each of shape `()`, living where the gradients live.
+
+class ScaleState(NamedTuple, Generic[ArrayT_co]):
+    """The loss scale and its counters, each of shape `()`, on the device of the gradients.
 
     On the host the fields are `np.float32` and `np.int32` scalars, so that they round exactly as the arrays
-    of every framework do. An int32 counter that reaches 2**31 - 1 stays there.
+    of every framework do. An int32 counter that reaches 2**31 - 1 stays there. `ScaleState[jax.Array]` tells a type
+    checker the type of the fields; at run time the brackets change nothing.
     """
 
-    loss_scale: Array
+    loss_scale: ArrayT_co
     """float32: the factor that multiplies the next loss and divides its gradients."""
-    growth_tracker: Array
+    growth_tracker: ArrayT_co
     """int32: finite steps in a row that count toward growth; negative while a cooldown lasts."""
-    hysteresis_tracker: Array
+    hysteresis_tracker: ArrayT_co
     """int32: overflows left before the scale backs off."""
-    steps: Array
+    steps: ArrayT_co
     """int32: steps so far, applied and skipped."""
-    skipped_steps: Array
+    skipped_steps: ArrayT_co
     """int32: steps that overflowed and were skipped."""
-    overflow_streak: Array
+    overflow_streak: ArrayT_co
     """int32: overflows in a row up to now; 0 after a finite step."""
 
 
-class TolerantScaleState(NamedTuple):
+class TolerantScaleState(NamedTuple, Generic[ArrayT_co]):
     """A `ScaleState` with the two counters of `TolerantScaling`.
 
     They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
-    when `steps_since_change` is beyond 2**24, where float32 counts no further: their share stays what it was.
+    when `steps_since_change` exceeds 2**24, the largest count that float32 can increment; their ratio is unchanged.
     """
 
-    loss_scale: Array
-    growth_tracker: Array
-    hysteresis_tracker: Array
-    steps: Array
-    skipped_steps: Array
-    overflow_streak: Array
-    steps_since_change: Array
+    loss_scale: ArrayT_co
+    growth_tracker: ArrayT_co
+    hysteresis_tracker: ArrayT_co
+    steps: ArrayT_co
+    skipped_steps: ArrayT_co
+    overflow_streak: ArrayT_co
+    steps_since_change: ArrayT_co
     """float32: steps since the scale last grew or backed off."""
-    overflows_since_backoff: Array
+    overflows_since_backoff: ArrayT_co
     """float32: overflows since the scale last backed off."""
 
 
-class AnyScaleState(Protocol):
-    """What every policy's state has; a policy may add fields of its own.
+class AnyScaleState(Protocol[ArrayT_co]):
+    """The members that every policy's state has; a policy may add fields of its own.
 
-    `_make` and `_replace` are left out, though every NamedTuple has them: type checkers give each NamedTuple its own.
+    `_make` and `_replace` are left out, although every NamedTuple has them: mypy derives their types from the fields,
+    and then takes no NamedTuple for an implementation of a protocol that declares them.
     """
 
     @property
-    def loss_scale(self) -> Array: ...
+    def loss_scale(self) -> ArrayT_co: ...
     @property
-    def growth_tracker(self) -> Array: ...
+    def growth_tracker(self) -> ArrayT_co: ...
     @property
-    def hysteresis_tracker(self) -> Array: ...
+    def hysteresis_tracker(self) -> ArrayT_co: ...
     @property
-    def steps(self) -> Array: ...
+    def steps(self) -> ArrayT_co: ...
     @property
-    def skipped_steps(self) -> Array: ...
+    def skipped_steps(self) -> ArrayT_co: ...
     @property
-    def overflow_streak(self) -> Array: ...
-    def _asdict(self) -> dict[str, Array]: ...
+    def overflow_streak(self) -> ArrayT_co: ...
+    def _asdict(self) -> dict[str, Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...

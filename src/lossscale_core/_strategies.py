@@ -1,4 +1,4 @@
-"""Hypothesis strategies behind `lossscale_core.testing`; apart, because hypothesis is no dependency of the package."""
+"""Hypothesis strategies for `lossscale_core.testing`; a separate module, since the package does not need hypothesis."""
 
 from typing import Any
 
@@ -8,18 +8,20 @@ from lossscale_core._policy import KINDS, ScalingPolicy
 from lossscale_core._settings import BACKOFF_FACTOR, GROWTH_FACTOR, SCALE, Rule, rules_of
 
 _USUAL = {GROWTH_FACTOR: (1.0009765625, 16.0), BACKOFF_FACTOR: (0.0625, 0.9990234375)}
-"""Factors that move a scale by a sensible amount, within the rules' own ranges."""
+"""Ranges of the factors that are narrower than the rules', so that a scale changes by a realistic amount."""
 _SCALES = ("min_scale", "init_scale", "max_scale")
 
 
 def policies_of(kinds: tuple[str, ...], powers_of_two: bool | None) -> st.SearchStrategy[ScalingPolicy]:
-    """Return valid policies of `kinds`, all with powers of two or none in particular; None mixes both sorts."""
-    sorts = st.booleans() if powers_of_two is None else st.just(powers_of_two)
-    return st.tuples(st.sampled_from(kinds), sorts).flatmap(lambda drawn: _policies_of_kind(KINDS[drawn[0]], drawn[1]))
+    """Return a strategy for policies of `kinds`, with powers of two only, with any numbers, or (None) with both."""
+    choices = st.booleans() if powers_of_two is None else st.just(powers_of_two)
+    return st.tuples(st.sampled_from(kinds), choices).flatmap(
+        lambda drawn: _policies_of_kind(KINDS[drawn[0]], drawn[1])
+    )
 
 
 def runs_of_flags(max_steps: int) -> st.SearchStrategy[list[bool]]:
-    """Return flags in runs, since single random flags almost never reach a growth interval."""
+    """Return a strategy for runs of equal flags, since independent flags almost never reach a growth interval."""
     runs = st.tuples(st.booleans(), st.integers(1, max(1, max_steps // 4)))
     joined = st.lists(runs, max_size=20).map(lambda parts: [flag for flag, length in parts for _ in range(length)])
     return joined.map(lambda flags: flags[:max_steps])

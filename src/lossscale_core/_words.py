@@ -1,4 +1,4 @@
-"""Values and names as messages show them: on one line, escaped, and short however large the value is."""
+"""Values and names in messages: on one line, escaped, and short even for a large value."""
 
 import reprlib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ _ABBREVIATED = (dict, list, tuple, set, frozenset, str, int)
 
 
 class _Short(reprlib.Repr):
-    """Python's own abbreviations, by what a value is and not by what its type is called, and of numbers of any size."""
+    """`reprlib.Repr` that goes by `isinstance` instead of type names, and that abbreviates integers of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,9 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
-        except ValueError:  # Python writes no more than 4,300 digits
+        except (
+            ValueError
+        ):  # https://docs.python.org/3/library/stdtypes.html#integer-string-conversion-length-limitation
             return f"<an integer of {x.bit_length()} bits>"
 
 
@@ -33,19 +35,19 @@ _SHORT = _Short()
 
 
 def shown(value: Any) -> str:
-    """Return a value as Python writes it, cut to a few hundred characters.
+    """Return the `repr` of a value, cut to a few hundred characters.
 
-    The work is bounded as well: a tuple of a tuple twice, fifty deep, has 2**50 leaves in a few hundred bytes.
+    The time is bounded as well: a nested tuple that holds the same tuple twice at 50 levels has 2**50 leaves.
     """
     try:
         text = _SHORT.repr(value)
-    except Exception:  # whatever a stranger's own `__repr__` or keys raise: a message must not fail
+    except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def shown_names(names: Iterable[Any]) -> str:
-    """Return names apart by commas: plain ones as they are, others as Python writes them, and not too many."""
+    """Return at most twelve names, separated by commas; names with special characters are quoted."""
     listed = list(names)
     words = [_name(name) for name in listed[:_MOST_NAMES]]
     more = len(listed) - len(words)

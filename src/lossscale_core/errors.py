@@ -1,32 +1,32 @@
-"""What can go wrong; each error is also the built-in exception its users would expect.
+"""The errors and warnings of the library; each error also derives from a matching built-in exception.
 
 ```
 LossScaleError
-├── PolicyError(ValueError)                  a policy, or the file or dict it came from, breaks a rule
-├── CallOrderError(RuntimeError)             calls came in an order that would corrupt gradients
+├── PolicyError(ValueError)                  a policy, or the file or dict that describes it, breaks a rule
+├── CallOrderError(RuntimeError)             calls were made in an order that would corrupt gradients
 ├── CheckpointError(ValueError)              a saved state cannot be restored
 ├── TraceFileError(ValueError)               a recorded run cannot be read
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 └── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
-CheckpointWarning(UserWarning)               a run goes on without its saved state, or under another policy
-DialectWarning(UserWarning)                  another tool's config runs into something that tool does wrong
+CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
+DialectWarning(UserWarning)                  under this config the other tool does something wrong
 ```
 
-A message names the value, the rule it broke and how to mend it.
+A message names the value, the rule that it breaks and what to do.
 """
 
 
 class LossScaleError(Exception):
-    """Base of every error this library raises on purpose."""
+    """The base class of the errors that this library raises."""
 
 
 class PolicyError(LossScaleError, ValueError):
-    """A policy, or the file or dict it came from, breaks a rule."""
+    """A policy, or the file or dict that describes it, breaks a rule."""
 
 
 class CallOrderError(LossScaleError, RuntimeError):
-    """Calls came in an order that would corrupt gradients."""
+    """Calls were made in an order that would corrupt gradients."""
 
 
 class CheckpointError(LossScaleError, ValueError):
@@ -34,7 +34,7 @@ class CheckpointError(LossScaleError, ValueError):
 
 
 class TraceFileError(LossScaleError, ValueError):
-    """A recorded run cannot be read: its file does not hold a value a step."""
+    """A recorded run cannot be read, because its file does not hold one value per step."""
 
 
 class ScaleStateError(LossScaleError, LookupError):
@@ -50,8 +50,8 @@ class OverflowStreakError(LossScaleError, FloatingPointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A run goes on without its saved state, or under another policy than the saved one."""
+    """A run continues without its saved state, or under a policy that differs from the saved one."""
 
 
 class DialectWarning(UserWarning):
-    """Another tool's config runs into something that the tool does wrong; the message says what is done here."""
+    """Under this config the other tool does something wrong; the message says what this library does instead."""

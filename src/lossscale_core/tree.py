@@ -1,14 +1,21 @@
-"""Nested structures of leaves: dicts, lists, tuples and NamedTuples, nested in any way."""
+"""Functions for nested structures: dicts, lists, tuples and NamedTuples that hold leaves."""
 
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_CONTAINERS = (dict, list, tuple)  # a tuple, since torch.compile traces no `dict | list | tuple`
+_CONTAINERS = (dict, list, tuple)  # a tuple, because torch.compile cannot trace `dict | list | tuple`
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of `tree` in order; `None` is a leaf."""
+    """Yield the leaves of a nested structure in order.
+
+    Args:
+        tree: A leaf, or a dict, list or tuple of nested structures; `None` is a leaf.
+
+    Yields:
+        The leaves.
+    """
     if isinstance(tree, dict):
         for value in tree.values():
             yield from leaves(value)
@@ -20,9 +27,18 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return `tree` with each leaf replaced by `function(leaf, *leaves of others in the same place)`.
+    """Return a nested structure with each leaf replaced by `function(leaf, *leaves of others in the same place)`.
 
-    Containers keep their type. A `ValueError` names the first place where the structures differ.
+    Args:
+        function: Takes a leaf of `tree`, and of each of `others`, and returns the new leaf.
+        tree: The nested structure; `None` is a leaf.
+        *others: Structures with the same containers, keys and shapes.
+
+    Returns:
+        The new structure, with containers of the same types.
+
+    Raises:
+        ValueError: The structures differ; the message names the first place.
     """
     return _map(function, "", tree, *others)
 
@@ -40,7 +56,7 @@ def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> An
 
 
 def _require_leaf(path: str, leaf: Any, other: Any) -> None:
-    """Require a leaf where the first tree has one, and an array of the same shape where it has an array."""
+    """Require that `other` is a leaf too, and an array of the same shape if `leaf` is an array."""
     is_container = isinstance(other, _CONTAINERS)
     if is_container or (leaf is None) != (other is None) or getattr(leaf, "shape", ()) != getattr(other, "shape", ()):
         raise _difference(path, leaf, other)
@@ -73,7 +89,7 @@ def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:
     if type(tree) is dict:
         return dict(zip(keys, values, strict=True))
     if isinstance(tree, dict):
-        rebuilt = copy.copy(tree)  # keeps an OrderedDict ordered and a defaultdict's factory
+        rebuilt = copy.copy(tree)  # a copy keeps the factory of a defaultdict
         rebuilt.update(zip(keys, values, strict=True))
         return rebuilt
     if hasattr(tree, "_make"):

@@ -171,5 +171,5 @@ def test_jax_loads_a_state_however_deep():
 
 def test_numpy_refuses_a_checkpoint_without_scale_state():
     """The core's verbs have no wrapper that could notice: an empty dict is refused, with the mend."""
-    with pytest.raises(CheckpointError, match="pass a dict that state_to_dict made, or begin the loss scale anew"):
+    with pytest.raises(CheckpointError, match="pass a dict that state_to_dict returned, or start a new state"):
         lossscale_core.state_from_dict({}, POLICY)

@@ -65,7 +65,7 @@ def test_restored_values_go_to_any_namespace():
         ({"version": None}, ["version=None", "state_to_dict"]),
         ({"version": "1"}, ["version='1'"]),
         ({"version": True}, ["version=True"]),
-        ({"loss_scale": 0.0}, ["loss_scale=0.0", "2**-126"]),
+        ({"loss_scale": 0.0}, ["loss_scale=0.0", "positive finite number"]),
         ({"loss_scale": float("nan")}, ["loss_scale=nan"]),
         ({"loss_scale": "1"}, ["loss_scale='1'"]),
         ({"loss_scale": 10**400}, ["loss_scale=1000"]),
@@ -90,8 +90,8 @@ def test_a_bad_value_is_named(change, words):
 
 @pytest.mark.parametrize("saved", [None, [], "state", 5])
 def test_what_is_no_dict_is_refused(saved):
-    """Anything but a mapping is no saved state."""
-    with pytest.raises(CheckpointError, match="is no saved state"):
+    """Anything but a mapping is not a saved state."""
+    with pytest.raises(CheckpointError, match="is not a saved state"):
         state_from_dict(saved)
 
 

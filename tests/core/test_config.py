@@ -72,9 +72,9 @@ def test_the_config_is_left_alone():
         ({"kind": ["dynamic"]}, ["kind=", "known:"]),
         ({"growth_interval": 3}, ["no 'kind'", "kind = 'dynamic'"]),
         ({"kind": "fixed"}, ["init_scale = 1024.0"]),
-        ({"kind": "none", "init_scale": 1.0}, ["'init_scale' is no key of a 'none' policy"]),
+        ({"kind": "none", "init_scale": 1.0}, ["'init_scale' is not a key of a 'none' policy"]),
         ({"kind": "dynamic", "growth_interval": 0}, ["growth_interval=0", "; pass"]),
-        ({"kind": "dynamic", 3: 4}, ["3 is no key"]),
+        ({"kind": "dynamic", 3: 4}, ["3 is not a key"]),
         ([1], ["table", "kind = 'dynamic'"]),
     ],
 )

@@ -280,9 +280,9 @@ def test_a_saved_scaler_is_recognised(name):
 
 
 def test_what_is_not_unmistakable_is_not_guessed():
-    """One name is too few, and some tools save the same names and mean other counts."""
+    """One name is too few, and some tools save the same names with different meanings."""
     for saved in ({}, {"scale": 8.0}, {"epoch": 3}, [1]):
-        with pytest.raises(CheckpointError, match="no tool known here"):
+        with pytest.raises(CheckpointError, match="no known tool"):
             guess_peer(saved)
     saved = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
     with pytest.raises(CheckpointError, match="apex-fp16-utils, deepspeed, megatron-v1 save these names"):

@@ -167,7 +167,7 @@ def test_the_policies_know_themselves(policy):
 
 def test_a_kind_belongs_to_one_policy():
     """A second class of a kind is refused by name; the same class may be defined again, as in a notebook."""
-    with pytest.raises(PolicyError, match="kind='dynamic' is that of DynamicScaling"):
+    with pytest.raises(PolicyError, match="kind='dynamic' is taken by DynamicScaling"):
         type("Mine", (BaseScaling,), {"kind": "dynamic"})
 
 

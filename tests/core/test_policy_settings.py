@@ -75,9 +75,9 @@ def test_a_policy_error_is_a_value_error():
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1.5, float("nan")])
-def test_tolerance_is_a_share(tolerance):
-    """A share is from 0 to 1."""
-    with pytest.raises(PolicyError, match="share"):
+def test_tolerance_is_a_fraction(tolerance):
+    """A fraction is from 0 to 1."""
+    with pytest.raises(PolicyError, match="fraction from 0 to 1"):
         TolerantScaling(tolerance=tolerance)
 
 

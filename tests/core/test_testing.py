@@ -71,7 +71,7 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
 
 def test_unknown_kinds_and_text_are_refused():
     """A kind that is none, and flags written as text, are answered at once."""
-    with pytest.raises(ValueError, match="'static' is no kind"):
+    with pytest.raises(ValueError, match="'static' is not a kind"):
         policies("static")
     with pytest.raises(TypeError, match="sequence of bools"):
         simulate("dynamic", "0010")

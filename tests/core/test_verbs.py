@@ -63,7 +63,7 @@ def test_unscale_rounds_once():
 
 
 def test_none_and_integers_pass_through():
-    """What is no gradient is left alone, and containers keep their types."""
+    """A leaf that is not a gradient is left alone, and containers keep their types."""
     step = np.array(3)
     grads = OrderedDict(layer=Layer(np.ones(2, np.float32), None), step=step, more=[(), {}])
     unscaled = unscale(grads, STATE)
@@ -146,7 +146,7 @@ def test_nothing_is_raised_while_hunting_nans():
 
 
 def test_odd_arrays_are_taken_for_what_they_hold():
-    """A mask hides no NaN, a matrix is an array, small integers are integers, and raw bytes are no gradient."""
+    """A mask hides no NaN, a matrix is an array, small integers are integers, and raw bytes are not a gradient."""
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True]))
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True], dtype=np.float16))
     with pytest.warns(PendingDeprecationWarning):
@@ -154,7 +154,7 @@ def test_odd_arrays_are_taken_for_what_they_hold():
     assert not all_finite(matrix)
     integers = np.zeros(3, ml_dtypes.int4)
     assert unscale(integers, STATE) is integers
-    with pytest.raises(TypeError, match="no gradient"):
+    with pytest.raises(TypeError, match="not a gradient"):
         all_finite(np.zeros(2, "V4"))
 
 
@@ -254,7 +254,7 @@ def test_a_record_array_with_a_nan_is_not_finite(bad):
 @pytest.mark.parametrize("verb", [scale, unscale])
 def test_a_record_array_is_scaled_by_its_fields(verb):
     """A record array as a whole is refused in plain words."""
-    with pytest.raises(TypeError, match="is no gradient; pass each field of it"):
+    with pytest.raises(TypeError, match="is not a gradient; pass each field of it"):
         verb(_records((1.0, (2.0, 3.0), 4)), init_state("dynamic"))
 
 
@@ -274,14 +274,14 @@ def test_the_verbs_take_python_numbers(number):
 
 
 def test_an_empty_leaf_is_finite_and_keeps_its_shape():
-    """Nothing holds no NaN, whatever its dtype, and what is no gradient says what it is."""
+    """Nothing holds no NaN, whatever its dtype, and the message names the dtype of a leaf that is not a gradient."""
     state = init_state("dynamic")
     for dtype in (np.float16, np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         empty = np.zeros((0, 3), dtype)
         assert all_finite(empty)
         assert unscale(empty, state).shape == scale(empty, state).shape == (0, 3)
     for empty in (np.zeros(0, object), np.zeros(0, "S1")):
-        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is no gradient"):
+        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is not a gradient"):
             all_finite(empty)
 
 

@@ -29,13 +29,13 @@ CORE = {
     "_range_picture": set(),
     "_range": {"_files", "_policy", "_range_picture", "_settings"},
     "_strategies": {"_policy", "_settings"},
-    "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_words", "errors"},
-    "_placement": {"_config"},
+    "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_state", "_words", "errors"},
+    "_placement": {"_arrays", "_config", "_policy", "_state"},
     "testing": {"_checkpoint", "_config", "_policy", "_settings", "_state", "_strategies", "tree"},
     "__main__": set(),
 }
 CORE_REQUIRES = {"numpy", "array_api_compat"}
-FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}}
+FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
 ADAPTERS = {
     "lossscale_torch": {"torch"},
     "lossscale_jax": {"jax", "optax"},

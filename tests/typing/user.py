@@ -1,21 +1,39 @@
-"""A user's code, for mypy alone: `nox -s typing` checks it as strictly as the packages."""
+"""A user's code, for type checkers alone: `nox -s typing` runs mypy and pyright on it, as strictly as they can."""
 
-from typing import Any
+from typing import Any, NamedTuple, assert_type
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lossscale_core import (
     DynamicScaling,
+    FixedScaling,
+    NoScaling,
     ScaleState,
+    ScalingPolicy,
     StepInfo,
     TolerantScaleState,
     TolerantScaling,
+    all_finite,
+    as_policy,
     check_overflow_streak,
     diagnose,
+    dialects,
+    init_state,
+    load_policy,
     metrics,
+    policy_to_dict,
     scale,
+    select,
+    state_from_dict,
     state_to_dict,
     step_info,
+    testing,
     unscale,
 )
+
+HostState = ScaleState[np.float32 | np.int32]
+Params = dict[str, NDArray[np.float32]]
 
 
 def report(before: ScaleState, after: ScaleState) -> tuple[str, dict[str, Any], StepInfo, dict[str, Any]]:
@@ -35,3 +53,98 @@ def start() -> list[Any]:
     """Use the states as they come from a policy."""
     state = DynamicScaling().init_state()
     return [*report(state, state), unscale({"weight": 1.0}, state), scale(1.0, state)]
+
+
+def train(params: Params, grads: Params) -> Params:
+    """Take a step with the five verbs on NumPy."""
+    policy = DynamicScaling(growth_interval=100)
+    state = init_state(policy)
+    assert_type(state, HostState)
+    assert_type(scale(0.5, state), np.floating[Any])
+    assert_type(scale(np.float16(0.5), state), np.floating[Any])
+    finite = all_finite(grads)
+    assert_type(finite, np.bool_)
+    unscaled = unscale(grads, state)
+    assert_type(unscaled, Params)
+    moved: Params = {name: (params[name] - 0.1 * unscaled[name]).astype(np.float32) for name in params}
+    after = policy.update(state, finite)
+    assert_type(after, HostState)
+    info = step_info(state, after)
+    assert_type(info, StepInfo[np.float32 | np.int32])
+    assert_type(info.loss_scale_after, np.float32 | np.int32)
+    assert_type(metrics(after), dict[str, np.float32 | np.int32])
+    assert_type(after._replace(loss_scale=np.float32(1.0)), HostState)
+    return select(finite, moved, params)
+
+
+def choose_policies(path: str, any_policy: ScalingPolicy) -> list[ScalingPolicy]:
+    """Make policies of everything that describes one."""
+    assert_type(as_policy("dynamic"), DynamicScaling)
+    assert_type(as_policy("none"), NoScaling)
+    assert_type(as_policy(1024.0), FixedScaling)
+    assert_type(as_policy(TolerantScaling()), TolerantScaling)
+    assert_type(init_state("dynamic"), HostState)
+    assert_type(init_state(TolerantScaling()), TolerantScaleState[np.float32 | np.int32])
+    assert_type(init_state(TolerantScaling(), xp=np), TolerantScaleState)
+    assert_type(init_state(DynamicScaling(), xp=np), ScaleState)
+    assert_type(init_state(path).loss_scale, Any)
+    read = dialects.from_peer("torch", {"growth_interval": 100})
+    return [as_policy(path), as_policy(policy_to_dict(any_policy)), load_policy(path), read]
+
+
+def go_on(saved: dict[str, Any], checkpoint: dict[str, Any]) -> HostState:
+    """Restore states of this library and of another tool."""
+    assert_type(state_from_dict(saved).loss_scale, np.float32 | np.int32)
+    assert_type(state_from_dict(saved, DynamicScaling()), HostState)
+    return dialects.state_from_peer("torch", checkpoint, DynamicScaling())
+
+
+def simulate() -> float:
+    """Try a policy on a run."""
+    trace = testing.simulate(DynamicScaling(growth_interval=2), [True, True, False])
+    assert_type(trace, testing.Trace)
+    assert_type(trace.loss_scale_after, NDArray[np.float32])
+    assert_type(testing.simulate_gradients("dynamic", [1.0, 2.0]), testing.Trace)
+    return float(trace.loss_scale_after[-1])
+
+
+class OwnState(NamedTuple):
+    """The state of a policy of one's own."""
+
+    loss_scale: Any
+    growth_tracker: Any
+    hysteresis_tracker: Any
+    steps: Any
+    skipped_steps: Any
+    overflow_streak: Any
+    own: Any
+
+
+class OwnPolicy:
+    """A policy of one's own, with the two methods that it needs."""
+
+    def init_state(self) -> OwnState:
+        """Return the state before the first step."""
+        return OwnState(1.0, 0, 0, 0, 0, 0, 0.0)
+
+    def update(self, state: OwnState, grads_finite: Any, *, xp: Any = None) -> OwnState:
+        """Return the state after a step."""
+        return state._replace(steps=state.steps + 1)
+
+
+def use_own_policy() -> str:
+    """Pass a policy of one's own where the library's may stand."""
+    policy = OwnPolicy()
+    assert_type(as_policy(policy), OwnPolicy)
+    assert_type(init_state(policy), OwnState)
+    assert_type(state_from_dict(state_to_dict(policy.init_state()), policy), OwnState)
+    choose_policies("policy.toml", policy)
+    return diagnose(policy, policy.update(policy.init_state(), True))
+
+
+def make_mistakes(state: ScaleState) -> None:
+    """Make mistakes that a type checker has to find: `--warn-unused-ignores` says where it does not."""
+    diagnose(object(), state)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    scale(1.0, object())  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    state.scale  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    DynamicScaling(growth_interval="100")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""The `lossscale` command: watch the demo, try a policy on a recorded run, check and convert policies and checkpoints.
+"""The `lossscale` command: a demo, a simulator, and conversion of policies and checkpoints.
 
-Needs the `demo` extra. On bad input every command prints one sentence and exits with status 2. A subcommand is one
-module of this package, whose `command` is listed in `_SUBCOMMANDS`.
+The command needs the `demo` extra. For invalid input it prints one sentence and exits with status 2. Each subcommand is
+a module of this package that is listed in `_SUBCOMMANDS`.
 """
 
 import io
@@ -33,9 +33,16 @@ for _module in _SUBCOMMANDS:
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command on `arguments` (`sys.argv` when left out) and exit."""
+    """Run the command and exit.
+
+    Args:
+        arguments: The arguments of the command; `sys.argv` if left out.
+
+    Raises:
+        SystemExit: The command is done.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without × and – is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # a terminal whose encoding lacks × and – must not fail
     try:
         sys.exit(command.main(arguments, prog_name="lossscale", standalone_mode=False))
     except click.Abort:
@@ -45,7 +52,9 @@ def run(arguments: list[str] | None = None) -> None:
     except LossScaleError as error:
         _fail(str(error))
     except (RecursionError, MemoryError) as error:
-        _fail(f"what is in the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file")
+        _fail(
+            f"the content of the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file"
+        )
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 

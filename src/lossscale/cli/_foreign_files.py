@@ -1,4 +1,4 @@
-"""Other tools' files: configs in JSON or TOML, checkpoints in JSON or as `torch.save` wrote them."""
+"""Readers of other tools' files: configs in JSON or TOML, checkpoints in JSON or from `torch.save`."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -18,23 +18,23 @@ _MOST_DICTS = 100_000
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the dict in a `.json` or `.toml` file. Raises `PolicyError` naming the file; `OSError`."""
     if suffix_of(path) not in (".json", ".toml"):
-        raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); other formats are not read")
+        raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); convert it to one of them")
     config = read_data(path, PolicyError)
     if not isinstance(config, Mapping):
-        raise PolicyError(f"{path} holds {type(config).__name__} where a dict of keys belongs")
+        raise PolicyError(f"{path} holds {type(config).__name__}, but must hold a dict of keys; pass another file")
     return config
 
 
 def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[str, Any]]:
-    """Return the saved scaler in a checkpoint file, and the keys that lead to it (`""` at the top).
+    """Return the path of keys to the saved scaler in a checkpoint file (`""` for the whole file), and the scaler.
 
-    The file is JSON, or what `torch.save` wrote, read with `weights_only=True`, and only by a torch whose
-    `weights_only` has no known way around it. `key` says where the scaler is (`scaler`, `optimizer.grad_scaler`);
-    without it the one dict is taken that looks like a scaler. Raises `CheckpointError` naming the file; `OSError`.
+    The file is JSON, or was written by `torch.save`. `key` names the place of the scaler, such as `scaler` or
+    `optimizer.grad_scaler`; without it, the only dict that looks like a scaler is returned. Raises `CheckpointError`
+    with the name of the file, and `OSError`.
     """
     content = _load(path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds {type(content).__name__} where a dict belongs")
+        raise CheckpointError(f"{path} holds {type(content).__name__}, but must hold a dict; pass another file")
     if key is not None:
         return key, _at(path, content, key)
     found = list(_scalers(path, content))
@@ -49,40 +49,44 @@ def _load(path: Path) -> Any:
     if suffix in SUFFIXES:
         return read_pickle(path)
     if suffix != ".json":
-        raise CheckpointError(f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)})")
+        raise CheckpointError(
+            f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)}); save it as one"
+        )
     return read_data(path, CheckpointError, LARGEST_DATA)
 
 
 def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the dict at a key, or at keys joined by dots."""
-    here: Any = content
+    """Return the dict at a key, or at a path of keys joined by dots."""
+    found: Any = content
     for name in [key] if key in content else key.split("."):
-        if not isinstance(here, Mapping) or name not in here:
-            known = f"; it has {shown_names(here)}" if isinstance(here, Mapping) else ""
+        if not isinstance(found, Mapping) or name not in found:
+            known = f"; it has {shown_names(found)}" if isinstance(found, Mapping) else ""
             raise CheckpointError(f"{path} has no key {shown(key)}{known}")
-        here = here[name]
-    if not isinstance(here, Mapping):
-        raise CheckpointError(f"{path} holds {type(here).__name__} at {shown(key)}, where a dict belongs")
-    return here
+        found = found[name]
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"{path} holds {type(found).__name__} at {shown(key)}, but must hold a dict; pass another --key"
+        )
+    return found
 
 
 def _scalers(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what looks like a saved scaler, with the keys that lead to it, from the top down.
+    """Yield each dict that looks like a saved scaler, with its path of keys, breadth first.
 
-    A dict that is shared is one, whoever holds it: a file of shared dicts has more ways to them than anyone can walk.
+    A dict that occurs several times is visited once: the number of paths to shared dicts grows exponentially.
     """
-    waiting: deque[tuple[tuple[Any, ...], Mapping[str, Any]]] = deque([((), content)])
-    met = {id(content)}
-    while waiting:
-        names, here = waiting.popleft()
-        if _is_scaler(here):
-            yield ".".join(map(_as_text, names)), here
+    pending: deque[tuple[tuple[Any, ...], Mapping[str, Any]]] = deque([((), content)])
+    visited = {id(content)}
+    while pending:
+        names, found = pending.popleft()
+        if _is_scaler(found):
+            yield ".".join(map(_as_text, names)), found
             continue
-        for name, value in here.items() if len(names) < _DEEPEST else ():
-            if isinstance(value, Mapping) and id(value) not in met:
-                met.add(id(value))
-                waiting.append(((*names, name), value))
-        if len(met) > _MOST_DICTS:
+        for name, value in found.items() if len(names) < _DEEPEST else ():
+            if isinstance(value, Mapping) and id(value) not in visited:
+                visited.add(id(value))
+                pending.append(((*names, name), value))
+        if len(visited) > _MOST_DICTS:
             raise CheckpointError(f"{path} holds too many dicts to search; pass --key with the place of the scaler")
 
 

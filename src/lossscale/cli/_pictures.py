@@ -1,4 +1,4 @@
-"""The pictures that the command leaves: the loss scale over the steps of a run, and the demo's three panels."""
+"""The command's pictures: the loss scale over the steps of a run, and the three panels of the demo."""
 
 import io
 from typing import TYPE_CHECKING, Any
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does without
+if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does not need
     from lossscale.demo import Experiment
 
-_COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # after Okabe and Ito: colour-blind readers tell them apart
+_COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # colour-blind safe: https://jfly.uni-koeln.de/color/
 _LINES = tuple(
     {"color": colour, "linestyle": style, "linewidth": width}
     for colour, style, width in zip(_COLOURS, ("-", "--", "-.", "-"), (5.0, 1.8, 1.8, 1.5), strict=True)
@@ -18,12 +18,12 @@ _SMOOTHING = 9
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches, which needs no display."""
+    """Return an empty figure of this size in inches; unlike pyplot's, it does not need a display."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def as_picture(figure: Figure, suffix: str = "png") -> bytes:
-    """Return a figure as the content of a `png`, `pdf` or `svg` file."""
+    """Return the content of a `png`, `pdf` or `svg` file with the figure."""
     picture = io.BytesIO()
     figure.savefig(picture, format=suffix.lower(), dpi=110)
     return picture.getvalue()
@@ -74,7 +74,7 @@ def _draw_sweep(axes: Any, experiment: "Experiment") -> None:
         axes.plot(list(accuracy), list(accuracy.values()), marker="o", markersize=4, label=name, **line)
     axes.axvline(experiment.settings.weight, color="#999999", linewidth=0.8)
     axes.set(xscale="log", ylim=(0.0, 1.02), ylabel="test accuracy", title="How small a loss survives")
-    axes.set_xlabel("weight of the loss (the grey line is the one at the left)")
+    axes.set_xlabel("weight of the loss (the grey line marks the weight of the other panels)")
     axes.invert_xaxis()
     axes.legend(loc="lower left")
 

@@ -1,4 +1,4 @@
-"""Options, checks and texts that the subcommands share."""
+"""Options, checks and texts that several subcommands use."""
 
 import contextlib
 import math
@@ -15,30 +15,30 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that
 
 
 def example(command: str) -> str:
-    """Return the end of a command's help: `command`, set apart so that it can be copied."""
+    """Return the last paragraph of a command's help, an example on a line of its own."""
     return f"\b\nExample:\n  {command}"
 
 
 def help_if_alone(context: click.Context) -> None:
-    """Print a group's help where no subcommand is given."""
+    """Print a group's help if no subcommand is given."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def require_new(*paths: Path | None, mend: str = "name a new file") -> None:
-    """Refuse to write over a file before the work begins; a link counts as one, even where it leads nowhere."""
+    """Refuse to overwrite a file before the work begins; a broken symbolic link counts as a file."""
     for path in paths:
         if path is not None and os.path.lexists(path):
             raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
 
 
 def console() -> Console:
-    """Return a console that prints names from files as they are: `[/x]` and `:x:` are markup to rich."""
+    """Return a console that prints names from files unchanged; rich otherwise reads `[/x]` and `:x:` as markup."""
     return Console(markup=False, emoji=False)
 
 
 def scale_text(scale: float) -> str:
-    """Return a large or tiny power of two as `2**n`, since nobody knows it by its digits."""
+    """Return a scale as text, a large or tiny power of two as `2**n`."""
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 and not -9 < exponent <= 17 else f"{scale:g}"
 

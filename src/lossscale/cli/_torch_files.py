@@ -1,4 +1,4 @@
-"""Files that `torch.save` wrote: pickles, which are read only by a torch that is known to run nothing of them."""
+"""A reader of files from `torch.save`, which are pickles: only torch versions that run no code from them are used."""
 
 import stat
 from pathlib import Path
@@ -11,14 +11,14 @@ _OLDEST_TORCH = (2, 10)
 
 
 def read_pickle(path: Path) -> Any:
-    """Return what a file holds that `torch.save` wrote, read with `weights_only=True`.
+    """Return the content of a file that `torch.save` wrote, read with `weights_only=True`.
 
-    Raises `CheckpointError` naming the file where it cannot be read, or torch is missing or too old; `OSError`.
+    Raises `CheckpointError` if the file cannot be read, or if torch is missing or too old, and `OSError`.
     """
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a file that torch.save wrote; pass a regular file")
     try:
-        import torch  # here, since only these files need it
+        import torch  # imported late: only these files need torch
     except ImportError:
         raise CheckpointError(
             f"reading {path} needs torch, which is not installed; run: pip install 'lossscale[torch]'"
@@ -27,20 +27,20 @@ def read_pickle(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a file that is none, or is damaged, makes of its reader
+        except Exception as error:  # a damaged file can make torch.load raise anything
             raise CheckpointError(f"{path} {_unreadable(error)}") from error
 
 
 def _require_safe(path: Path, version: str) -> None:
-    """Require a torch in which `weights_only=True` keeps what it promises, as far as is known.
+    """Require a torch whose `weights_only=True` has no known vulnerability.
 
-    See https://nvd.nist.gov/vuln/detail/CVE-2025-32434 (mended in 2.6) and
-    https://nvd.nist.gov/vuln/detail/CVE-2026-24747 (mended in 2.10).
+    See https://nvd.nist.gov/vuln/detail/CVE-2025-32434 (fixed in 2.6) and
+    https://nvd.nist.gov/vuln/detail/CVE-2026-24747 (fixed in 2.10).
     """
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
     if numbers < _OLDEST_TORCH:
         raise CheckpointError(
-            f"{path} is not read with torch {version}, whose weights_only=True a file can get around "
+            f"{path} is not read with torch {version}, whose weights_only=True a file can bypass "
             "(CVE-2025-32434, CVE-2026-24747); run: pip install --upgrade 'torch>=2.10', or save the scaler as JSON "
             "where it was made: json.dump(scaler.state_dict(), file)"
         )
@@ -49,7 +49,7 @@ def _require_safe(path: Path, version: str) -> None:
 def _unreadable(error: Exception) -> str:
     if "unsupported global" in str(error).lower() or "unsupported class" in str(error).lower():
         return (
-            "holds objects that cannot be read without running what is in it; save the scaler's part by itself: "
+            "holds objects that cannot be read without running code from the file; save the scaler's part separately: "
             "torch.save(scaler.state_dict(), file), or json.dump(vars(scaler), file, default=str)"
         )
     return "is not what torch.save writes, or is damaged; save it again"

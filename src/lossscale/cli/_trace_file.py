@@ -1,4 +1,4 @@
-"""Files that hold a value a step: what `lossscale simulate` reads, as people have it at hand."""
+"""Readers of recorded runs for `lossscale simulate`: files with one value per step."""
 
 import math
 from pathlib import Path
@@ -17,8 +17,8 @@ _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 def read_overflow(path: Path) -> list[bool]:
     """Return whether each step overflowed.
 
-    The file holds `0`s and `1`s, in a row or apart, or JSON: a list or string of them, or an object (such as the demo
-    writes) with one under `"overflow"`. Raises `TraceFileError` naming what it cannot read.
+    The file holds `0`s and `1`s, with or without separators, or JSON: a list or string of them, or an object with one
+    under `"overflow"`, such as the demo writes. Raises `TraceFileError` with the value that cannot be read.
     """
     values = _values(path, "overflow")
     words = [str(value).strip().lower() for value in values]
@@ -33,9 +33,8 @@ def read_overflow(path: Path) -> list[bool]:
 def read_gradient_max(path: Path) -> NDArray[np.float64]:
     """Return each step's largest gradient magnitude, unscaled.
 
-    The file holds numbers apart, or JSON: a list of them, or an object (such as the demo writes) with one under
-    `"gradient_max"`; `null` stands for a gradient that is not finite. Raises `TraceFileError` naming what it cannot
-    read.
+    The file holds separate numbers, or JSON: a list of them, or an object with one under `"gradient_max"`, such as the
+    demo writes; `null` means a gradient that is not finite. Raises `TraceFileError` with the value that cannot be read.
     """
     return np.array([_number(path, step, value) for step, value in enumerate(_values(path, "gradient_max"))])
 
@@ -51,9 +50,9 @@ def _values(path: Path, key: str) -> list[Any]:
         content = content[key]
     values = content.replace(",", " ").split() if isinstance(content, str) else content
     if not isinstance(values, list):
-        raise TraceFileError(f"{path} holds {type(values).__name__} where a list belongs; write one value a step")
+        raise TraceFileError(f"{path} holds {type(values).__name__}, but must hold a list; write one value per step")
     if not values:
-        raise TraceFileError(f"{path} holds no steps; write one value a step")
+        raise TraceFileError(f"{path} holds no steps; write one value per step")
     return values
 
 
@@ -65,4 +64,4 @@ def _number(path: Path, step: int, value: Any) -> float:
 
 
 def _refusal(path: Path, step: int, value: Any, rule: str) -> TraceFileError:
-    return TraceFileError(f"{path}: step {step} is {shown(value)}, but must be {rule}; write one value a step")
+    return TraceFileError(f"{path}: step {step} is {shown(value)}, but must be {rule}; write one value per step")

@@ -1,4 +1,4 @@
-"""`lossscale checkpoint`: show and convert saved scalers, ours and other tools'."""
+"""The subcommand `lossscale checkpoint`: show and convert saved scalers of this library and other tools."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ def _with_options(subcommand: Callable[..., None]) -> Callable[..., None]:
 @click.group("checkpoint", epilog=example("lossscale checkpoint show scaler.pt"), invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Show and convert saved scalers, ours and other tools'."""
+    """Show and convert saved scalers of this library and other tools."""
     help_if_alone(context)
 
 
@@ -57,7 +57,7 @@ def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None
     for name, value in ({} if scaling is None else policy_to_dict(scaling)).items():
         table.add_row(f"policy: {name}", scale_text(value) if name.endswith("_scale") else str(value))
     console().print(table)
-    if scaling is not None and state.steps > 0:  # other tools do not save how many steps there were
+    if scaling is not None and state.steps > 0:  # other tools do not save the number of steps
         console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
 
 
@@ -67,7 +67,7 @@ def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None
 def convert(file: Path, peer: str | None, policy_file: Path | None, key: str | None, out: Path | None) -> None:
     """Turn the saved scaler in FILE into the JSON that `state_from_dict` reads in every framework.
 
-    The policy is saved beside it where --policy names it or the checkpoint holds all of it.
+    The policy is saved too if --policy names it or the checkpoint contains all of it.
     """
     require_new(out)
     source, state, scaling = _read_state(file, peer, policy_file, key)
@@ -82,7 +82,7 @@ def convert(file: Path, peer: str | None, policy_file: Path | None, key: str | N
 def _read_state(
     file: Path, peer: str | None, policy_file: Path | None, key: str | None
 ) -> tuple[str, Any, ScalingPolicy | None]:
-    """Return in words what a checkpoint file holds, its state, and the policy given with it or saved in it."""
+    """Return a description of a checkpoint file, its state, and the policy that is given or saved in it."""
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         scaling = None if policy_file is None else load_policy(policy_file)

@@ -1,4 +1,4 @@
-"""`lossscale demo`: train a small network in real float16, with and without loss scaling."""
+"""The subcommand `lossscale demo`: train a small network in real float16, with and without loss scaling."""
 
 import importlib.util
 import json
@@ -28,22 +28,28 @@ _RESULTS = ("demo.png", "trace.json", "policy.toml")
 
 @click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))
 @click.option(
-    "--framework", type=click.Choice(tuple(_ADAPTERS)), default="numpy", show_default=True, help="What trains."
+    "--framework",
+    type=click.Choice(tuple(_ADAPTERS)),
+    default="numpy",
+    show_default=True,
+    help="The framework that trains.",
 )
 @click.option("--policy", "policy_file", type=FILE, help="A policy file (.toml or .json) for the dynamic regime.")
-@click.option("--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="Weighs the loss.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seeds weights and batches.")
+@click.option(
+    "--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="The weight of the loss."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The seed of weights and batches.")
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
-@click.option("--out", type=FILE, default="lossscale-demo", show_default=True, help="Where the results go.")
+@click.option("--out", type=FILE, default="lossscale-demo", show_default=True, help="The folder of the results.")
 @OVERWRITE
 def command(
     framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool
 ) -> None:
     """Train a small network in real float16, with and without loss scaling.
 
-    Four runs side by side, then the same over a sweep of the loss's weight. Prints a table and leaves demo.png,
-    trace.json and policy.toml in the --out folder. Files that are there are left alone, unless --overwrite is given;
-    a --policy that is itself the folder's policy.toml stays as it is.
+    The demo compares four runs, and repeats them with other weights of the loss. It prints a table and writes
+    demo.png, trace.json and policy.toml to the --out folder. Existing files are replaced only with --overwrite; a
+    --policy that is itself the folder's policy.toml is never replaced.
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
@@ -75,8 +81,8 @@ def command(
     terminal.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
 
 
-def _is_same_file(one: Path | None, other: Path) -> bool:
-    return one is not None and one.exists() and other.exists() and one.samefile(other)
+def _is_same_file(path: Path | None, other: Path) -> bool:
+    return path is not None and path.exists() and other.exists() and path.samefile(other)
 
 
 def _progress(terminal: Console) -> Progress:

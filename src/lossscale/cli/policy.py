@@ -1,4 +1,4 @@
-"""`lossscale policy`: check, show and convert policy files."""
+"""The subcommand `lossscale policy`: check, show and convert policy files."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def command(context: click.Context) -> None:
 @command.command(epilog=example("lossscale policy check policy.toml"))
 @click.argument("file", type=FILE)
 def check(file: Path) -> None:
-    """Say whether FILE holds a valid policy."""
+    """Check that FILE holds a valid policy."""
     kind = policy_to_dict(load_policy(file))["kind"]
     click.echo(f"{file}: a valid policy of kind {kind!r}")
 
@@ -55,14 +55,14 @@ def schema(file: Path | None) -> None:
 
 @command.command(epilog=example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=FILE)
-@click.option("--from", "peer", required=True, metavar="TOOL", help="Whose config it is; see below.")
+@click.option("--from", "peer", required=True, metavar="TOOL", help="The tool that reads the config; see below.")
 @click.option("--to", "out", type=FILE, help="A new .toml or .json file for the policy; printed when left out.")
 def convert(file: Path, peer: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
     TOOL is torch, torch-sharded, accelerate, apex, apex-fp16-utils, apex-hysteresis, deepspeed (the fp16 block, or the
     JSON that holds it), megatron, megatron-v1, fairseq, colossalai, keras, keras-experimental, keras3, tf-v1,
-    tf-contrib, jmp, flax, paddle, paddle-static or mindspore. What it does otherwise is said on stderr.
+    tf-contrib, jmp, flax, paddle, paddle-static or mindspore. Warnings about bugs of the tool go to stderr.
     """
     require_new(out)
     with warnings_as_lines():

@@ -1,4 +1,4 @@
-"""`lossscale simulate`: try a policy on a recorded run, without training."""
+"""The subcommand `lossscale simulate`: try a policy on a recorded run, without training."""
 
 import math
 from pathlib import Path
@@ -22,10 +22,10 @@ _PICTURES = (".png", ".pdf", ".svg")
     "simulate", epilog=example("lossscale simulate lossscale-demo/policy.toml --gradient-max lossscale-demo/trace.json")
 )
 @click.argument("policy")
-@click.option("--overflow", type=FILE, help="A file that says of each step whether it overflowed: 0 or 1.")
+@click.option("--overflow", type=FILE, help="A file with 0 or 1 for each step: whether it overflowed.")
 @click.option("--gradient-max", type=FILE, help="A file with each step's largest gradient magnitude, unscaled.")
 @click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16", show_default=True)
-@click.option("--plot", type=FILE, default="simulation.png", show_default=True, help="Where the picture goes.")
+@click.option("--plot", type=FILE, default="simulation.png", show_default=True, help="The file of the picture.")
 @OVERWRITE
 def command(
     policy: str, overflow: Path | None, gradient_max: Path | None, dtype: str, plot: Path, overwrite: bool

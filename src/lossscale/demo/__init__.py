@@ -1,8 +1,8 @@
 """The demo: a small network learns handwritten digits in real float16, with and without loss scaling.
 
-At full loss weight this network does not underflow in float16. It is therefore trained the way losses of multi-task,
-distillation and reinforcement learning really occur: with a small weight on the loss. Adam divides a gradient by its
-own size, so float32 does not mind; float16 without scaling does.
+With a loss weight of 1 the gradients of this network do not underflow in float16. The demo therefore uses a small
+weight, as multi-task, distillation and reinforcement learning do. Adam divides each gradient by its own magnitude, so
+that the weight has no effect in float32, but it does in float16 without scaling.
 """
 
 from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, Experiment, as_json, regimes, run_experiment

@@ -1,4 +1,4 @@
-"""Four regimes side by side, and the same four over a sweep of the loss's weight."""
+"""The experiment: four regimes at one weight of the loss, and again over a sweep of weights."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolic
 
 DEFAULT_WEIGHT = 1e-5
 DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
-"""Grows much faster than in real training, so that a few hundred steps show it find its level."""
+"""A policy that grows much faster than in real training, so that the scale settles within a few hundred steps."""
 WEIGHTS = tuple(10.0**-exponent for exponent in range(7))
 
 
@@ -25,7 +25,7 @@ class Experiment(NamedTuple):
 
 
 class Regime(NamedTuple):
-    """A dtype to store in, and a policy for the loss scale."""
+    """A storage dtype and a policy."""
 
     name: str
     dtype: str
@@ -45,12 +45,22 @@ def regimes(policy: ScalingPolicy) -> list[Regime]:
 def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[], Any]]) -> Experiment:
     """Train every regime at the settings' weight and at each weight of the sweep.
 
-    `on_run(name, steps)` is called before each group of runs and returns what to call after every step. The sweep
-    trains with the same seed and number of steps. Raises `OverflowStreakError` where the policy asks for it.
+    The sweep uses the same seed and number of steps.
+
+    Args:
+        settings: The settings of the run with the last regime.
+        on_run: Called with the name and the number of steps of each group of runs; its result is called after each
+            step.
+
+    Returns:
+        The runs and the accuracies of the sweep.
+
+    Raises:
+        OverflowStreakError: The policy's `max_overflow_streak` is reached.
     """
     digits, runs, sweep = load(), dict[str, Run](), dict[str, dict[float, float]]()
     weights = sorted({*WEIGHTS, settings.weight}, reverse=True)
-    with threadpool_limits(1):  # matrices this small are multiplied faster by one thread than by several
+    with threadpool_limits(1):  # for matrices this small, one thread is faster than several
         for name, dtype, policy in regimes(settings.policy):
             on_step = on_run(name, settings.steps * len(weights))
             at = {w: train(settings._replace(policy=policy, weight=w), dtype, digits, on_step) for w in weights}
@@ -59,7 +69,7 @@ def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[],
 
 
 def as_json(experiment: Experiment) -> dict[str, Any]:
-    """Return the demo's record: the dynamic run's trace, which `lossscale simulate` reads, and every result."""
+    """Return the results and the trace of the dynamic run, which `lossscale simulate` reads, for a JSON file."""
     settings, runs, sweep = experiment
     dynamic = list(runs.values())[-1].steps
     results = ("accuracy", "flushed", "skipped_steps", "final_scale")

@@ -12,7 +12,7 @@ import lossscale_jax
 from lossscale.demo._network import forward
 from lossscale.demo._verbs import VerbsTrainer
 
-_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}  # lest a GPU leave out a float16 between two float32
+_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}  # XLA on a GPU may otherwise skip rounding to float16
 
 
 @functools.partial(jax.jit, static_argnums=1)

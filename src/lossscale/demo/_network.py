@@ -1,4 +1,4 @@
-"""The demo's task, one for every framework: scikit-learn's bundled digits, and a perceptron to read them."""
+"""The demo's task for every framework: scikit-learn's bundled digits, and a perceptron that classifies them."""
 
 import itertools
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 _TRAINING_IMAGES = 1347
 WIDTHS = (64, 64, 32, 10)
 LEARNING_RATE = 3e-3
-PARAMETERS = 2 * (len(WIDTHS) - 1)  # arrays in a list of them: each layer's weight and bias in turn
+PARAMETERS = 2 * (len(WIDTHS) - 1)
+"""The number of parameter arrays: each layer's weight and bias in turn."""
 
 
 class Digits(NamedTuple):
@@ -31,7 +32,7 @@ class Digits(NamedTuple):
 
 
 def load() -> Digits:
-    """Return the digits, shuffled the same way every time; nothing is downloaded."""
+    """Return the digits in the same random order every time; scikit-learn contains them, without a download."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype(np.float32)
     order = np.random.default_rng(0).permutation(len(images))

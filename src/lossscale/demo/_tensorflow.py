@@ -17,7 +17,7 @@ class Trainer:
         self.dtype, self.weight = dtype, tf.constant(weight)
         self.weights = [tf.Variable(array, name=f"weight_{i}") for i, array in enumerate(weights)]
         self.optimizer = LossScaleOptimizer(keras.optimizers.Adam(LEARNING_RATE, epsilon=1e-16), policy=policy)
-        self.optimizer.build(self.weights)  # lest the step make variables, and be traced once more without
+        self.optimizer.build(self.weights)  # variables made in the first step would make TensorFlow trace it twice
         self._traced_step = tf.function(self._step, autograph=False)
 
     def step(self, images: Any, labels: Any) -> tuple[Any, list[Any], StepInfo]:
@@ -28,7 +28,9 @@ class Trainer:
         return loss, gradients, step_info(before, after)
 
     def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
-        weights = [tf.convert_to_tensor(variable) for variable in self.weights]  # a trace serves any tensors
+        weights = [
+            tf.convert_to_tensor(variable) for variable in self.weights
+        ]  # variables would be traced for each trainer, tensors are traced once
         return _traced_gradients(weights, "float32", images, labels, self.weight)[1]
 
     def logits(self, images: Any) -> Any:

@@ -12,7 +12,7 @@ from lossscale_torch import GradScaler
 
 
 class Trainer:
-    """Parameters with outputs before inputs, as torch has them, an optimizer, and a scaler."""
+    """Parameters of shape `(outputs, inputs)`, as in torch, an optimizer, and a scaler."""
 
     def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, weights: list[Any]) -> None:
         self.dtype, self.weight = dtype, weight

@@ -1,4 +1,4 @@
-"""The demo's one training loop, whichever framework trains."""
+"""The demo's training loop, which all frameworks share."""
 
 import importlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _MEASURE_EVERY = 20  # steps: a backward pass in float32 beside each stored one 
 
 
 class Settings(NamedTuple):
-    """What was run."""
+    """The settings of a run."""
 
     framework: str
     policy: ScalingPolicy
@@ -54,35 +54,35 @@ class Run(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What a framework does; made from a policy, the dtype to store in, the loss's weight and the first parameters.
+    """The part of a run that depends on the framework; made from policy, dtype, loss weight and initial parameters.
 
     Gradients are those of the weighted loss, unscaled: of the parameters, then of the layers' outputs.
     """
 
     def step(self, images: Any, labels: Any) -> tuple[Any, list[Any], StepInfo]:
-        """Apply or skip a step; return the loss before its weight, the gradients as stored, and what was done.
+        """Apply or skip a step; return the loss before its weight, the gradients as stored, and the outcome.
 
-        Raises `OverflowStreakError` where the policy asks for it.
+        Raises `OverflowStreakError` if the policy's `max_overflow_streak` is reached.
         """
         ...
 
     def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
-        """Return the gradients as float32 has them, from the same weights."""
+        """Return the gradients computed in float32 from the same weights."""
         ...
 
     def logits(self, images: Any) -> Any:
-        """Return what the network makes of images."""
+        """Return the network's outputs for images."""
         ...
 
 
 def begin(settings: Settings, dtype: str) -> Trainer:
-    """Return a new trainer of the settings' framework, whose module is imported only when it is asked for."""
+    """Return a new trainer of the settings' framework, whose module is imported now."""
     module = importlib.import_module(f"lossscale.demo._{settings.framework}")
     return module.Trainer(settings.policy, dtype, settings.weight, init_weights(settings.seed))
 
 
 def train(settings: Settings, dtype: str, digits: Digits, on_step: Callable[[], Any] = lambda: None) -> Run:
-    """Train in `dtype`, call `on_step` after every step, and return what happened."""
+    """Train in `dtype`, call `on_step` after every step, and return the run."""
     trainer, taken, flushed = begin(settings, dtype), list[Step](), list[float]()
     for images, labels in digits.batches(settings.steps, BATCH_SIZE, settings.seed):
         exact = trainer.exact_gradients(images, labels) if len(taken) % _MEASURE_EVERY == 0 else []

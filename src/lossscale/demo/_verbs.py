@@ -1,4 +1,4 @@
-"""Training by the five verbs on plain arrays, which is what NumPy and JAX have in common."""
+"""Training with the five verbs on arrays, for NumPy and JAX."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -9,7 +9,7 @@ from lossscale_core import ScalingPolicy, StepInfo, check_overflow_streak, step_
 
 
 class Learnt(NamedTuple):
-    """What a step changes, or leaves as it is where it is skipped: float32 weights, and Adam's memory."""
+    """The values that an applied step changes and a skipped step does not: float32 weights, and Adam's averages."""
 
     weights: list[Any]
     mean: list[Any]
@@ -25,7 +25,7 @@ class VerbsTrainer:
     gradients: Callable[[list[Any], str, Any, Any], tuple[Any, list[Any]]]
     """Returns the loss, and the gradients of a weight times it as stored in a dtype."""
     share_seen: Callable[[float, Any], Any]
-    """Returns 1 - decay**steps: the share of its weight that a mean of so many gradients has got."""
+    """Returns 1 - decay**steps, Adam's bias correction of a moving average."""
 
     def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, weights: list[Any]) -> None:
         self.policy, self.dtype, self.weight = policy, dtype, self.xp.float32(weight)
@@ -45,7 +45,7 @@ class VerbsTrainer:
     def train_step(
         cls, policy: ScalingPolicy, dtype: str, learnt: Learnt, state: Any, batch: Any, weight: Any
     ) -> tuple[Learnt, Any, Any, list[Any]]:
-        """Return what a step changes, the scale state, the loss and the unscaled gradients."""
+        """Return the learnt values, the scale state, the loss and the unscaled gradients after a step."""
         loss, scaled = cls.gradients(learnt.weights, dtype, batch, cls.verbs.scale(weight, state))
         grads_finite = cls.verbs.all_finite(scaled[:PARAMETERS])
         gradients = cls.verbs.unscale(scaled, state)

@@ -1,4 +1,4 @@
-"""Other tools' configs and checkpoints, and ours: one table of data, read in both directions.
+"""Conversion of other tools' configs and checkpoints, in both directions, from one table of data.
 
 ```python
 policy = from_peer("deepspeed", {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2})
@@ -6,9 +6,10 @@ state = state_from_peer("megatron", {"scale": 65536.0, "growth_tracker": 7, "hys
 to_peer("torch", policy)  # raises PolicyError: torch has no hysteresis
 ```
 
-Plain dicts in and out; no framework is imported. A record (`peers()`) says of each tool which of its keys is which of
-our settings, and where its checkpoint keeps which counter. `markdown(name)` and `overview()` draw the tables of
-`docs/migrating.md` from it, where words say what is done otherwise here, on purpose: mostly the tool's bugs.
+All functions take and return plain dicts; no framework is imported. For each tool a record (`peers()`) maps its keys to
+the settings of this library, and the names in its checkpoints to the counters of a state. `markdown(name)` and
+`overview()` generate the tables of `docs/migrating.md` from these records. The page also describes the intended
+differences, most of which avoid bugs of the other tool.
 """
 
 from lossscale_core._checkpoint import number_within

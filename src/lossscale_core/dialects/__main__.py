@@ -1,4 +1,4 @@
-"""Draws the tables of a page anew: `python -m lossscale_core.dialects docs/migrating.md`."""
+"""Regenerate the tables of a page: `python -m lossscale_core.dialects docs/migrating.md`."""
 
 import sys
 from pathlib import Path

@@ -58,7 +58,7 @@ ITERATIONS = Saved(
 
 STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"}, only_read=True)
 
-# apex's scaler of old, of which Megatron-LM's first and DeepSpeed's are copies with a shift.
+# The first scaler of Megatron-LM and DeepSpeed's are copies of this one with a delayed shift.
 WINDOW_KEYS = (
     key("init_scale", read.INIT_SCALE, 2.0**32),
     key("scale_factor", read.FACTOR, 2.0),

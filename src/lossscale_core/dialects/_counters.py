@@ -1,17 +1,17 @@
-"""The counters that records are made of: where a saved scaler's counts are placed under a policy of ours."""
+"""The kinds of counters in records: each converts a saved scaler's counts to a field of the state."""
 
 from typing import Any
 
 from lossscale_core.dialects._readings import NEVER
 from lossscale_core.dialects._record import Counter, NoCounterpartError
 
-# In all of these the first argument is the policy, and the others are what was saved.
+# Every conversion takes the policy first, and then the saved counts.
 
 
 def count(names: str, *, optional: bool = False, equal: bool = False) -> Counter:
-    """Return a counter that is ours under another name.
+    """Return a counter that equals the field of the state.
 
-    `equal` says that the original grows its scale only where the counter equals its interval.
+    With `equal`, the original grows its scale only if the counter equals its interval.
     """
 
     def place(_: Any, value: int) -> int:
@@ -21,7 +21,7 @@ def count(names: str, *, optional: bool = False, equal: bool = False) -> Counter
 
 
 def left(names: str, *, optional: bool = False) -> Counter:
-    """Return a count of overflows left until the scale falls; below 0 none is, as at 0."""
+    """Return a counter of the overflows left before the scale backs off; negative counts mean 0."""
 
     def place(_: Any, value: int) -> int:
         return max(value, 0)
@@ -30,7 +30,7 @@ def left(names: str, *, optional: bool = False) -> Counter:
 
 
 def left_to_one(names: str) -> Counter:
-    """Return a count of overflows left, of a tool that backs off where it equals 1: from below 1 it never does."""
+    """Return a counter of the overflows left, of a tool that backs off only if it equals 1, never below."""
 
     def place(_: Any, value: int) -> int:
         return value if value >= 1 else NEVER
@@ -39,7 +39,7 @@ def left_to_one(names: str) -> Counter:
 
 
 def used(names: str, *, optional: bool = False) -> Counter:
-    """Return a count of overflows so far, where ours counts those left."""
+    """Return a counter of the overflows so far; the field of the state counts those left."""
 
     def place(policy: Any, used: int) -> int:
         return max(int(policy.hysteresis) - _at_least(0, used), 0)
@@ -54,27 +54,27 @@ def _at_least(lowest: int, value: int) -> int:
 
 
 def _between(now: int, last: int) -> int:
-    """Return how many steps lie between two iterations."""
+    """Return the number of steps between two iterations."""
     if last >= now:
-        raise NoCounterpartError("the last one must lie before the present one")
+        raise NoCounterpartError("the last iteration must be before the present one")
     return now - last - 1
 
 
 def _clean_steps(policy: Any, now: int, last: int) -> int:
-    """Return the tracker after the finite steps between two iterations, of which each window grew the scale."""
+    """Return the growth tracker after the finite steps between two iterations, given that full windows grew it."""
     clean = _between(now, last)
     cooldown = int(policy.cooldown)
     return clean - cooldown if clean < cooldown else (clean - cooldown) % int(policy.growth_interval)
 
 
 def since_overflow(now: str, last: str, *, optional: bool = False) -> Counter:
-    """Return a pair of iteration numbers, the present one and that of the last overflow; growth leaves both alone."""
+    """Return a counter from the present iteration and that of the last overflow; growth changes neither."""
     text = "(now − last − 1 − `cooldown`) modulo `growth_interval`"
     names = (tuple(now.split()), tuple(last.split()))
     return Counter(text, names, _clean_steps, needs="growth_interval", optional=optional)
 
 
 def since_change(now: str, last: str, *, optional: bool = False) -> Counter:
-    """Return a pair of iteration numbers, the present one and that of the last overflow or growth."""
+    """Return a counter from the present iteration and that of the last overflow or growth."""
     names = (tuple(now.split()), tuple(last.split()))
     return Counter("now − last − 1", names, lambda _, now, last: _between(now, last), optional=optional)

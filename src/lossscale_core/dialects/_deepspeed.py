@@ -14,13 +14,13 @@ from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, P
 _RULE = {"cooldown": 1, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
 
 _WITHOUT_ZERO = (
-    "is ignored where ZeRO is off, as in this config: there every overflow lowers the scale, here the setting counts; "
-    "set it to 1 for what this config did"
+    "is ignored by DeepSpeed without ZeRO, as in this config: every overflow lowers its scale, but this library "
+    "applies the setting; set it to 1 to keep DeepSpeed's behaviour"
 )
 
 _WITHOUT_SHIFT = (
-    "is ignored by the FP16_Optimizer without ZeRO, and so it is here; ZeRO's optimizers take the same keywords and "
-    "count it: for theirs, convert dynamic_loss_args alone"
+    "is ignored by the FP16_Optimizer without ZeRO, and by this conversion; ZeRO's optimizers take the same keywords "
+    "and apply it: for them, convert dynamic_loss_args alone"
 )
 
 _BLOCK = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -32,10 +32,10 @@ _WHOLE_JSON = (
 
 
 def _block(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the block of a whole JSON, with what it says of ZeRO; `"auto"` stands for a default there."""
+    """Return the fp16 block of a JSON with its ZeRO settings, without values of `"auto"`, which mean the default."""
     if not config.keys().isdisjoint(_WHOLE_JSON) and config.keys().isdisjoint(("fp16", *_BLOCK)):
         raise NoCounterpartError(
-            "this config has no fp16 block, and DeepSpeed scales no loss without it; use NoScaling()"
+            "this config has no fp16 block, without which DeepSpeed does not scale the loss; use NoScaling()"
         )
     if "fp16" in config and not isinstance(config["fp16"], Mapping):
         raise NoCounterpartError(f"fp16={shown(config['fp16'])} must be a block of keys")

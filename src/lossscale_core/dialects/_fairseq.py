@@ -14,20 +14,22 @@ _MOST_FALLS = 10_000
 
 
 def _floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
-    """Stop the scale at `threshold`, or at the last value above `min_loss_scale`, where fairseq's run would end."""
-    if settings["min_scale"] > settings["stop_at"]:  # the scale never falls to where the run ends
+    """Set `min_scale` to `threshold`, or to the last scale above `min_loss_scale`, at which fairseq ends the run."""
+    if settings["min_scale"] > settings["stop_at"]:  # the run never ends
         return Meaning(settings)
     return Meaning({**settings, "min_scale": _last_above(settings["stop_at"], settings)})
 
 
 def _last_above(stop: float, settings: Settings) -> float:
-    """Return the last scale above `stop` that falling by the factor from the first scale passes."""
+    """Return the last scale above `stop` when the initial scale is divided by the factor repeatedly."""
     scale = float(settings["init_scale"])
     if scale <= stop:
-        raise NoCounterpartError("the first overflow ends the run where the scale starts at min_loss_scale or below")
+        raise NoCounterpartError(
+            "the scale starts at min_loss_scale or below, so that the first overflow ends the run; raise it"
+        )
     factor = math.log(settings["growth_factor"])
     falls = (math.log(scale) - math.log(max(stop, 2.0**-1000))) / factor
-    if falls > _MOST_FALLS:  # a factor next to 1 takes millions of falls: leave out all but the last of them
+    if falls > _MOST_FALLS:  # a factor close to 1 takes millions of divisions: compute all but the last ones at once
         half = math.exp(-(falls - _MOST_FALLS) * factor / 2.0)
         scale *= half
         scale *= half
@@ -37,7 +39,7 @@ def _last_above(stop: float, settings: Settings) -> float:
 
 
 def _window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
-    """Derive the window of the command line from the size of a step, where it is left out."""
+    """Compute the window from the batch size if the command line leaves it out, as fairseq does."""
     if config.get("fp16_scale_window") is None:
         names = ("distributed_world_size", "model_parallel_size", "update_freq")
         world, parallel, frequency = (_size(name, config.get(name, 1)) for name in names)
@@ -51,7 +53,7 @@ def _window(settings: Settings, config: Mapping[str, Any]) -> Meaning:
 
 
 def _size(name: str, value: Any) -> int:
-    """Return what a step is made of so many times; fairseq refuses to derive a window from a list of them."""
+    """Return a factor of the batch size; fairseq refuses to compute the window from a list."""
     if isinstance(value, list | tuple | str) or read.real(value) < 1:
         raise NoCounterpartError(f"{name}={shown(value)} does not say the window; pass fp16_scale_window")
     return read.whole(value)

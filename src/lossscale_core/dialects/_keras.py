@@ -13,9 +13,9 @@ from lossscale_core.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_sc
 def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     if settings["kind"] == "fixed":
         if config.get("initial_scale", config.get("initial")) is None:
-            raise NoCounterpartError("dynamic=False needs initial_scale")
+            raise NoCounterpartError("dynamic=False needs initial_scale; add it")
         if config.get("dynamic_growth_steps") is not None:
-            raise NoCounterpartError("dynamic_growth_steps goes with dynamic=True")
+            raise NoCounterpartError("dynamic_growth_steps needs dynamic=True; leave it out")
     return Meaning(settings)
 
 
@@ -51,7 +51,7 @@ KERAS_EXPERIMENTAL = Peer(
     unwrap=loss_scale_object,
 )
 
-# Keras 3.0 to 3.11 write the arguments of every optimizer into the wrapper's config too, where they do nothing.
+# Keras 3.0 to 3.11 write the arguments of every optimizer into the wrapper's config too, where they have no effect.
 _KERAS_3_BASE = (
     "weight_decay",
     "clipnorm",

@@ -1,4 +1,4 @@
-"""Megatron-LM: its present scaler, and the first one, which DeepSpeed has taken over."""
+"""Megatron-LM: its present scaler, and its first one, which DeepSpeed copied."""
 
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER, WINDOW_KEYS

@@ -1,4 +1,4 @@
-"""Tables in Markdown, drawn from the records."""
+"""Markdown tables of the records."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "jmp": {"loss_scale": 2.0**15},
     "tf-contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 2000},
 }
-"""What the overview shows of the tools that leave a setting without a default."""
+"""Example configs for the tools that have a setting without a default."""
 
 
 _KEY_BY_KEY = (
@@ -23,25 +23,40 @@ _KEY_BY_KEY = (
 
 
 def tables() -> str:
-    """Return the overview and every tool's tables as one text in Markdown, each tool under a heading with its name."""
+    """Return the overview and every tool's tables.
+
+    Returns:
+        A text in Markdown, with a heading for each tool.
+    """
     sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
     without = " and ".join(f"`{name}`" for name in _EXAMPLES)
-    note = f"{without} give no first scale by default; what stands there is an example."
+    note = f"{without} have no default for the first scale; the table shows an example."
     return "\n".join(
         [f"\n## Every tool at a glance\n\n{overview()}\n\n{note}\n\n## Key by key\n\n{_KEY_BY_KEY}\n", *sections]
     )
 
 
 def overview() -> str:
-    """Return one table of every tool's rule under its own defaults, in Markdown."""
+    """Return a table that compares the tools' rules under their own defaults.
+
+    Returns:
+        A table in Markdown.
+    """
     head = "| | first scale | grows on finite step | by | falls on overflow | by | floor | ceiling |"
     return "\n".join([head, "|---|---|---|---|---|---|---|---|", *(_defaults(peer) for peer in peers())])
 
 
 def markdown(name: str) -> str:
-    """Return what is known about one tool in Markdown: its keys and its checkpoints.
+    """Return the tables of one tool: its keys and its checkpoints.
 
-    Raises `PolicyError` for a name that is not known.
+    Args:
+        name: The name of the tool, one of `peers()`.
+
+    Returns:
+        A text in Markdown.
+
+    Raises:
+        PolicyError: The tool is unknown.
     """
     peer = find_peer(name, PolicyError)
     parts = [f"{peer.title} ({peer.version})."]
@@ -76,7 +91,7 @@ def _falls(policy: dict[str, Any]) -> str:
 
 
 def _scale_text(value: Any) -> str:
-    """Return a power of two as one where that is easier to read."""
+    """Return a number as text, as a power of two if that is shorter."""
     mantissa, exponent = math.frexp(value)
     return f"2**{exponent - 1}" if mantissa == 0.5 and not 0 <= exponent - 1 <= 3 else f"{value:g}"
 
@@ -84,9 +99,9 @@ def _scale_text(value: Any) -> str:
 def _form_table(form: Form) -> Iterator[str]:
     yield f"| {form.title} | default | here |"
     yield "|---|---|---|"
-    for one in form.keys:
-        names = ", ".join(f"`{name}`" for name in one.names)
-        yield f"| {names} | {_default_text(one.default)} | {one.reading.text} |"
+    for key in form.keys:
+        names = ", ".join(f"`{name}`" for name in key.names)
+        yield f"| {names} | {_default_text(key.default)} | {key.reading.text} |"
     for setting, value in form.settings.items():
         if setting != "kind":
             text = _scale_text(value) if setting in ("min_scale", "max_scale") else str(value)

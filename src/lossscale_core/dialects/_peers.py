@@ -1,4 +1,4 @@
-"""Every tool's records, by name. A tool is one file, which ends in its `PEERS`; it is added to `_TOOLS` here."""
+"""The records of all tools by name; each tool is a module that ends in its `PEERS` and is listed in `_TOOLS`."""
 
 import difflib
 from typing import Any
@@ -20,7 +20,8 @@ from lossscale_core.dialects import (
 )
 from lossscale_core.dialects._record import Peer
 
-# Imported by name, so that what freezes an application finds them; where several save the same names, the first counts.
+# Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
+# guessed.
 _TOOLS: tuple[Any, ...] = (
     *(_torch, _apex, _deepspeed, _megatron, _fairseq, _colossalai),
     *(_keras, _tensorflow, _jmp, _flax, _paddle, _mindspore),
@@ -29,18 +30,22 @@ PEERS: dict[str, Peer] = {peer.name: peer for tool in _TOOLS for peer in tool.PE
 
 
 def peers() -> tuple[Peer, ...]:
-    """Return the record of every tool, from which its tables, conversions and warnings are drawn."""
+    """Return the records of all tools, on which conversions, warnings and tables are based.
+
+    Returns:
+        The records, in the order in which `guess_peer` prefers them.
+    """
     return tuple(PEERS.values())
 
 
 def find_peer(name: Any, error: type[Exception]) -> Peer:
-    """Return the record of this name, or raise `error` with the nearest known one."""
+    """Return the record of this name. Raises `error` with the nearest known name."""
     if isinstance(name, str) and name in PEERS:
         return PEERS[name]
-    raise error(f"{shown(name)} is no tool known here; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
+    raise error(f"{shown(name)} is not a known tool; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
 
 
 def nearest(name: Any, known: Any) -> str:
-    """Return a question about the nearest known name, or nothing."""
+    """Return a question about the nearest known name, or an empty text."""
     found = difflib.get_close_matches(name[:100], list(known), n=1) if isinstance(name, str) else []
     return f"did you mean {found[0]!r}? " if found else ""

@@ -1,4 +1,4 @@
-"""The readings that records are made of: what the values of other tools' keys mean here, and back."""
+"""The readings in records: conversions between the values of other tools' keys and settings."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
 
 NEVER = 2**31 - 1
-"""A count that no run reaches: what grows on it never grows."""
+"""A count that no run reaches; a scale with this interval never grows."""
 UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 FLOOR_OF_ONE = {"min_scale": 1.0, "max_scale": LARGEST_SCALE}
 HALVES = {"growth_factor": 2.0, "backoff_factor": 0.5}
@@ -19,7 +19,7 @@ FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips 
 
 
 def number(setting: str) -> Reading:
-    """Return the reading of a key that is this setting under another name."""
+    """Return the reading of a key that has the same value as this setting."""
     return Reading(f"`{setting}`", lambda value: Meaning({setting: value}), lambda s: s.get(setting, OMIT))
 
 
@@ -29,23 +29,24 @@ BACKOFF_FACTOR = number("backoff_factor")
 
 
 def real(value: Any) -> float:
-    """Return a number, or text that is one, as a float."""
+    """Return a number, or text that contains a number, as a float."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     except OverflowError:
-        raise NoCounterpartError("it is larger than any float") from None
+        raise NoCounterpartError("it is larger than every float; pass a smaller number") from None
     if math.isnan(number):
         raise NoCounterpartError("it must be a number")
     return number
 
 
 def _read_tolerance(value: Any) -> Meaning:
-    """Return a share that shares of overflows compare with in float32 as `value` does with theirs in float64."""
+    """Round the tolerance up by one float32 ulp if needed, so that the float32 comparison decides like fairseq's."""
     share = max(real(value), 0.0)
     if share <= 1.0:
-        below = float(Fraction(share).limit_denominator(4096))  # of the shares that float32 may not tell from it
+        # fairseq compares in float64. A fraction of small counts just below the tolerance may equal it in float32.
+        below = float(Fraction(share).limit_denominator(4096))
         if below < share and np.float32(below) == np.float32(share):
             share = float(np.nextafter(np.float32(share), np.float32(2.0)))
     return Meaning({"tolerance": share})
@@ -65,7 +66,7 @@ def whole(value: Any) -> int:
 def _read_power(value: Any) -> Meaning:
     power = whole(value)
     if abs(power) > 126:
-        raise NoCounterpartError("2 to its power must lie between 2**-126 and 2**126")
+        raise NoCounterpartError("it must be from -126 to 126, so that the scale is from 2**-126 to 2**126")
     return Meaning({"init_scale": 2.0**power})
 
 
@@ -74,7 +75,7 @@ def _write_power(settings: Settings) -> Any:
         return OMIT
     mantissa, exponent = math.frexp(settings["init_scale"])
     if mantissa != 0.5:
-        raise NoCounterpartError(f"init_scale={settings['init_scale']!r} is no power of two")
+        raise NoCounterpartError(f"init_scale={settings['init_scale']!r} is not a power of two")
     return exponent - 1
 
 
@@ -110,7 +111,7 @@ ONLY_TWO = Reading("2, or refused as there", _read_two, lambda _: OMIT)
 
 def _read_true(value: Any) -> Meaning:
     if not _flag(value):
-        raise NoCounterpartError("the original takes only true; FixedScaling is what false would be")
+        raise NoCounterpartError("the original takes only true; use FixedScaling instead of false")
     return Meaning({})
 
 
@@ -121,9 +122,9 @@ IGNORED_FACTOR = Reading(
     lambda _: OMIT,
 )
 
-_NEVER_GROWS = "never grows the scale there, since the count of steps never equals it, and so it is here"
+_NEVER_GROWS = "never grows the scale there, because the count of steps never equals it, nor does it here"
 _NEVER_BACKS_OFF = (
-    "never lowers the scale there, since the count of overflows never equals it, and so it is here; "
+    "never lowers the scale there, because the count of overflows never equals it, nor does it here; "
     "pass 1 to lower it at once"
 )
 
@@ -158,7 +159,7 @@ INTERVAL_EQUAL = _exactly("growth_interval", _NEVER_GROWS, "`growth_interval`; b
 def _read_apex_window(value: Any) -> Meaning:
     if real(value) == 0:
         raise NoCounterpartError(
-            "there an overflow halves the scale and doubles it again, which FixedScaling does at less expense"
+            "an overflow there halves the scale and doubles it again; use FixedScaling, which has the same effect"
         )
     return INTERVAL_EQUAL.read(value)
 
@@ -181,7 +182,7 @@ INTERVAL_MODULO = Reading(
 
 
 def _read_floor(value: Any) -> Meaning:
-    if value == "float32 tiny":  # how flax's default reads where it is written down
+    if value == "float32 tiny":  # the text of flax's default in its documentation
         return Meaning({"min_scale": SMALLEST_SCALE})
     return Meaning({"min_scale": max(real(value or 0.0), SMALLEST_SCALE)})
 
@@ -216,7 +217,7 @@ def _read_whole_floor(value: Any) -> Meaning:
 def _write_whole_floor(settings: Settings) -> Any:
     floor = settings.get("min_scale", OMIT)
     if floor is not OMIT and floor != int(floor):
-        raise NoCounterpartError(f"min_scale={floor!r} is no whole number")
+        raise NoCounterpartError(f"min_scale={floor!r} is not a whole number")
     return floor if floor is OMIT else int(floor)
 
 
@@ -256,7 +257,7 @@ DYNAMIC = Reading("false: `FixedScaling` at the initial scale", _read_dynamic, l
 
 
 def fixed_unless(*dynamic: Any) -> Reading:
-    """Return the reading of a key that holds a fixed scale, or one of the words for dynamic."""
+    """Return the reading of a key that holds a fixed scale, or one of the values that mean a dynamic scale."""
 
     def read(value: Any) -> Meaning:
         if value in dynamic and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Records about another tool: its keys and its checkpoints."""
+"""The types of the records that describe another tool's keys and checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ Settings: TypeAlias = dict[str, Any]
 
 
 class NoCounterpartError(ValueError):
-    """The reason why a value has no counterpart; whoever catches it names the field."""
+    """A value has no counterpart; the message gives the reason, and the caller adds the name of the field."""
 
 
 class _Sentinel:
@@ -21,13 +21,13 @@ class _Sentinel:
 
 
 REQUIRED = _Sentinel("required")
-"""The default of a key that the original gives none."""
+"""The default of a key for which the original has no default."""
 OMIT = _Sentinel("omit")
-"""What `Reading.write` returns where there is nothing to say."""
+"""The result of `Reading.write` for a key that the config leaves out."""
 
 
 class Meaning(NamedTuple):
-    """What a value says in our words, and what the original does wrong with it, if anything."""
+    """The settings that a value stands for, and the bug of the original that concerns it, or an empty text."""
 
     settings: Settings
     bug: str = ""
@@ -35,9 +35,9 @@ class Meaning(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reading:
-    """How one key is translated: in words for the table, and in both directions.
+    """The translation of one key in both directions, and its description for the table.
 
-    `read` raises `NoCounterpartError` for a value without a counterpart, `write` for settings the key cannot say.
+    `read` raises `NoCounterpartError` for a value without a counterpart, `write` for settings that it cannot express.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Key:
-    """One key of a tool's config: its name (and other names it goes by), its reading and the tool's default."""
+    """One key of a tool's config: its names, its reading and the tool's default."""
 
     names: tuple[str, ...]
     reading: Reading
@@ -61,12 +61,12 @@ class Key:
 
 
 def key(names: str, reading: Reading, default: Any = REQUIRED, *, none_is_default: bool = False) -> Key:
-    """Return a key; `names` may list several, the one to write first."""
+    """Return a key; `names` are separated by spaces, and `to_peer` writes the first."""
     return Key(tuple(names.split()), reading, default, none_is_default)
 
 
-def _nothing(settings: Settings, _: Mapping[str, Any]) -> Meaning:
-    """Return the settings as they are."""
+def _unchanged(settings: Settings, _: Mapping[str, Any]) -> Meaning:
+    """Return the settings unchanged."""
     return Meaning(settings)
 
 
@@ -77,21 +77,21 @@ class Form:
     title: str
     keys: tuple[Key, ...]
     settings: Settings
-    """Settings of ours that no key sets: what the tool has hard-coded."""
+    """The settings that the tool hard-codes, so that no key sets them."""
     ignored: tuple[str, ...] = ()
-    """Keys that do not concern the loss scale; `*` stands for anything."""
-    adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _nothing
-    """What follows from several keys together, given the settings and the config."""
+    """Patterns of keys that do not concern the loss scale, as in `fnmatch`."""
+    adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _unchanged
+    """Returns the final settings where several keys interact, given the settings so far and the config."""
     only_read: bool = False
-    """Whether `to_peer` leaves this form alone."""
+    """Whether `to_peer` never writes this form."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counter:
-    """One counter of a saved scaler: the keys it is made of, and where it is placed under a policy.
+    """One counter of a saved scaler: its names in the checkpoint, and its conversion to a field of the state.
 
-    `needs` is the setting without which it cannot be placed, or nothing. `equal` says that the original acts only where
-    the count equals its limit, so that a count past the limit stays without effect there.
+    `needs` names the setting that the conversion needs, or is empty. With `equal`, the original acts only if the count
+    equals its limit, so that a count beyond the limit has no effect there.
     """
 
     text: str
@@ -104,7 +104,7 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """One layout of a tool's saved scaler: where its scale is, and the counters by the name of our field."""
+    """One layout of a tool's saved scaler: the names of its scale, and its counters by the field of the state."""
 
     scale: tuple[str, ...]
     counters: Mapping[str, Counter] = dataclasses.field(default_factory=dict)
@@ -113,19 +113,19 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Peer:
-    """One tool's configs and checkpoints, as data; `docs/migrating.md` tells in words what differs here."""
+    """One tool's configs and checkpoints as data; `docs/migrating.md` describes the differences."""
 
     name: str
     title: str
     version: str
-    """The release whose behaviour this is."""
+    """The release that the record describes."""
     forms: tuple[Form, ...]
     saved: tuple[Saved, ...]
     fixed_bug: str = ""
-    """What the tool does wrong under a fixed scale."""
+    """The bug of the tool under a fixed scale, or an empty text."""
     within: str = ""
-    """The key, or pattern of keys, under which checkpoints keep the scaler's part."""
+    """The key of the scaler's dict in a checkpoint, or a pattern of keys."""
     saved_form: int = 0
-    """Which of `forms` names the settings that a checkpoint holds."""
+    """The index in `forms` of the form whose keys a checkpoint contains."""
     unwrap: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Takes the part that concerns the scale out of a larger config."""
+    """Returns the part of a larger config that concerns the scale."""

@@ -1,16 +1,17 @@
-"""States from other tools' checkpoints, every counter placed where the original's run would go on."""
+"""Conversion of other tools' checkpoints to states from which the original's run continues."""
 
 import contextlib
 import re
 import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, overload
 
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import as_policy
+from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
+from lossscale_core._state import AnyScaleState, HostScalar, StateT
 from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
@@ -22,51 +23,84 @@ _ENDING = re.compile(r"(:\d+|_\d+)$")
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
-def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: Any = None) -> Any:
-    """Return the state, as host scalars, with which `policy` goes on where the tool's own run stopped.
+@overload
+def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
+@overload
+def state_from_peer(
+    name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None
+) -> AnyScaleState[HostScalar]: ...
+def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+    """Return the state with which a run continues where another tool's run stopped.
 
-    `checkpoint` is what the tool saved, or the attributes of its scaler (`vars(scaler)`), underscored or not; numbers
-    may be arrays of one element, names may be paths of variables. `policy` is anything `as_policy` takes, as
-    `from_peer` returns it. It may be left out where the checkpoint alone places every counter. The steps so far are
-    not saved by any tool and start at 0. Raises `CheckpointError` for what is missing, or a value that no state can
-    hold; a `CheckpointWarning` lists settings of the checkpoint that differ from the policy's, and counts beyond them.
+    No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
+    checkpoint that differ from the policy's, and the counts that exceed the policy's limits.
+
+    Args:
+        name: The name of the tool, one of `peers()`.
+        checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
+            arrays of one element, and names may be paths of variables.
+        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_peer` returns.
+            It may be left out if the checkpoint alone determines every counter.
+
+    Returns:
+        The policy's state as host scalars.
+
+    Raises:
+        CheckpointError: The tool is unknown, a name is missing from the checkpoint, or a value does not fit the state.
+        PolicyError: `policy` is not a policy.
     """
     peer = find_peer(name, CheckpointError)
     values = _plain_values(peer, checkpoint)
     saved = _layout(peer, values)
     known = _known_settings(peer, values)
     given = policy is not None
-    policy = BaseScaling.of(as_policy(policy) if given else _stand_in(peer, known))
+    scaling = BaseScaling.of(_stand_in(peer, known) if policy is None else as_policy(policy))
     fields: dict[str, Any] = {"loss_scale": _number(peer, values, saved.scale)}
     for field, counter in saved.counters.items():
-        if field in policy.state_type._fields and not policy.is_constant():
-            placed = _placed(peer, values, counter, policy, None if given else known)
+        if field in scaling.state_type._fields and not scaling.is_constant():
+            placed = _placed(peer, values, counter, scaling, None if given else known)
             fields.update({} if placed is None else {field: placed})
-    notes = _differences(known, policy) if given else []
-    notes += _refilled(fields, policy) if given else []
-    notes += _late(saved, fields, policy) if given or "growth_interval" in known else []
+    notes = _differences(known, scaling) if given else []
+    notes += _refilled(fields, scaling) if given else []
+    notes += _late(saved, fields, scaling) if given or "growth_interval" in known else []
     if notes:
         warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
     streak = fields.get("overflow_streak", 0)
-    start = state_to_dict(policy.init_state())
-    return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, policy)
+    start = state_to_dict(scaling.init_state())
+    return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, scaling)
 
 
 def guess_peer(checkpoint: Any) -> str:
-    """Return the name of the tool whose saved scaler this is; of several that read it alike, the first of `peers()`.
+    """Return the name of the tool that saved a scaler.
 
-    Raises `CheckpointError` where no tool saves these names, or where several do and mean other counts.
+    Args:
+        checkpoint: The dict that a tool saved.
+
+    Returns:
+        The name of the tool; if several tools save the same names with the same meaning, the first of `peers()`.
+
+    Raises:
+        CheckpointError: No tool saves these names, or several do with different meanings.
     """
     best = possible_peers(checkpoint)
     if not best:
-        raise CheckpointError("no tool known here saves its scaler under these names")
+        raise CheckpointError(
+            "no known tool saves its scaler under these names; name the tool, or pass the scaler's own part"
+        )
     if len({_read_alone(name, checkpoint) for name in best}) > 1:
-        raise CheckpointError(f"{', '.join(best)} save these names and mean other counts; name the tool")
+        raise CheckpointError(f"{', '.join(best)} save these names with different meanings; name the tool")
     return best[0]
 
 
 def possible_peers(checkpoint: Any) -> tuple[str, ...]:
-    """Return the names of the tools that may have saved this scaler: none, one, or several that save these names."""
+    """Return the names of the tools that may have saved a scaler.
+
+    Args:
+        checkpoint: Any value; only a dict can be a saved scaler.
+
+    Returns:
+        The names of all tools that save these names, possibly none.
+    """
     found: dict[str, int] = {}
     for peer in PEERS.values() if _may_hold_scaler(checkpoint) else ():
         with contextlib.suppress(CheckpointError):
@@ -75,17 +109,29 @@ def possible_peers(checkpoint: Any) -> tuple[str, ...]:
 
 
 def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
-    """Return the policy that a tool's checkpoint itself holds, or None where it lacks some of the settings."""
+    """Return the policy that a tool's checkpoint contains.
+
+    Args:
+        name: The name of the tool, one of `peers()`.
+        checkpoint: The dict that the tool saved.
+
+    Returns:
+        The policy, or None if the checkpoint lacks some of the settings.
+
+    Raises:
+        CheckpointError: The tool is unknown, or the dict is not a checkpoint of the tool.
+        PolicyError: No policy can express a setting.
+    """
     peer = find_peer(name, CheckpointError)
     values = _plain_values(peer, checkpoint)
     config: dict[str, Any] = {}
-    for one in peer.forms[peer.saved_form].keys:
-        saved_as = _find(values, one.names)
-        if one.reading is INIT_SCALE:
-            config[one.name] = _number(peer, values, _layout(peer, values).scale)
+    for key in peer.forms[peer.saved_form].keys:
+        saved_as = _find(values, key.names)
+        if key.reading is INIT_SCALE:
+            config[key.name] = _number(peer, values, _layout(peer, values).scale)
         elif saved_as is not None:
-            config[one.name] = values[saved_as]
-        elif one.default is REQUIRED or one.reading.read(one.default).settings:
+            config[key.name] = values[saved_as]
+        elif key.default is REQUIRED or key.reading.read(key.default).settings:
             return None
     return translate(peer, config)[0]
 
@@ -95,7 +141,7 @@ _WITHIN = sorted({peer.within for peer in PEERS.values()} - {""})
 
 
 def _may_hold_scaler(checkpoint: Any) -> bool:
-    """Return whether any tool's name of a scale is among these names: soon said of the many dicts without one."""
+    """Return whether a name is some tool's name of a scale: a fast test, since most dicts in a file are not scalers."""
     if not isinstance(checkpoint, Mapping):
         return False
     return any(
@@ -110,11 +156,11 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _recognised(peer: Peer, checkpoint: Any) -> int:
-    """Return how many names of a checkpoint are this tool's, at least those of one of its layouts."""
+    """Return how many names in a checkpoint this tool saves. Raises `CheckpointError` if no layout fits."""
     values = _scaler_part(peer, checkpoint)
     layout = _layout(peer, values)
     known = {name for counter in layout.counters.values() for names in counter.names for name in names}
-    known |= {*layout.scale, *(name for one in peer.forms[peer.saved_form].keys for name in one.names)}
+    known |= {*layout.scale, *(name for key in peer.forms[peer.saved_form].keys for name in key.names)}
     return len(known & values.keys())
 
 
@@ -127,7 +173,7 @@ def _read_alone(name: str, checkpoint: Mapping[str, Any]) -> tuple[Any, ...] | N
 
 
 def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
-    """Return the scaler's own dict within a checkpoint, under the last part of each name."""
+    """Return the scaler's own dict in a checkpoint, with the last part of each name as the key."""
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"a checkpoint of {peer.name} must be a dict, not {type(checkpoint).__name__}")
     parts = [
@@ -147,36 +193,36 @@ def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
 
 
 def _plain_values(peer: Peer, checkpoint: Any) -> dict[str, Any]:
-    """Return the scaler's own dict with each value as the number that it holds."""
+    """Return the scaler's own dict, with plain numbers instead of arrays and lists of one element."""
     values = _without_underscores(peer, _scaler_part(peer, checkpoint))
     return {name: plain(value) for name, value in values.items()}
 
 
 def _without_underscores(peer: Peer, values: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes of a scaler, which are underscored, under the names that its tool saves them by."""
+    """Return the underscored attributes of a scaler under the names with which its tool saves them."""
     if any(not _missing(saved, values) for saved in peer.saved):
         return values
     return {**{name.lstrip("_"): value for name, value in values.items()}, **values}
 
 
 def _last_part(name: str) -> str:
-    """Return the name of a variable without its path and what a framework appends to it."""
+    """Return the name of a variable without its path and the suffix of the framework."""
     return _ENDING.sub("", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
 
 
 def _layout(peer: Peer, values: Mapping[str, Any]) -> Saved:
-    """Return the first layout whose names are all there."""
+    """Return the first layout whose names are all in the checkpoint. Raises `CheckpointError` if none is."""
     for saved in peer.saved:
         if not _missing(saved, values):
             return saved
     raise CheckpointError(
-        f"this is no checkpoint of {peer.name}'s scaler: it has no {', '.join(_missing(peer.saved[0], values))}"
-        f"{'' if values else ', and is empty, as that of a scaler that was turned off'}; pass the scaler's own part"
+        f"this is not a checkpoint of {peer.name}'s scaler: it has no {', '.join(_missing(peer.saved[0], values))}"
+        f"{'' if values else ', and is empty, like that of a disabled scaler'}; pass the scaler's own part"
     )
 
 
 def _missing(saved: Saved, values: Mapping[str, Any]) -> list[str]:
-    """Return the names of a layout that are not there."""
+    """Return the names of a layout that the checkpoint lacks."""
     wanted = [saved.scale, *(names for c in saved.counters.values() if not c.optional for names in c.names)]
     return [" or ".join(names) for names in wanted if _find(values, names) is None]
 
@@ -194,17 +240,17 @@ def _number(peer: Peer, values: Mapping[str, Any], names: tuple[str, ...]) -> fl
 
 
 def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
-    """Return the settings that the checkpoint itself holds, for its tool would go on with them."""
+    """Return the settings in the checkpoint, with which the tool itself would continue."""
     settings: Settings = {}
-    for one in peer.forms[peer.saved_form].keys:
-        name = _find(values, one.names)
+    for key in peer.forms[peer.saved_form].keys:
+        name = _find(values, key.names)
         if name is not None:
             if not isinstance(values[name], ONE_VALUE):
                 raise CheckpointError(
-                    f"{name}={shown(values[name])} in the checkpoint of {peer.name} must be one number, word or flag"
+                    f"{name}={shown(values[name])} in the checkpoint of {peer.name} must be one number, text or bool"
                 )
             try:
-                settings.update(one.reading.read(values[name]).settings)
+                settings.update(key.reading.read(values[name]).settings)
             except NoCounterpartError as reason:
                 raise CheckpointError(
                     f"{name}={shown(values[name])} in the checkpoint of {peer.name}: {reason}"
@@ -213,19 +259,20 @@ def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
 
 
 def _stand_in(peer: Peer, known: Settings) -> Any:
-    """Return a policy that places counters where none was given: the tool's rule, without bounds."""
+    """Return a policy for the conversion of counters if none was given: the tool's rule, without bounds."""
     rule = {**peer.forms[peer.saved_form].settings, **known, **UNBOUNDED}
     kind = KINDS[rule.get("kind", "dynamic")]
     try:
         return kind(**{field.name: rule[field.name] for field, _ in rules_of(kind) if field.name in rule})
     except PolicyError as reason:
-        raise CheckpointError(
-            f"a setting in the checkpoint of {peer.name} is none that it works with: {reason}"
-        ) from None
+        raise CheckpointError(f"a setting in the checkpoint of {peer.name} is invalid: {reason}") from None
 
 
 def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
-    """Return a counter's place under `policy`, or None where the checkpoint lacks it; `known` where none was given."""
+    """Return a counter converted for `policy`, or None if the checkpoint lacks it.
+
+    `known` holds the settings in the checkpoint if no policy was given, else it is None.
+    """
     names = [_find(values, each) for each in counter.names]
     if None in names:
         return None
@@ -240,8 +287,8 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
     try:
         return counter.place(policy, *counts.values())
     except NoCounterpartError as reason:
-        said = ", ".join(f"{name}={shown(value)}" for name, value in counts.items())
-        raise CheckpointError(f"{said} in the checkpoint of {peer.name}: {reason}; pass what the tool saved") from None
+        given = ", ".join(f"{name}={shown(value)}" for name, value in counts.items())
+        raise CheckpointError(f"{given} in the checkpoint of {peer.name}: {reason}; pass what the tool saved") from None
 
 
 def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
@@ -252,7 +299,7 @@ def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
 
 
 def _differences(known: Settings, policy: Any) -> list[str]:
-    """Say which settings of the checkpoint are others than the policy's."""
+    """Return a note for each setting in the checkpoint that differs from the policy's."""
     settings = policy.settings()
     return [
         f"{name} was {shown(value)} in the checkpoint and is {settings[name]!r} in the policy"
@@ -262,16 +309,16 @@ def _differences(known: Settings, policy: Any) -> list[str]:
 
 
 def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
-    """Lower a count of overflows left to the hysteresis that no policy lets it exceed, and say so."""
+    """Lower the count of overflows left to the policy's hysteresis, in place; return a note of a change."""
     left, hysteresis = fields.get("hysteresis_tracker", 0), policy.settings().get("hysteresis", NEVER)
-    if left <= hysteresis or left == NEVER:  # never is what a tool that never backs off has left
+    if left <= hysteresis or left == NEVER:  # NEVER stands for a tool that does not back off any more
         return []
     fields["hysteresis_tracker"] = hysteresis
     return [f"{left} overflows were left in the checkpoint, and hysteresis={hysteresis} leaves {hysteresis}"]
 
 
 def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
-    """Say where a count is past its limit: what compares with `==` would wait for the next overflow."""
+    """Return a note if a count exceeds its limit, since a tool that compares with `==` then waits for an overflow."""
     counter, tracker = saved.counters.get("growth_tracker"), fields.get("growth_tracker", 0)
     if counter is None or not counter.equal or tracker < policy.growth_interval:
         return []

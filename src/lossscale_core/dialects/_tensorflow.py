@@ -21,7 +21,7 @@ _DYNAMIC_LOSS_SCALE = (
 
 
 def loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a serialized LossScale inside `loss_scale` holds, as `get_config` writes it."""
+    """Return the config of a serialized LossScale in `loss_scale`, as `get_config` writes it."""
     inner = config.get("loss_scale", config)
     if isinstance(inner, Mapping) and isinstance(inner.get("config"), Mapping):
         return {**{name: value for name, value in config.items() if name == "optimizer"}, **inner["config"]}

@@ -5,7 +5,7 @@ trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
 trace.loss_scale_after  # 65536, 65536, 131072, 65536
 ```
 
-`lossscale_core.testing.conformance` checks an adapter of one's own; it is imported only where it is asked for.
+`lossscale_core.testing.conformance` checks an adapter of your own; import it separately.
 """
 
 from lossscale_core.testing._simulation import (
@@ -28,4 +28,4 @@ __all__ = [
     "simulate_gradients",
 ]
 
-Trace.__module__ = __name__  # a pickle names the face, so that rooms behind it may move
+Trace.__module__ = __name__  # a pickle stores it, and the private module may change

@@ -1,4 +1,4 @@
-"""What a policy does over a run of flags or of gradient magnitudes, and where two runs differ."""
+"""Simulated runs of a policy over flags or gradient magnitudes, and the comparison of two runs."""
 
 import functools
 from collections import namedtuple
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._config import as_policy
+from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._policy import KINDS, LIBRARY_KINDS, ScalingPolicy
 from lossscale_core._state import ScaleState
 
-if TYPE_CHECKING:  # what only a reader of types needs is not worth its import
+if TYPE_CHECKING:  # hypothesis is not a dependency of the package
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import ArrayLike, NDArray
 
@@ -28,10 +28,10 @@ _CHUNK = 10_000
 
 
 class Trace(NamedTuple):
-    """A simulated run: arrays of shape `(steps,)`, a row a step; the trackers are those after the step."""
+    """A simulated run: arrays of shape `(steps,)` with one row per step; the counters are those after the step."""
 
     loss_scale_used: "NDArray[np.float32]"
-    """float32: the scale this step's loss was multiplied by."""
+    """float32: the scale by which this step's loss was multiplied."""
     loss_scale_after: "NDArray[np.float32]"
     """float32: the scale of the next step."""
     skipped: "NDArray[np.bool_]"
@@ -43,12 +43,21 @@ class Trace(NamedTuple):
     overflow_streak: "NDArray[np.int32]"
 
 
-def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
-    """Return what `policy` does over steps whose gradients are finite or not.
+def simulate(policy: PolicyLike, grads_finite: Iterable[Any]) -> Trace:
+    """Run `policy` over steps whose gradients are finite or not.
 
-    `policy` is anything `as_policy` takes; `grads_finite` is a sequence of bools, one a step. A policy whose state has
-    trackers of its own gets a trace with a column for each of them too. A step takes microseconds and some 40 bytes: a
-    million steps take seconds, and ten million the better part of a minute.
+    A step takes a few microseconds and some 40 bytes; ten million steps take about a minute.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        grads_finite: A bool for each step.
+
+    Returns:
+        The simulated run, with a column for each counter that the policy's state has in addition.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+        TypeError: `grads_finite` is text.
     """
     if isinstance(grads_finite, str):
         raise TypeError(f"grads_finite={grads_finite!r} must be a sequence of bools, not text; pass [True, False]")
@@ -56,12 +65,23 @@ def simulate(policy: Any, grads_finite: Iterable[Any]) -> Trace:
     return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
 
 
-def simulate_gradients(policy: Any, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
-    """Return what `policy` does over steps whose unscaled gradients have these largest magnitudes.
+def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
+    """Run `policy` over steps whose unscaled gradients have these largest magnitudes.
 
-    `policy` is anything `as_policy` takes; `gradient_max` has shape `(steps,)`. A step overflows when scale ×
-    `gradient_max` exceeds the largest number of `dtype` (`"float16"`, `"bfloat16"`, `"float32"`, `"float64"`), or when
-    `gradient_max` is not finite.
+    A step overflows if the loss scale × `gradient_max` exceeds the largest number of `dtype`, or if `gradient_max` is
+    not finite.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        gradient_max: The largest magnitude of each step's gradients, of shape `(steps,)`.
+        dtype: The dtype of the gradients: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
+
+    Returns:
+        The simulated run, with a column for each counter that the policy's state has in addition.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
@@ -76,11 +96,17 @@ def simulate_gradients(policy: Any, gradient_max: "ArrayLike", dtype: Any = "flo
     )
 
 
-def assert_traces_equal(actual: Any, expected: Any, *, rtol: float = 0.0, context: int = 3) -> None:
-    """Raise `AssertionError` showing the first step where two traces differ, and `context` steps around it.
+def assert_traces_equal(actual: Trace, expected: Trace, *, rtol: float = 0.0, context: int = 3) -> None:
+    """Require that two traces are equal, column by column.
 
-    The traces are compared column by column; all must have the same columns and length. `rtol` is the relative
-    tolerance of the two loss-scale columns; every other column is compared exactly.
+    Args:
+        actual: The trace to check.
+        expected: The trace with the expected values; it must have the same columns and length.
+        rtol: The relative tolerance of the two loss-scale columns; the other columns are compared exactly.
+        context: The number of steps that the message shows around the first difference.
+
+    Raises:
+        AssertionError: The traces differ; the message shows the first step where they do.
     """
     if actual._fields != expected._fields:
         raise AssertionError(f"the traces have different columns: {actual._fields} against {expected._fields}")
@@ -98,20 +124,39 @@ def assert_traces_equal(actual: Any, expected: Any, *, rtol: float = 0.0, contex
 
 
 def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[ScalingPolicy]":
-    """Return a hypothesis strategy for valid policies of these kinds (the library's four when none is named).
+    """Return a hypothesis strategy for valid policies. Needs hypothesis.
 
-    With `powers_of_two` all their scales and factors are such, where every backend agrees bit for bit, or none need
-    be; when left out, half are of either sort. Needs hypothesis.
+    Args:
+        *kinds: The kinds of the policies; the library's four kinds if left out.
+        powers_of_two: True for scales and factors that are powers of two, with which every framework agrees bit for
+            bit; False for any numbers; None for half of each.
+
+    Returns:
+        A strategy that generates policies.
+
+    Raises:
+        ValueError: A kind is unknown.
+        ModuleNotFoundError: hypothesis is not installed.
     """
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no kind of policy; pass some of {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r} is not a kind of policy; pass some of {', '.join(KINDS)}")
     strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or LIBRARY_KINDS, powers_of_two)
     return strategy
 
 
 def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
-    """Return a hypothesis strategy for `grads_finite`: runs of finite steps and of overflows. Needs hypothesis."""
+    """Return a hypothesis strategy for the flags that `simulate` takes. Needs hypothesis.
+
+    Args:
+        max_steps: The largest number of flags.
+
+    Returns:
+        A strategy that generates lists of bools, with several equal flags in a row.
+
+    Raises:
+        ModuleNotFoundError: hypothesis is not installed.
+    """
     strategy: SearchStrategy[list[bool]] = _strategies().runs_of_flags(max_steps)
     return strategy
 
@@ -120,15 +165,15 @@ def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, Any], bool
     state: Any = policy.init_state()
     fields = state._fields
     columns = {name: np.empty(steps + 1, dtype=type(start)) for name, start in state._asdict().items()}
-    waiting, written = [state], 0
+    pending, written = [state], 0
     with np.errstate(over="ignore"):
         for step in range(steps):
             state = policy.update(state, is_finite(step, state.loss_scale))
-            waiting.append(state)
-            if len(waiting) == _CHUNK:  # a state takes ten times the memory of its row
-                written = _write_rows(columns, written, waiting)
-                waiting.clear()
-    _write_rows(columns, written, waiting)
+            pending.append(state)
+            if len(pending) == _CHUNK:  # a NamedTuple takes ten times the memory of its row
+                written = _write_rows(columns, written, pending)
+                pending.clear()
+    _write_rows(columns, written, pending)
     scales = columns.pop("loss_scale")
     trace: Trace = _trace_type(fields)(
         loss_scale_used=scales[:-1],

@@ -1,4 +1,4 @@
-"""What the checks must be told about an adapter: its verbs, its arrays, and the ways it runs."""
+"""The description of an adapter for the checks: its verbs, its arrays, and its ways of running."""
 
 import contextlib
 import dataclasses
@@ -13,9 +13,15 @@ _BY_TYPE = {bool: "bool", int: "int32", float: "float64", complex: "complex128"}
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of an array's dtype as NumPy spells it, such as "float32", found in `str(array.dtype)`.
+    """Return the name of an array's dtype as NumPy spells it, found in `str(array.dtype)`.
 
-    A Python bool, int, float or complex is named by its type. Does not synchronise with the host.
+    Does not synchronise with the host.
+
+    Args:
+        array: An array of any framework, or a Python bool, int, float or complex.
+
+    Returns:
+        The name of the dtype, such as "float32".
     """
     if type(array) in _BY_TYPE:
         return _BY_TYPE[type(array)]
@@ -23,13 +29,13 @@ def dtype_name(array: Any) -> str:
     return found[0] if found else str(array.dtype)
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function."""
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function unchanged."""
     return function
 
 
 def _step_by_step(step: Callable[..., Any], state: Any, flags: Sequence[Any]) -> Iterator[Any]:
-    """Yield the states of one step after another."""
+    """Yield the state after each step."""
     for flag in flags:
         state = step(state, flag)
         yield state
@@ -40,49 +46,51 @@ class Way:
     """A way of running functions of arrays: eagerly, compiled, in a graph, in the body of a loop."""
 
     name: str
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
-    """Returns a pure function of nested arrays so that it runs this way, such as `jax.jit`."""
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    """Converts a pure function of nested arrays to one that runs this way, such as `jax.jit`."""
     has_values: bool = True
-    """False where arrays have a dtype and a shape but no values, as on torch's `meta` device or in `jax.eval_shape`.
+    """False if arrays have a dtype and a shape but no values, as on torch's `meta` device or in `jax.eval_shape`.
 
-    Whatever reads a value, and so would wait for a device, must raise there. Results are checked for dtype and shape.
+    Code that reads a value, and therefore would wait for a device, must raise there. Results are checked for dtype and
+    shape only.
     """
     iterate: Callable[[Callable[..., Any], Any, Sequence[Any]], Iterator[Any]] = _step_by_step
-    """Yields the states of `step(state, flag)` over flags, for what takes many steps at once, such as a scan.
+    """Yields the state after each `step(state, flag)`; replace it for a way that takes many steps at once, as a scan.
 
-    `step` has been through `transform`.
+    `step` is already transformed by `transform`.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter, and what the checks need to make and read its arrays.
+    """An adapter, with the functions that make and read its arrays.
 
-    `dtypes` lists the float and complex dtypes it has, out of float16, bfloat16, float32, float64, complex64 and
-    complex128; each check that a dtype may matter to is made with each.
+    `dtypes` lists the float and complex dtypes of the adapter, out of float16, bfloat16, float32, float64, complex64
+    and complex128. A check whose result may depend on the dtype runs with each of them.
     """
 
     name: str
-    """How failures call it."""
+    """The name of the adapter in messages."""
     verbs: Any
-    """The module, or any object, that has `init_state`, `scale`, `all_finite`, `unscale` and `select`."""
+    """The module, or any object, with `init_state`, `scale`, `all_finite`, `unscale` and `select`."""
     asarray: Callable[[Any, str], Any]
-    """Returns the array of a NumPy array's values (float64, complex128, int32 or bool) in the dtype of this name.
+    """Converts a NumPy array (float64, complex128, int32 or bool) to the adapter's array of the named dtype.
 
-    float64 values are numbers that the dtype has. Of shape `()` it is what `update` takes as a flag.
+    The values are exact in that dtype. The checks also use the result, as a bool of shape `()`, as the flag of
+    `update`.
     """
     to_numpy: Callable[[Any], Any] = np.asarray
-    """Returns an array's values as a NumPy array of any dtype that holds them exactly; waits for the device."""
+    """Converts an array to a NumPy array whose dtype holds the values exactly; waits for the device."""
     dtype_of: Callable[[Any], str] = dtype_name
-    """Returns the name of an array's dtype, as `dtypes` spells it; also where it has no values."""
+    """Returns the name of an array's dtype as in `dtypes`, also for an array without values."""
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     xp: Any = None
-    """The namespace that `policy.update` is given as `xp=`; None where it is inferred."""
+    """The argument `xp` of `policy.update`; None if the namespace is inferred."""
     placement: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What `init_state` is given besides the policy."""
+    """The keyword arguments of `init_state`."""
     ways: Sequence[Way] = (Way("eager"),)
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """Entered around each check, such as a device or a precision."""
+    """Returns a context manager that is entered for each check, such as one for a device or a precision."""
 
     def __str__(self) -> str:
         return self.name

@@ -1,4 +1,4 @@
-"""The checks: each rule, with each way of running and, where it may matter, each dtype or scenario."""
+"""The list of checks: each rule with each way of running and, if it may matter, each dtype or scenario."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ VERBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One rule for one adapter; call it to check.
+    """One rule for one adapter; a call runs the check.
 
-    Raises `AssertionError` with the rule and the value that breaks it.
+    A failed check raises an `AssertionError` that names the rule and the value that breaks it.
     """
 
     rule: str
@@ -48,7 +48,15 @@ class Check:
 
 
 def check(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -> None:
-    """Make every check of `checks`; raise one `AssertionError` that lists each that fails."""
+    """Run all checks of an adapter.
+
+    Args:
+        adapter: The adapter to check.
+        scenarios: The runs over which states are compared with those of the host.
+
+    Raises:
+        AssertionError: At least one check failed; the message lists every failure.
+    """
     failures, count = [], 0
     for each in checks(adapter, scenarios=scenarios):
         count += 1
@@ -61,17 +69,23 @@ def check(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) ->
 
 
 def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -> list[Check]:
-    """Return all checks of an adapter, to be called one by one; `str` of each is its name.
+    """Return all checks of an adapter, each of which runs when it is called.
 
-    `scenarios` are the runs over which states are compared with the host's; add policies or recorded runs of your own.
+    Args:
+        adapter: The adapter to check.
+        scenarios: The runs over which states are compared with those of the host; add policies or recorded runs of
+            your own.
+
+    Returns:
+        The checks; `str(check)` is the name of a check.
     """
     return [
-        *_checks_of_the_face(adapter),
+        *_interface_checks(adapter),
         *(each for way in adapter.ways for each in _checks_of(adapter, way, scenarios)),
     ]
 
 
-def _checks_of_the_face(adapter: Adapter) -> Iterator[Check]:
+def _interface_checks(adapter: Adapter) -> Iterator[Check]:
     for verb, parameters in VERBS.items():
         yield Check(
             "the_verbs_have_one_signature",

@@ -1,4 +1,4 @@
-"""What `all_finite` must see, and what it must not be misled by."""
+"""The rules of `all_finite`: it finds every non-finite element, and flags no finite one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,17 +18,17 @@ def every_position_is_seen(trial: Trial, dtype: str) -> None:
     check = trial.run(trial.adapter.verbs.all_finite)
     beside = trial.array(np.ones(3), dtype)
     for clean in _clean_leaves(dtype):
-        said = f"the flag of a {dtype} leaf of shape {clean.shape} and magnitude {np.abs(clean).max():g}"
-        trial.expect_flag(f"{said}, all finite,", check([beside, trial.array(clean, dtype), beside]), True)
-        for position, bad, spoilt in _spoilt(clean):
-            leaves = [beside, trial.array(spoilt, dtype), beside]
-            trial.expect_flag(f"{said} with {bad} at position {position}", check(leaves), False)
+        what = f"the flag of a {dtype} leaf of shape {clean.shape} and magnitude {np.abs(clean).max():g}"
+        trial.expect_flag(f"{what}, all finite,", check([beside, trial.array(clean, dtype), beside]), True)
+        for position, bad, spoiled in _spoiled(clean):
+            leaves = [beside, trial.array(spoiled, dtype), beside]
+            trial.expect_flag(f"{what} with {bad} at position {position}", check(leaves), False)
             if not trial.way.has_values:
                 break
 
 
 def long_and_many_leaves_are_seen(trial: Trial, dtype: str) -> None:
-    """all_finite sees an overflow in the midst and at the end of a long leaf, and in the last leaf of many."""
+    """all_finite sees an overflow in the middle and at the end of a long leaf, and in the last leaf of many."""
     check, long = trial.run(trial.adapter.verbs.all_finite), np.ones(_LONG)
     few = [trial.array(np.ones(3), dtype)] * _MANY
     last = trial.array([1.0, 1.0, np.inf], dtype)
@@ -37,10 +37,10 @@ def long_and_many_leaves_are_seen(trial: Trial, dtype: str) -> None:
         f"the flag with inf in the last of {_MANY}", check([trial.array(long, dtype), *few[1:], last]), False
     )
     for position in (long.size // 2, long.size - 1):
-        spoilt = long.copy()
-        spoilt.reshape(-1)[position] = np.nan
-        said = f"the flag of a {dtype} leaf of shape {_LONG} with nan at position {position}"
-        trial.expect_flag(said, check([trial.array(spoilt, dtype), *few]), False)
+        spoiled = long.copy()
+        spoiled.reshape(-1)[position] = np.nan
+        what = f"the flag of a {dtype} leaf of shape {_LONG} with nan at position {position}"
+        trial.expect_flag(what, check([trial.array(spoiled, dtype), *few]), False)
 
 
 def nothing_is_finite(trial: Trial) -> None:
@@ -54,8 +54,8 @@ def nothing_is_finite(trial: Trial) -> None:
         "an empty leaf": [trial.array(np.zeros(0), dtype)],
         "integer leaves": [trial.array([3, -7], "int32"), trial.array(np.int32(2**31 - 1), "int32")],
     }
-    for said, grads in nothing.items():
-        trial.expect_flag(f"the flag of {said}", trial.run(trial.adapter.verbs.all_finite)(grads), True)
+    for what, grads in nothing.items():
+        trial.expect_flag(f"the flag of {what}", trial.run(trial.adapter.verbs.all_finite)(grads), True)
 
 
 def nothing_hides_an_overflow(trial: Trial, dtype: str) -> None:
@@ -87,12 +87,12 @@ def _clean_leaves(dtype: str) -> Iterator[Any]:
             yield np.asarray(np.resize([size, size, -size], shape) * (1.0 + 0.0j if part else 1.0))
 
 
-def _spoilt(clean: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield `clean` spoilt at every position: by every bad value where it is small, by one in turn where it is not."""
+def _spoiled(clean: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Yield `clean` with a bad element at every position: every bad value if it is small, else one in turn."""
     bad = (*_BAD, *(complex(1.0, part) for part in _BAD)) if clean.dtype.kind == "c" else _BAD
     for position in range(clean.size):
         is_telling = clean.size < 16 or position == clean.size - 1
         for value in bad if is_telling else [bad[position % len(bad)]]:
-            spoilt = clean.copy()
-            spoilt.reshape(-1)[position] = value
-            yield position, value, spoilt
+            spoiled = clean.copy()
+            spoiled.reshape(-1)[position] = value
+            yield position, value, spoiled

@@ -1,4 +1,4 @@
-"""What `scale` and `unscale` must do to values, dtypes and structures."""
+"""The rules of `scale` and `unscale` for values, dtypes and structures."""
 
 from typing import Any, NamedTuple
 
@@ -42,9 +42,9 @@ def losses_keep_their_structure(trial: Trial) -> None:
 
 
 def gradients_survive(trial: Trial, dtype: str) -> None:
-    """Unscale returns halves in float32, where small gradients survive, and others in their own dtype, exactly.
+    """Unscale returns 16-bit gradients in float32, where small ones survive, and others in their own dtype, exactly.
 
-    At small and large scales, too; and the gradients it is given are left as they are.
+    The rule holds for small and large scales, too, and the gradients that are passed in do not change.
     """
     state, lifted = trial.state(FixedScaling(_SCALE)), LIFTED.get(dtype, dtype)
     small = _SMALLEST.get(dtype, 2.0**-100)
@@ -60,7 +60,7 @@ def gradients_survive(trial: Trial, dtype: str) -> None:
 
 
 def any_scale_unscales(trial: Trial, dtype: str) -> None:
-    """Unscale divides by a scale that is no power of two to within two units in the last place of float32."""
+    """Unscale divides by a scale that is not a power of two to within two units in the last place of float32."""
     values = np.arange(1.0, 200.0)
     unscaled = trial.run(trial.adapter.verbs.unscale)(trial.array(values, dtype), trial.state(FixedScaling(3.0)))
     trial.expect(f"a {dtype} gradient, unscaled by 3,", unscaled, values / 3.0, LIFTED.get(dtype, dtype), rtol=2.0**-22)
@@ -82,5 +82,5 @@ def gradients_keep_their_structure(trial: Trial) -> None:
 
 
 def _fraction(dtype: str) -> float:
-    """Return a number that takes all the digits of a dtype wider than float32, and few where it is narrow."""
+    """Return a number that needs all digits of a dtype wider than float32, or a few digits for a narrower one."""
     return 1.0 / 3.0 if dtype in ("float64", "complex128") else 0.375

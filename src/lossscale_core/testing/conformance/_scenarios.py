@@ -1,4 +1,4 @@
-"""Policies, and the flags that each is run over."""
+"""Policies, each with the flags of a run."""
 
 import random
 from typing import NamedTuple
@@ -20,7 +20,7 @@ def _flags(seed: int, share_finite: float, steps: int = 120) -> list[bool]:
 
 
 _DOWN_AND_UP = [False] * 145 + [True] * 255
-"""Down to the smallest scale that a policy may have, and up to the largest."""
+"""Flags that lower a scale to the smallest of any policy, and then raise it to the largest."""
 
 SCENARIOS = {
     "none": Scenario(NoScaling(), _flags(0, 0.7)),
@@ -45,4 +45,4 @@ SCENARIOS = {
     "cooldown": Scenario(DynamicScaling(growth_interval=3, cooldown=2, min_scale=2.0**10), _flags(9, 0.8)),
     "tolerant": Scenario(TolerantScaling(growth_interval=3, tolerance=0.25), _flags(10, 0.7)),
 }
-"""Runs that together take every branch of every policy, all in powers of two."""
+"""Runs that together cover every branch of every policy; all factors are powers of two."""

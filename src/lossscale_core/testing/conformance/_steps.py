@@ -1,4 +1,4 @@
-"""That a step is applied or skipped as a whole, and that states are the host's."""
+"""The rules of steps and states: a step is applied completely or not at all, and states match those of the host."""
 
 import json
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_str
 
 _OLD = [1.5, -0.0, 0.375, 2.0**-20]
 _NEW = [np.nan, np.inf, -np.inf, 7.0]
-_OLD_COUNT, _NEW_COUNT = 2**24 + 1, 2**30 + 3  # float32 has neither
+_OLD_COUNT, _NEW_COUNT = 2**24 + 1, 2**30 + 3  # neither is exact in float32
 
 
 class Model(NamedTuple):
-    """What a step changes; as an optimizer's state often is, no plain dict at the top."""
+    """The values that a step changes: a NamedTuple, as the states of many optimizers are."""
 
     params: Any
     memory: Any
@@ -25,7 +25,7 @@ class Model(NamedTuple):
 
 
 def selection_is_atomic(trial: Trial, dtype: str) -> None:
-    """Select returns every leaf of one side bit for bit: what was not chosen leaves no trace, not even its NaN."""
+    """Select returns every leaf of one side bit for bit; not even a NaN of the other side leaves a trace."""
     new, old = _model(trial, dtype, _NEW, _NEW_COUNT), _model(trial, dtype, _OLD, _OLD_COUNT)
     select = trial.run(trial.adapter.verbs.select)
     _expect_model(trial, select(trial.flag(True), new, old), _NEW, _NEW_COUNT, dtype)
@@ -42,7 +42,7 @@ def a_host_flag_picks_a_side(trial: Trial) -> None:
 
 
 def a_step_is_applied_or_skipped(trial: Trial, dtype: str) -> None:
-    """Check, unscale, select and update in one function: an overflow in one leaf leaves all as it was, and counts."""
+    """In one function of all verbs, an overflow in one leaf leaves every parameter unchanged and is counted."""
     verbs, policy, wide = trial.adapter.verbs, DynamicScaling(init_scale=4.0), LIFTED.get(dtype, dtype)
 
     def step(state: Any, params: Any, grads: Any) -> Any:
@@ -56,10 +56,10 @@ def a_step_is_applied_or_skipped(trial: Trial, dtype: str) -> None:
         applied = bool(np.isfinite(last))
         grads = {"a": trial.array([-4.0, 4.0], dtype), "b": trial.array([last], dtype)}
         after, state = step(before, params, grads)
-        said = f"after a step with {last} in the last gradient"
-        trial.expect(f"parameter a {said}", after["a"], np.array([-1.0, 1.0] if applied else [1.0, 2.0]), wide)
-        trial.expect(f"parameter b {said}", after["b"], np.array([2.0] if applied else [3.0]), wide)
-        trial.expect_state(said, state, policy.update(policy.init_state(), applied))
+        moment = f"after a step with {last} in the last gradient"
+        trial.expect(f"parameter a {moment}", after["a"], np.array([-1.0, 1.0] if applied else [1.0, 2.0]), wide)
+        trial.expect(f"parameter b {moment}", after["b"], np.array([2.0] if applied else [3.0]), wide)
+        trial.expect_state(moment, state, policy.update(policy.init_state(), applied))
 
 
 def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
@@ -75,7 +75,7 @@ def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
 
 
 def full_counters_stay_full(trial: Trial) -> None:
-    """Counters that have no room left, in int32 or in float32, go on as the host's do: none begins again below zero."""
+    """Counters that are full, in int32 or in float32, continue like the host's: none wraps around below zero."""
     full, most = 2**31 - 1, np.float32(2**24)
     counts = {name: np.int32(full - 1) for name in ("growth_tracker", "steps", "skipped_steps", "overflow_streak")}
     shares = {"steps_since_change": most, "overflows_since_backoff": most - 1}
@@ -91,7 +91,7 @@ def full_counters_stay_full(trial: Trial) -> None:
 
 
 def states_are_placed(trial: Trial) -> None:
-    """init_state takes whatever as_policy takes, and starts where the policy does, each field of shape ()."""
+    """init_state accepts everything that as_policy accepts, and returns the policy's first state, of shape ()."""
     for policy, host in (
         ("dynamic", DynamicScaling()),
         (1024.0, FixedScaling(1024.0)),
@@ -102,13 +102,13 @@ def states_are_placed(trial: Trial) -> None:
 
 
 def a_saved_state_goes_on(trial: Trial) -> None:
-    """Go on from a state that was saved and placed again exactly as the uninterrupted run goes on."""
+    """Continue from a saved and restored state exactly like the uninterrupted run."""
     for policy in (DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1), TolerantScaling(growth_interval=3)):
         step, state, expected = trial.update(policy), trial.state(policy), policy.init_state()
         for n in range(40):
             if n == 20:
                 text = json.dumps(state_to_dict(state._make(map(_number, map(trial.adapter.to_numpy, state))), policy))
-                restored = state_from_dict(json.loads(text), policy)
+                restored: Any = state_from_dict(json.loads(text), policy)
                 state = restored._make(trial.array(value, value.dtype.name) for value in restored)
             state, expected = step(state, trial.flag(n % 4 != 1)), policy.update(expected, n % 4 != 1)
             trial.expect_state(f"after step {n}, saved at step 20 ({policy!r})", state, expected)
@@ -140,5 +140,5 @@ def _expect_model(trial: Trial, model: Any, values: list[float], count: int, dty
 
 
 def _with_fraction(values: list[float], dtype: str) -> list[float]:
-    """Return the values and one that takes all the digits of float64, if that is the dtype."""
+    """Return the values, and for float64 one more that needs all its digits."""
     return [*values, values[-1] / 3.0] if dtype == "float64" else values
