@@ -80,7 +80,8 @@ class _Passes:
         return float(loss.array), records
 
     def _scaled_loss(self, loss_scale: Any, *args: Any) -> tuple[Any, Any]:
-        result = self._fun(*args)
+        # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes anew.
+        result = self._fun(*jax.tree.map(lambda leaf: leaf, args))
         loss = result[0] if self._has_aux else result
         return scale(loss, _Seed(loss_scale)), loss
 
