@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from lossscale_core import OperationRange, RangeReport
 from lossscale_jax._debug import unchecked
-from lossscale_jax._gradients import named_gradients
+from lossscale_jax._gradients import is_array, named_gradients
 from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
 from lossscale_jax._verbs import scale
 
@@ -65,14 +64,14 @@ class _Passes:
 
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
         leaves, structure = jax.tree.flatten(self._args)
-        arrays = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)}
+        arrays = {n: leaf for n, leaf in enumerate(leaves) if is_array(leaf) and hasattr(leaf, "dtype")}
 
         def gradients(loss_scale: Any, arrays: dict[int, Any]) -> Any:
             args = jax.tree.unflatten(structure, [arrays.get(n, leaf) for n, leaf in enumerate(leaves)])
             scaled_loss = functools.partial(self._scaled_loss, loss_scale)
             return jax.grad(scaled_loss, self._argnums, has_aux=True)(*args)
 
-        closed, (shapes, _) = jax.make_jaxpr(gradients, return_shape=True)(np.float32(1.0), arrays)
+        closed, (shapes, _) = jax.make_jaxpr(gradients, return_shape=True)(jnp.float32(1.0), arrays)
         self._structure = jax.tree.structure(shapes)
         early, self._late = _split(closed.jaxpr)
         inputs = [Tracked(each, False) for each in (*closed.consts, *jax.tree.leaves(arrays))]

@@ -1,5 +1,6 @@
 """The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -123,7 +123,7 @@ class Interpreter:
         params = eqn.params
         of_test, of_body, carry = _split(given, params["cond_nconsts"], params["body_nconsts"])
         # Under vmap the test has an element for each example, and the loop goes on while any of them is true.
-        while np.any(jax.device_get(self._evaluate(params["cond_jaxpr"], [*of_test, *carry], place)[0].array)):
+        while self._evaluate(params["cond_jaxpr"], [*of_test, *carry], place)[0].array.any():
             carry = self._evaluate(params["body_jaxpr"], [*of_body, *carry], place)
         return carry
 
@@ -170,20 +170,37 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
-    """Return the record of an array of floats that is not empty. Synchronises."""
-    values = np.stack([np.ravel(jax.device_get(part)) for part in real_parts(array)]).reshape(-1)
+    """Return the record of an array of floats that is not empty. Synchronises.
+
+    On the host, since XLA would compile it anew for each shape.
+    """
+    parts = [jax.device_get(part).reshape(-1) for part in real_parts(array)]
     largest, nonfinite, zeros = 0.0, 0, 0
-    counts: Counter[int] = Counter()
-    for chunk in np.split(values, range(_CHUNK, values.size, _CHUNK)):
-        magnitudes = np.abs(chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk)
-        finite = magnitudes[np.isfinite(magnitudes)]
-        nonzero = finite[finite > 0]
-        nonfinite += magnitudes.size - finite.size
-        zeros += finite.size - nonzero.size
-        largest = max(largest, float(finite.max(initial=0.0)))
-        exponents, times = np.unique(np.frexp(nonzero)[1] - 1, return_counts=True)
-        counts.update(dict(zip(exponents.tolist(), times.tolist(), strict=True)))
-    return OperationRange(operation, module, str(values.dtype), largest, nonfinite, zeros, dict(sorted(counts.items())))
+    exponents: Counter[int] = Counter()
+    for values in parts:
+        for start in range(0, values.size, _CHUNK):
+            chunk = values[start : start + _CHUNK]
+            magnitudes = abs(chunk.astype("float32") if chunk.dtype.itemsize < 4 else chunk)
+            finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
+            nonzero = finite[finite > 0]
+            nonfinite += magnitudes.size - finite.size
+            zeros += finite.size - nonzero.size
+            largest = max(largest, float(finite.max(initial=0.0)))
+            exponents.update(_exponents(nonzero))
+    counts = dict(sorted(exponents.items()))
+    return OperationRange(operation, module, parts[0].dtype.name, largest, nonfinite, zeros, counts)
+
+
+def _exponents(magnitudes: Any) -> dict[int, int]:
+    """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
+    if not magnitudes.size:
+        return {}
+    magnitudes.sort()
+    lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
+    # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.
+    starts = magnitudes.searchsorted([2.0**exponent for exponent in range(lowest, highest + 1)]).tolist()
+    ends = [*starts[1:], magnitudes.size]
+    return {lowest + n: end - start for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start}
 
 
 def is_low_precision(array: Any) -> bool:
@@ -201,7 +218,7 @@ def _read(known: dict[Var, Tracked], atom: Any) -> Tracked:
     if not isinstance(atom, Literal):
         return known[atom]
     aval: Any = atom.aval
-    return Tracked(atom.val if hasattr(atom.val, "dtype") else np.asarray(atom.val, aval.dtype), False)
+    return Tracked(atom.val if hasattr(atom.val, "dtype") else jnp.asarray(atom.val, aval.dtype), False)
 
 
 def _last_uses(equations: Sequence[JaxprEqn], outvars: Sequence[Any]) -> dict[int, list[Var]]:
