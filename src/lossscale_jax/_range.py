@@ -1,5 +1,6 @@
 """A report on the magnitudes that the forward and the backward pass of a function compute."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import AxisType
 
 from lossscale_core import OperationRange, RangeReport
 from lossscale_jax._debug import unchecked
@@ -43,7 +45,16 @@ def range_report(
         TypeError: The loss is not a scalar, or an argument to differentiate holds something other than floats.
     """
     passes = _Passes(fun, args, argnums, has_aux)
-    return RangeReport.measure(passes.forward, passes.backward)
+    with _mesh_of(args):
+        return RangeReport.measure(passes.forward, passes.backward)
+
+
+def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """Set the mesh of what is sharded along explicit axes: an equation that runs alone may have no input that tells."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    meshes: set[Any] = {each.mesh for each in shardings if isinstance(each, jax.NamedSharding)}
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return jax.set_mesh(explicit[0]) if len(explicit) == 1 else contextlib.nullcontext()
 
 
 class _Seed(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 
 from lossscale_core import DynamicScaling
 from lossscale_jax import init_state, range_report, value_and_grad
@@ -211,6 +212,30 @@ def test_a_step_with_the_scale_is_applied():
         assert value_and_grad(loss_fn)(state, params, X).grads_finite == applied
 
 
+def test_a_loss_in_float16_is_lifted_before_it_is_scaled():
+    """As `scale` lifts it: the loss scale enters the backward pass of the model as a float16 number."""
+    report = range_report(lambda x: jnp.square(x).sum(), jnp.full(4, 0.25, jnp.float16))
+    assert report.overflows_above == 2.0**15
+    assert report.overflows_first.operation == "convert_element_type"
+
+
+def test_random_keys_pass_through_a_scan():
+    """Dropout within it draws the masks that it draws without a report."""
+
+    def loss_fn(x, key):
+        def layer(hidden, key):
+            keep = jax.random.bernoulli(key, 0.5, hidden.shape)
+            return jnp.where(keep, 2 * hidden, 0), jax.random.split(key)[0]
+
+        hidden, keys = lax.scan(layer, x.astype(jnp.float16), jax.random.split(key, 3))
+        return hidden.astype(jnp.float32).sum() + jax.random.uniform(keys[0])
+
+    x = jnp.ones((16, WIDTH))
+    report = range_report(loss_fn, x, KEYS[0])
+    assert report.loss == loss_fn(x, KEYS[0])
+    assert report.overflows_above == 2.0**12
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -354,9 +379,10 @@ def test_it_works_under_the_flags_that_look_for_nan():
         assert range_report(_loss_of(network, 1e3), params, X).overflows_above < 2.0**16
 
 
-def test_what_runs_on_several_devices_is_measured_as_one_operation():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_runs_on_several_devices_is_measured_as_one_operation(kind):
     """Data that are sharded, and a function under `shard_map`."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
 
     def loss_fn(params, x):
