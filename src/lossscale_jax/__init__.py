@@ -7,6 +7,7 @@ from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._export import register_state_types as _register_state_types
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
+from lossscale_jax._range import range_report
 from lossscale_jax._report import overflow_report
 from lossscale_jax._state import LossScaledState, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, scale, select, unscale
@@ -22,6 +23,7 @@ __all__ = [
     "load_scale_state",
     "loss_scaled",
     "overflow_report",
+    "range_report",
     "scale",
     "select",
     "unscale",

@@ -1,0 +1,126 @@
+"""A report on the magnitudes that the forward and the backward pass of a function compute."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.sharding import AxisType
+
+from lossscale_core import OperationRange, RangeReport
+from lossscale_jax._debug import unchecked
+from lossscale_jax._gradients import is_array, named_gradients
+from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
+from lossscale_jax._verbs import scale
+
+
+@unchecked
+def range_report(
+    fun: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> RangeReport:
+    """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
+
+    It traces `fun` once, as `jax.jit` does, and then runs its equations one by one: the forward pass once, and the
+    backward pass (usually up to four times) at the loss scales that it searches. It looks at every float16, bfloat16
+    and float8 array that is computed, also within `jit`, `checkpoint`, `custom_jvp`, `custom_vjp`, `scan`, `while_loop`
+    and `cond`, whose iterations and branches run one at a time. What neither the loss nor a gradient needs is left out.
+    Nothing of the caller's is changed. Copies each of these arrays to the host, and so synchronises with it after
+    every operation.
+
+    Args:
+        fun: Returns the loss, unscaled, a scalar of any float dtype; with `has_aux`, a pair of the loss and anything
+            else. It is traced with the arrays in `args` as inputs, and with anything else in `args` as it is.
+        *args: The arguments of `fun`.
+        argnums: Which arguments to differentiate, such as the parameters; gradients are named by their paths.
+        has_aux: Whether `fun` returns such a pair.
+
+    Returns:
+        The report. `print` it, `plot` it, or pass its `init_scale` on to `DynamicScaling`. An operation is named by its
+        primitive, and by the `jax.named_scope`s or flax modules around it, else by the line of its source.
+
+    Raises:
+        TypeError: The loss is not a scalar, or an argument to differentiate holds something other than floats.
+    """
+    passes = _Passes(fun, args, argnums, has_aux)
+    with _mesh_of(args):
+        return RangeReport.measure(passes.forward, passes.backward)
+
+
+def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """Set the mesh of what is sharded along explicit axes: an equation that runs alone may have no input that tells."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    meshes: set[Any] = {each.mesh for each in shardings if isinstance(each, jax.NamedSharding)}
+    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return jax.set_mesh(explicit[0]) if len(explicit) == 1 else contextlib.nullcontext()
+
+
+class _Seed(NamedTuple):
+    """What `scale` takes for a state."""
+
+    loss_scale: Any
+
+
+class _Passes:
+    """The equations of a gradient: first those of the forward pass, then those that depend on the loss scale."""
+
+    def __init__(self, fun: Callable[..., Any], args: Any, argnums: int | Sequence[int], has_aux: bool) -> None:
+        self._fun, self._args, self._argnums, self._has_aux = fun, args, argnums, has_aux
+        self._interpreter = Interpreter()
+        self._structure: Any = None
+        self._late: Jaxpr
+        self._given: list[Tracked] = []
+
+    def forward(self) -> tuple[float, Iterable[OperationRange]]:
+        leaves, structure = jax.tree.flatten(self._args)
+        arrays = {n: leaf for n, leaf in enumerate(leaves) if is_array(leaf) and hasattr(leaf, "dtype")}
+
+        def gradients(loss_scale: Any, arrays: dict[int, Any]) -> Any:
+            args = jax.tree.unflatten(structure, [arrays.get(n, leaf) for n, leaf in enumerate(leaves)])
+            scaled_loss = functools.partial(self._scaled_loss, loss_scale)
+            return jax.grad(scaled_loss, self._argnums, has_aux=True)(*args)
+
+        closed, (shapes, _) = jax.make_jaxpr(gradients, return_shape=True)(jnp.float32(1.0), arrays)
+        self._structure = jax.tree.structure(shapes)
+        early, self._late = _split(closed.jaxpr)
+        inputs = [Tracked(each, False) for each in (*closed.consts, *jax.tree.leaves(arrays))]
+        (*self._given, loss), records = self._interpreter.run(early, inputs)
+        return float(loss.array), records
+
+    def _scaled_loss(self, loss_scale: Any, *args: Any) -> tuple[Any, Any]:
+        # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes anew.
+        result = self._fun(*jax.tree.map(lambda leaf: leaf, args))
+        loss = result[0] if self._has_aux else result
+        return scale(loss, _Seed(loss_scale)), loss
+
+    def backward(self, loss_scale: float) -> Iterable[OperationRange]:
+        seed = Tracked(jnp.float32(loss_scale), True)
+        results, records = self._interpreter.run(self._late, [seed, *self._given])
+        return [*records, *self._gradients(each.array for each in results)]
+
+    def _gradients(self, leaves: Iterable[Any]) -> Iterator[OperationRange]:
+        for name, gradient in named_gradients(jax.tree.unflatten(self._structure, leaves)):
+            yield measure(gradient, "gradient", name)._replace(scaled=True)
+
+
+def _split(jaxpr: Jaxpr) -> tuple[Jaxpr, Jaxpr]:
+    """Return the equations of a gradient that do not depend on the loss scale, its first input, and those that do.
+
+    The first give what the second need, and the loss. JAX's own partial evaluation is private.
+    """
+    (seed, *inputs), (*gradients, loss) = jaxpr.invars, jaxpr.outvars
+    depending: set[Any] = {seed}
+    early: list[JaxprEqn] = []
+    late: list[JaxprEqn] = []
+    for eqn in live_equations(jaxpr):
+        is_late = any(isinstance(each, Var) and each in depending for each in eqn.invars)
+        (late if is_late else early).append(eqn)
+        depending.update(eqn.outvars if is_late else ())
+    used = (each for group in (*(eqn.invars for eqn in late), gradients) for each in group)
+    needed = list(dict.fromkeys(each for each in used if isinstance(each, Var) and each not in depending))
+    return (
+        jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *inputs], outvars=[*needed, loss], eqns=early),
+        jaxpr.replace(constvars=[], invars=[seed, *needed], outvars=gradients, eqns=late),
+    )

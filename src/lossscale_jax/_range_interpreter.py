@@ -1,0 +1,265 @@
+"""The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from lossscale_core import OperationRange
+from lossscale_jax._gradients import real_parts
+
+_CHUNK = 2**18
+"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
+_INSTALLED = str(Path(jax.__file__).parents[1])
+_LIBRARIES = tuple(str(folder) for folder in (Path(jax.__file__).parent, Path(__file__).parent))
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+"""Primitives that run the equations within them once."""
+_REMATTED = "rematted_computation"
+"""The scope that JAX puts around what the backward pass computes anew."""
+_MOVES = {
+    *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"),
+    *("optimization_barrier", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
+}
+"""Primitives that copy what was measured before, or a constant."""
+
+
+class Tracked(NamedTuple):
+    """An array, and whether the loss scale is a factor of it."""
+
+    array: Any
+    is_scaled: bool
+
+
+class _Place(NamedTuple):
+    """Where an equation stands: the scopes and iterations around it, and the line of its source."""
+
+    path: str = ""
+    has_scope: bool = False
+    line: str = ""
+
+    def of(self, eqn: JaxprEqn) -> "_Place":
+        scopes = _scopes(eqn)
+        path = "/".join([self.path, *scopes] if self.path else scopes)
+        has_scope = self.has_scope or bool(scopes)
+        return _Place(path, has_scope, "" if has_scope else _line(eqn) or self.line)
+
+    def iteration(self, index: int) -> "_Place":
+        return self._replace(path=f"{self.path or 'scan'}[{index}]")
+
+    @property
+    def name(self) -> str:
+        return self.path if self.has_scope else "/".join(filter(None, (self.path, self.line))) or "fun"
+
+
+class Interpreter:
+    """Runs equations eagerly, follows what the loss scale multiplies, and records what is of low precision."""
+
+    def __init__(self) -> None:
+        self._records: list[OperationRange] = []
+        self._count = 0
+        self._loops: dict[str, Callable[[JaxprEqn, list[Tracked], _Place], list[Tracked]]] = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+        }
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Tracked]) -> tuple[list[Tracked], list[OperationRange]]:
+        """Return the outputs of the equations, and the records of those that compute."""
+        self._records, self._count = [], 0
+        outputs = self._evaluate(jaxpr, inputs, _Place())
+        if self._count >= 1000:
+            print(file=sys.stderr)
+        return outputs, self._records
+
+    def _evaluate(self, jaxpr: Any, inputs: Sequence[Tracked], place: _Place) -> list[Tracked]:
+        consts: list[Any] = []
+        if isinstance(jaxpr, ClosedJaxpr):
+            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        known = dict(zip(jaxpr.constvars, (Tracked(const, False) for const in consts), strict=True))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+        equations = live_equations(jaxpr)
+        ends = _last_uses(equations, jaxpr.outvars)
+        for eqn in equations:
+            given = [_read(known, each) for each in eqn.invars]
+            known.update(zip(eqn.outvars, self._equation(jaxpr, eqn, given, place.of(eqn)), strict=True))
+            del given
+            for each in ends.get(id(eqn), ()):
+                known.pop(each, None)
+        return [_read(known, each) for each in jaxpr.outvars]
+
+    def _equation(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
+        name = eqn.primitive.name
+        if name in self._loops:
+            return self._loops[name](eqn, given, place)
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
+        return self._apply(jaxpr, eqn, given, place) if inner is None else self._evaluate(inner, given, place)
+
+    def _scan(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
+        """Run the body once for each element, in Python, so that an iteration can be named."""
+        params = eqn.params
+        n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
+        consts, carry, sequences = _split(given, n_consts, n_carry)
+        rows: list[list[Tracked]] = []
+        for index in range(length)[:: -1 if params["reverse"] else 1]:
+            elements = [_element(each, index) for each in sequences]
+            results = self._evaluate(params["jaxpr"], [*consts, *carry, *elements], place.iteration(index))
+            carry, row = results[:n_carry], results[n_carry:]
+            rows.append(row)
+        ordered = rows[::-1] if params["reverse"] else rows
+        stacked = [_stack([row[n] for row in ordered], var) for n, var in enumerate(eqn.outvars[n_carry:])]
+        return [*carry, *stacked]
+
+    def _while(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
+        params = eqn.params
+        of_test, of_body, carry = _split(given, params["cond_nconsts"], params["body_nconsts"])
+        # Under vmap the test has an element for each example, and the loop goes on while any of them is true.
+        while self._evaluate(params["cond_jaxpr"], [*of_test, *carry], place)[0].array.any():
+            carry = self._evaluate(params["body_jaxpr"], [*of_body, *carry], place)
+        return carry
+
+    def _cond(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
+        index, *operands = given
+        branches = eqn.params["branches"]
+        chosen = min(max(int(index.array), 0), len(branches) - 1)
+        results = self._evaluate(branches[chosen], operands, place)
+        return [each._replace(is_scaled=each.is_scaled or index.is_scaled) for each in results]
+
+    def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
+        """Run an equation as it is, and record what it computes."""
+        inputs = {var: each.array for var, each in zip(eqn.invars, given, strict=True) if not isinstance(var, Literal)}
+        alone = jaxpr.replace(constvars=[], invars=[*inputs], outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+        is_scaled = any(each.is_scaled for each in given)
+        results = [Tracked(each, is_scaled) for each in jax.core.eval_jaxpr(alone, (), *inputs.values())]
+        if eqn.primitive.name not in _MOVES:
+            for each in results:
+                if is_low_precision(each.array):
+                    self._record(eqn.primitive.name, given, each, place)
+        self._show_progress()
+        return results
+
+    def _record(self, operation: str, given: list[Tracked], result: Tracked, place: _Place) -> None:
+        record = measure(result.array, operation, place.name)
+        overflowed = bool(record.nonfinite) and all(_is_finite(each.array) for each in given)
+        self._records.append(record._replace(overflowed=overflowed, scaled=result.is_scaled))
+
+    def _show_progress(self) -> None:
+        self._count += 1
+        if self._count % 1000 == 0:
+            print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
+
+
+def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return the equations that an output needs, or that have an effect, such as `jax.debug.print`."""
+    needed = {each for each in jaxpr.outvars if isinstance(each, Var)}
+    equations = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed |= {each for each in eqn.invars if isinstance(each, Var)}
+            equations.append(eqn)
+    return equations[::-1]
+
+
+def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
+    """Return the record of an array of floats that is not empty. Synchronises.
+
+    On the host, since XLA would compile it anew for each shape.
+    """
+    parts = [jax.device_get(part).reshape(-1) for part in real_parts(array)]
+    largest, nonfinite, zeros = 0.0, 0, 0
+    exponents: Counter[int] = Counter()
+    for values in parts:
+        for start in range(0, values.size, _CHUNK):
+            chunk = values[start : start + _CHUNK]
+            magnitudes = abs(chunk.astype("float32") if chunk.dtype.itemsize < 4 else chunk)
+            finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
+            nonzero = finite[finite > 0]
+            nonfinite += magnitudes.size - finite.size
+            zeros += finite.size - nonzero.size
+            largest = max(largest, float(finite.max(initial=0.0)))
+            exponents.update(_exponents(nonzero))
+    counts = dict(sorted(exponents.items()))
+    return OperationRange(operation, module, parts[0].dtype.name, largest, nonfinite, zeros, counts)
+
+
+def _exponents(magnitudes: Any) -> dict[int, int]:
+    """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
+    if not magnitudes.size:
+        return {}
+    magnitudes.sort()
+    lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
+    # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.
+    starts = magnitudes.searchsorted([2.0**exponent for exponent in range(lowest, highest + 1)]).tolist()
+    ends = [*starts[1:], magnitudes.size]
+    return {lowest + n: end - start for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start}
+
+
+def is_low_precision(array: Any) -> bool:
+    """Return whether an array holds signed floats of fewer bits than float32, and is not empty."""
+    dtype = jnp.result_type(array)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return bool(is_narrow and dtype != jnp.float8_e8m0fnu and jnp.size(array))
+
+
+def _is_finite(array: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(array), jnp.inexact) or bool(jnp.isfinite(array).all())
+
+
+def _read(known: dict[Var, Tracked], atom: Any) -> Tracked:
+    if not isinstance(atom, Literal):
+        return known[atom]
+    aval: Any = atom.aval
+    return Tracked(atom.val if hasattr(atom.val, "dtype") else jnp.asarray(atom.val, aval.dtype), False)
+
+
+def _last_uses(equations: Sequence[JaxprEqn], outvars: Sequence[Any]) -> dict[int, list[Var]]:
+    """Return which values can be dropped after each equation, so that memory is freed as in a compiled step."""
+    last = {var: id(eqn) for eqn in equations for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var)}
+    kept = {each for each in outvars if isinstance(each, Var)}
+    ends: dict[int, list[Var]] = {}
+    for var, equation in last.items():
+        if var not in kept:
+            ends.setdefault(equation, []).append(var)
+    return ends
+
+
+def _split(given: list[Tracked], first: int, second: int) -> tuple[list[Tracked], list[Tracked], list[Tracked]]:
+    return given[:first], given[first : first + second], given[first + second :]
+
+
+def _element(sequence: Tracked, index: int) -> Tracked:
+    return Tracked(lax.dynamic_index_in_dim(sequence.array, index, keepdims=False), sequence.is_scaled)
+
+
+def _stack(elements: list[Tracked], var: Any) -> Tracked:
+    is_scaled = any(each.is_scaled for each in elements)
+    if not elements:
+        return Tracked(jnp.zeros(var.aval.shape, var.aval.dtype), is_scaled)
+    return Tracked(jnp.stack([each.array for each in elements]), is_scaled)
+
+
+def _scopes(eqn: JaxprEqn) -> list[str]:
+    """Return the names that `jax.named_scope` or a flax module gave, without those of transformations."""
+    stack: Any = eqn.source_info.name_stack
+    return [each.name for each in stack.stack if type(each).__name__ != "Transform" and each.name != _REMATTED]
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """Return the innermost line of the caller's: no package that is installed beside JAX, if there is another."""
+    traceback: Any = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    frames = [each for each in traceback.frames if not each.file_name.startswith(_LIBRARIES)]
+    own = [each for each in frames if not each.file_name.startswith(_INSTALLED)]
+    for frame in own or frames:
+        return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+    return ""
