@@ -126,15 +126,8 @@ def test_policy_commands(tmp_path):
 
 
 COMMANDS = [
-    (),
-    ("demo",),
-    ("simulate",),
-    ("run",),
-    ("plot",),
-    ("policy",),
-    ("policy", "check"),
-    ("policy", "show"),
-    ("policy", "schema"),
+    *((), ("demo",), ("simulate",), ("run",), ("plot",)),
+    *(("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema")),
 ]
 
 
