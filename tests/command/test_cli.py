@@ -125,7 +125,10 @@ def test_policy_commands(tmp_path):
     assert json.loads((tmp_path / "schema.json").read_text()) == schema
 
 
-COMMANDS = [(), ("demo",), ("simulate",), ("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema")]
+COMMANDS = [
+    *((), ("demo",), ("simulate",), ("run",), ("plot",)),
+    *(("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema")),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

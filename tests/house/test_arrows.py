@@ -55,8 +55,11 @@ COMMAND = {
     "__init__": Drawn(set(), set(), set()),
     "__main__": Drawn({"cli"}, set(), set()),
     "demo": Drawn(set(), set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
+    "tracing": Drawn(set(), set(), {"torch", "lossscale_torch"}),
     "cli": Drawn(
-        {"demo"}, {"_config", "_files", "_settings", "_words"}, {"click", "matplotlib", "numpy", "rich", "torch"}
+        {"demo", "tracing"},
+        {"_config", "_files", "_settings", "_words"},
+        {"click", "matplotlib", "numpy", "rich", "torch", "tensorboard"},
     ),
 }
 

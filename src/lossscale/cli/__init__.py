@@ -1,4 +1,4 @@
-"""The `lossscale` command: a demo, a simulator, and conversion of policies and checkpoints.
+"""The `lossscale` command: a demo, a simulator, runs of scripts, pictures, and conversion of policies and checkpoints.
 
 The command needs the `demo` extra. For invalid input it prints one sentence and exits with status 2. Each subcommand is
 a module of this package that is listed in `_SUBCOMMANDS`.
@@ -9,11 +9,11 @@ import sys
 
 import click
 
-from lossscale.cli import checkpoint, demo, policy, simulate
+from lossscale.cli import checkpoint, demo, plot, policy, run_script, simulate
 from lossscale.cli._shared import example, help_if_alone
 from lossscale_core.errors import LossScaleError
 
-_SUBCOMMANDS = (demo, simulate, policy, checkpoint)
+_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint)
 
 
 @click.group(
@@ -24,7 +24,7 @@ _SUBCOMMANDS = (demo, simulate, policy, checkpoint)
 @click.version_option(package_name="lossscale")
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Loss scaling for float16 training: a demo, a simulator, and policies and checkpoints of this and other tools."""
+    """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
     help_if_alone(context)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does not need
+    from lossscale.cli._run_file import RecordedRun
     from lossscale.demo import Experiment
 
 _COLOURS = ("#bbbbbb", "#d55e00", "#0072b2", "#009e73")  # colour-blind safe: https://jfly.uni-koeln.de/color/
@@ -31,10 +32,60 @@ def as_picture(figure: Figure, suffix: str = "png") -> bytes:
 
 def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str) -> None:
     """Draw a loss scale over steps, with a cross at each skipped step."""
-    axes.step(range(len(loss_scale)), loss_scale, where="post", color=colour, label=label)
-    steps = np.flatnonzero(skipped)
-    if len(steps):
-        axes.plot(steps, np.asarray(loss_scale)[steps], "x", color="#cc0000", markersize=5, label="skipped step")
+    steps = np.arange(len(loss_scale))
+    axes.step(steps, loss_scale, where="post", color=colour, label=label)
+    _mark(axes, steps, np.asarray(loss_scale), skipped, "skipped step", marker="x", color="#cc0000")
+    _label_scale(axes)
+
+
+def draw_run(figure: Figure, run: "RecordedRun") -> None:
+    """Draw a recorded run: its loss scale, the share of skipped steps and, where it is known, the gradient norm."""
+    heights = [3.0, 1.0] if run.norm is None else [3.0, 1.0, 1.5]
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    _draw_marked_scale(panels[0], run)
+    skipped = run.overflowed | run.spiked
+    window = max(_SMOOTHING, len(skipped) // 50)
+    panels[1].fill_between(run.step, _running_mean(skipped, window) * 100.0, step="post", color="#999999")
+    panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"over {window} rows at a time")
+    if run.norm is not None:
+        known = np.isfinite(run.norm)
+        panels[2].plot(run.step[known], run.norm[known], color="#009e73", linewidth=1.0)
+        panels[2].set(ylabel="gradient norm", yscale="log")
+    panels[0].set_xlabel("")
+    panels[-1].set_xlabel("step")
+
+
+def _draw_marked_scale(axes: Any, run: "RecordedRun") -> None:
+    axes.step(run.step, run.scale, where="post", color="#0072b2", label="loss scale")
+    overflow = "overflow (the scale falls after it)" if run.is_guessed else "overflow"
+    _mark(axes, run.step, run.scale, run.overflowed, overflow, marker="x", color="#cc0000")
+    _mark(axes, run.step, run.scale, run.spiked, "spike", marker="^", color="#000000")
+    _label_scale(axes)
+    axes.set_title(summary(run))
+
+
+def summary(run: "RecordedRun") -> str:
+    """Return a recorded run's counts in a line."""
+    overflows, spikes, rows = int(run.overflowed.sum()), int(run.spiked.sum()), len(run.step)
+    counts = f"{overflows} overflowed" + (f", {spikes} spiked" if spikes else "")
+    return f"{rows} steps: {counts}, {(run.overflowed | run.spiked).mean():.1%} skipped"
+
+
+def _mark(axes: Any, steps: Any, scale: Any, is_marked: Any, label: str, **style: Any) -> None:
+    at = np.flatnonzero(is_marked)
+    if len(at):
+        axes.plot(steps[at], scale[at], linestyle="none", markersize=5, label=label, **style)
+
+
+def _running_mean(flags: Any, window: int) -> Any:
+    """Return at each step the share of flags over the last `window` ones, or over those that there are."""
+    total = np.concatenate([[0.0], np.cumsum(flags)])
+    last = np.arange(1, len(total))
+    first = np.maximum(last - window, 0)
+    return (total[last] - total[first]) / (last - first)
+
+
+def _label_scale(axes: Any) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")

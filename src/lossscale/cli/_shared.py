@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 FILE = click.Path(path_type=Path)
+_PICTURES = (".png", ".pdf", ".svg")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
 
 
@@ -32,9 +33,25 @@ def require_new(*paths: Path | None, mend: str = "name a new file") -> None:
             raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
 
 
+def require_picture(path: Path, option: str, overwrite: bool) -> None:
+    """Refuse a picture's path before the work begins: another suffix, or, without `overwrite`, a file that is there."""
+    if path.suffix.lower() not in _PICTURES:
+        raise click.UsageError(f"{option} {path} must end in {', '.join(_PICTURES)}")
+    if not overwrite:
+        require_new(path, mend=f"name another file with {option}, or pass --overwrite")
+
+
 def console() -> Console:
     """Return a console that prints names from files unchanged; rich otherwise reads `[/x]` and `:x:` as markup."""
     return Console(markup=False, emoji=False)
+
+
+def number_or_text(text: str) -> float | str:
+    """Return a policy as it was typed: a number is a fixed scale."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def scale_text(scale: float) -> str:

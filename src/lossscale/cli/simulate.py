@@ -9,13 +9,12 @@ import click
 import numpy as np
 from rich.table import Table
 
-from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new, scale_text
+from lossscale.cli._shared import FILE, OVERWRITE, console, example, number_or_text, require_picture, scale_text
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
 from lossscale_core import ScalingPolicy, as_policy, diagnose, testing
 from lossscale_core._files import write_whole
 
 _MOST_ROWS = 40
-_PICTURES = (".png", ".pdf", ".svg")
 
 
 @click.command(
@@ -37,11 +36,8 @@ def command(
     """
     if (overflow is None) == (gradient_max is None):
         raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
-    if plot.suffix.lower() not in _PICTURES:
-        raise click.UsageError(f"--plot {plot} must end in {', '.join(_PICTURES)}")
-    if not overwrite:
-        require_new(plot, mend="name another file with --plot, or pass --overwrite")
-    scaling = as_policy(_number_or_text(policy))
+    require_picture(plot, "--plot", overwrite)
+    scaling = as_policy(number_or_text(policy))
     if overflow is not None:
         trace = testing.simulate(scaling, [not flag for flag in read_overflow(overflow)])
     else:
@@ -52,13 +48,6 @@ def command(
         terminal.print(line, soft_wrap=True, highlight=False)
     write_whole(plot, _picture(trace, plot.suffix[1:]), overwrite=overwrite)
     terminal.print(f"wrote {plot}", soft_wrap=True)
-
-
-def _number_or_text(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _stretches_table(trace: testing.Trace) -> Table:

@@ -1,0 +1,150 @@
+"""Recorded runs, as `lossscale run`, the demo, TensorBoard and Weights & Biases write them."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lossscale_core._files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core._words import shown_names
+from lossscale_core.errors import TraceFileError
+
+# The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
+_NAMES = {
+    "step": ("step", "trainer/global_step", "global_step", "_step", "steps"),
+    "scale": ("scale", "loss_scale", "loss_scale_used", "grad_scale", "amp_scale"),
+    "overflowed": ("overflowed", "overflow", "skipped", "found_inf"),
+    "applied": ("applied",),
+    "spiked": ("spiked", "spike"),
+    "norm": ("norm", "grad_norm", "gradient_norm", "total_norm"),
+}
+_FLAGS = ("overflowed", "applied", "spiked")
+_WORDS = {"": math.nan, "true": 1.0, "false": 0.0, "none": math.nan, "null": math.nan}
+
+
+class RecordedRun(NamedTuple):
+    """A run, a row per recorded step; each array has shape `(steps,)`."""
+
+    step: NDArray[np.float64]
+    scale: NDArray[np.float64]
+    overflowed: NDArray[np.bool_]
+    spiked: NDArray[np.bool_]
+    norm: NDArray[np.float64] | None
+    """float64: the norm of the unscaled gradients, NaN where it is not known; None without any."""
+    is_guessed: bool
+    """Whether overflows are guessed from falls of the scale, since the file does not tell them."""
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Return the run that a CSV, JSON or TensorBoard event file holds. Raises `TraceFileError`; `OSError`."""
+    columns = _reader(path)(path)
+    found = {role: values for role, names in _NAMES.items() if (values := _column(columns, names)) is not None}
+    for role in _FLAGS:
+        if role in found and not {0.0, 1.0}.issuperset(found[role][np.isfinite(found[role])]):
+            del found[role]  # a share or a count under the same name
+    if "scale" not in found:
+        raise TraceFileError(
+            f"{path} has no column for the loss scale, such as 'loss_scale'; it has {shown_names(columns) or 'nothing'}"
+        )
+    return _run(path, found)
+
+
+def _run(path: Path, found: dict[str, Any]) -> RecordedRun:
+    scale = found["scale"]
+    step = found.get("step", np.arange(len(scale), dtype=float))
+    rows = np.isfinite(step) & np.isfinite(scale) & (scale > 0)
+    if not rows.any():
+        raise TraceFileError(f"{path} holds no steps with a positive loss scale; write one row a step")
+    order = np.argsort(step[rows], kind="stable")
+    kept = {role: values[rows][order] for role, values in found.items()}
+    spiked = kept.get("spiked", np.zeros(len(order))) == 1.0
+    overflowed, is_guessed = _overflows(kept, spiked)
+    norm = kept.get("norm")
+    if norm is not None and not np.isfinite(norm).any():
+        norm = None
+    return RecordedRun(step[rows][order], kept["scale"], overflowed, spiked, norm, is_guessed)
+
+
+def _overflows(found: dict[str, Any], spiked: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], bool]:
+    """Return at which steps an overflow was, and whether that is guessed: a scale falls after an overflow alone."""
+    if "overflowed" in found:
+        return found["overflowed"] > 0, False
+    if "applied" in found:
+        return (found["applied"] == 0.0) & ~spiked, False
+    return np.append(np.diff(found["scale"]) < 0, False), True
+
+
+def _column(columns: dict[str, Any], names: Iterable[str]) -> Any:
+    for name in names:
+        for title, values in columns.items():
+            plain = title.strip().lower()
+            if name in (plain, plain.rpartition(" - ")[2], plain.rpartition("/")[2]):
+                return values
+    return None
+
+
+def _reader(path: Path) -> Callable[[Path], dict[str, Any]]:
+    if path.is_dir() or ".tfevents." in path.name:
+        return _read_events
+    readers = {".csv": _read_csv, ".json": _read_json}
+    if suffix_of(path) not in readers:
+        raise TraceFileError(f"{path} must be a .csv or .json file, or TensorBoard's event file or folder")
+    return readers[suffix_of(path)]
+
+
+def _read_csv(path: Path) -> dict[str, Any]:
+    text = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
+    try:
+        titles, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+    except csv.Error as error:
+        raise TraceFileError(f"{path} is not valid CSV: {error}") from error
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(titles):
+            raise TraceFileError(f"{path}: row {number} has {len(row)} cells, but the first row has {len(titles)}")
+    return {title: _numbers(row[at] for row in rows) for at, title in enumerate(titles)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the lists of an object, or the values of a list of objects, by their names."""
+    content = read_data(path, TraceFileError, LARGEST_DATA)
+    if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
+        content = {
+            name: [row.get(name) for row in content] for name in dict.fromkeys(n for row in content for n in row)
+        }
+    if not isinstance(content, dict):
+        raise TraceFileError(f"{path} must hold an object with a list for each column, or a list of objects")
+    columns = {name: values for name, values in content.items() if isinstance(values, list)}
+    longest = max(map(len, columns.values()), default=0)
+    return {name: _numbers(values) for name, values in columns.items() if len(values) == longest}
+
+
+def _read_events(path: Path) -> dict[str, Any]:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ModuleNotFoundError as error:
+        raise TraceFileError(
+            f"{path} is TensorBoard's, and reading it needs tensorboard; run: pip install tensorboard"
+        ) from error
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    steps = sorted(set().union(*series.values()))
+    columns = {tag: np.array([values.get(step, math.nan) for step in steps]) for tag, values in series.items()}
+    return {**columns, "step": np.array(steps, dtype=float)}
+
+
+def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
+    return np.array([_number(value) for value in values], dtype=float)
+
+
+def _number(value: Any) -> float:
+    """Return a cell as a number; NaN for whatever is not one, since exports have columns of words, too."""
+    word = str(value).strip().lower()
+    try:
+        return _WORDS[word] if word in _WORDS else float(word)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,44 @@
+"""The part of `lossscale run` that works in the script's processes: it replaces torch's scalers and records each step.
+
+Nothing happens on import, and nothing in a process whose environment `lossscale run` did not prepare.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_VARIABLE = "LOSSSCALE_RUN"
+_SITE = Path(__file__).parent / "site"
+
+
+def environment(policy: dict[str, Any] | None, trace: Path | None) -> dict[str, str]:
+    """Return an environment in which Python processes use this library's scaler in the place of torch's.
+
+    Args:
+        policy: A policy as a dict; None keeps the settings that the script gives to its scaler.
+        trace: The file to write a row per update to; None writes none.
+
+    """
+    # Launchers such as torchrun hand their environment on, but neither hooks nor options of the interpreter.
+    paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    run = {"policy": policy, "trace": None if trace is None else str(trace.absolute())}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), _VARIABLE: json.dumps(run)}
+
+
+def execute(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
+    """Execute a module that has a scaler of torch's, and replace that scaler where `lossscale run` asks for it."""
+    run = os.environ.get(_VARIABLE)
+    if run is None:
+        execute_module(module)
+    elif module.__name__ == "torch":
+        execute_module(module)
+        from lossscale.tracing import _replace  # imports torch, which is complete by now
+
+        _replace.replace_scalers(**json.loads(run))
+    else:
+        from lossscale.tracing import _replace
+
+        _replace.replace_sharded_scaler(module, execute_module)

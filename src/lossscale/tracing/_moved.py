@@ -1,0 +1,120 @@
+"""What moves on a skipped step although nothing was learnt: schedules, averaged weights, running statistics."""
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+_AVERAGE = re.compile(r"Averaged|EMA|Ema(?![a-z])")
+_MOST_WAITING = 100
+_IF_APPLIED = "step or update it only where update() says that the step was applied"
+_IN_FORWARD = "a forward pass updates its statistics, before anybody knows that the step will be skipped"
+
+
+class _Counter(NamedTuple):
+    name: str
+    read: Callable[[], int]
+    """Return a number that changes when the object moves."""
+    mend: str
+
+
+class Bystanders:
+    """The schedules, averaged weights and normalisation layers of a process, and how often each moved on a skip.
+
+    They are looked for before the first step; whatever a script makes later is not seen. Nothing of theirs is replaced:
+    their own counters, and the versions that torch counts for each tensor, tell whether they moved.
+    """
+
+    def __init__(self) -> None:
+        self._after_loss: _Window | None = None
+        self._before_update: _Window | None = None
+        self._overflowed: Any = None
+
+    def begin_step(self) -> None:
+        """End the step before, at the first loss after its update: a schedule moves between the two."""
+        if self._after_loss is None:
+            objects = gc.get_objects()
+            self._after_loss = _Window(_schedules_and_averages(objects))
+            self._before_update = _Window(_normalisations(objects))
+        if self._overflowed is not None:
+            self._after_loss.end(self._overflowed)
+            self._overflowed = None
+
+    def end_step(self, overflowed: Any) -> None:
+        """End the forward passes of a step, at its update."""
+        self._overflowed = overflowed
+        if self._before_update is not None:
+            self._before_update.end(overflowed)
+
+    def summary(self) -> Iterator[str]:
+        """Yield a sentence for each class whose objects moved on a skipped step."""
+        if self._overflowed is not None and self._after_loss is not None:
+            self._after_loss.end(self._overflowed)
+        for window in filter(None, (self._after_loss, self._before_update)):
+            yield from window.summary()
+
+
+class _Window:
+    """The stretch of each step in which some objects are watched."""
+
+    def __init__(self, counters: list[_Counter]) -> None:
+        self._counters = counters
+        self._last = self._read()
+        self._waiting: list[tuple[Any, list[int]]] = []
+        self._moves: Counter[str] = Counter()
+        self._skips = 0
+
+    def end(self, overflowed: Any) -> None:
+        """End the stretch of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
+        now = self._read()
+        self._waiting.append((overflowed, [at for at, value in enumerate(now) if value != self._last[at]]))
+        self._last = now
+        if len(self._waiting) >= _MOST_WAITING:
+            self._count()
+
+    def summary(self) -> Iterator[str]:
+        self._count()
+        mends = {each.name: each.mend for each in self._counters}
+        for name, moves in self._moves.items():
+            yield f"{name} moved on {moves} of {self._skips} skipped steps: {mends[name]}."
+
+    def _read(self) -> list[int]:
+        return [counter.read() for counter in self._counters]
+
+    def _count(self) -> None:
+        skips = [moved for overflowed, moved in self._waiting if bool(overflowed)]
+        self._waiting.clear()
+        self._skips += len(skips)
+        for moved in skips:
+            self._moves.update({self._counters[at].name for at in moved})
+
+
+def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
+    schedules = [each for each in objects if issubclass(type(each), LRScheduler)]
+    averages = [each for each in _modules(objects) if _AVERAGE.search(type(each).__name__)]
+    return [
+        *(_Counter(type(each).__name__, lambda each=each: each.last_epoch, _IF_APPLIED) for each in schedules),
+        *(_Counter(type(each).__name__, lambda each=each: _versions(each), _IF_APPLIED) for each in averages),
+    ]
+
+
+def _normalisations(objects: list[Any]) -> list[_Counter]:
+    found = [each for each in _modules(objects) if getattr(each, "num_batches_tracked", None) is not None]
+    return [
+        _Counter(type(each).__name__, lambda each=each: each.num_batches_tracked._version, _IN_FORWARD)
+        for each in found
+    ]
+
+
+def _modules(objects: list[Any]) -> list[Any]:
+    # The type is asked, and not `isinstance`: proxies import or compute what they stand for where that asks them.
+    return [each for each in objects if issubclass(type(each), torch.nn.Module)]
+
+
+def _versions(module: Any) -> int:
+    """Return how often the tensors of a module were written in place."""
+    return sum(tensor._version for tensor in module.state_dict(keep_vars=True).values() if torch.is_tensor(tensor))

@@ -1,0 +1,99 @@
+"""The record of one scaler's steps: a row per update in the trace, and a summary when the process ends."""
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from lossscale.tracing._moved import Bystanders
+
+COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm")
+_MOST_WAITING = 100
+
+
+class Record:
+    """A scaler's steps so far; the rows of the last ones wait while a device holds their values."""
+
+    def __init__(self, scaler: Any, trace: Path | None) -> None:
+        self.norm: Any = None
+        """The norm of the unscaled gradients, where it is known, since the update before."""
+        self._scaler, self._trace = scaler, trace
+        self._file: TextIO | None = None
+        self._rows: list[tuple[Any, ...]] = []
+        self._steps = 0
+        self._bystanders = Bystanders()
+        atexit.register(self.finish)
+
+    def begin_step(self) -> None:
+        """Note, before the first loss of a step is scaled, what moved since the loss of the step before."""
+        self._bystanders.begin_step()
+
+    def end_step(self, info: Any, overflowed: Any) -> None:
+        """Record an update. Synchronises with a device every hundred steps at most."""
+        spiked = getattr(info, "spiked", False)
+        self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, spiked, self.norm))
+        self._steps, self.norm = self._steps + 1, None
+        self._bystanders.end_step(overflowed)
+        is_on_host = not isinstance(overflowed, torch.Tensor) or overflowed.is_cpu
+        if is_on_host or len(self._rows) >= _MOST_WAITING:
+            self._write_rows()
+
+    def finish(self) -> None:
+        """Write the rows that wait, and say on stderr how loss scaling did."""
+        self._write_rows()
+        if self._file is not None:
+            self._file.close()
+        for line in (self._scaler.diagnose(), *self._bystanders.summary()):
+            _say(line)
+
+    def _write_rows(self) -> None:
+        rows, self._rows = self._rows, []
+        if self._trace is None or not rows:
+            return
+        try:
+            if self._file is None:
+                self._file = _open_new(self._trace)
+                self._file.write(",".join(COLUMNS) + "\n")
+            self._file.writelines(",".join(map(_as_cell, row)) + "\n" for row in rows)
+            self._file.flush()
+        except OSError as error:  # a full disk is no reason to end the training
+            self._trace = None
+            _say(f"the trace ends at step {rows[0][0]}: {error}")
+
+
+def _rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _open_new(trace: Path) -> TextIO:
+    """Open a new file for a scaler: `scale.csv`, `scale.rank3.csv` for a rank, and another name where that is taken."""
+    rank, ranks = _rank()
+    stem = f"{trace.stem}.rank{rank}" if ranks > 1 else trace.stem
+    names = [stem, *(f"{stem}.process{os.getpid()}.{number}" for number in range(1, 1000))]
+    for name in names:
+        place = trace.with_name(name + trace.suffix)
+        try:
+            file = place.open("x", encoding="utf-8")  # which follows no link
+        except FileExistsError:
+            continue
+        return file
+    raise FileExistsError(f"{trace} and a thousand names like it are taken")
+
+
+def _as_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, torch.Tensor) or hasattr(value, "item"):
+        value = value.item()
+    return repr(value)
+
+
+def _say(line: str) -> None:
+    rank, ranks = _rank()
+    print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)

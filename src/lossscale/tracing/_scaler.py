@@ -1,0 +1,118 @@
+"""The library's scaler with the constructors of torch's, which records each update."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from lossscale.tracing._record import Record
+from lossscale_torch import GradScaler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Records are not attributes of their scaler, which scripts copy and pickle. They outlive the function that made it,
+# since the summary comes when the process ends.
+_RECORDS: "dict[TracedScaler, Record]" = {}
+
+
+class TracedScaler(GradScaler):
+    """`lossscale_torch.GradScaler` under the policy of the run, or else the settings that the script gives."""
+
+    policy_of_run: ClassVar[Any] = None
+    trace_of_run: "ClassVar[Path | None]" = None
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **options: Any,
+    ) -> None:
+        if self.policy_of_run is None and "policy" not in options:
+            options.update(
+                {"init_scale": init_scale, "growth_factor": growth_factor},
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+            )
+        super().__init__(device, enabled=enabled, **{"policy": self.policy_of_run, **options})
+        _ = self._record
+
+    @torch.compiler.disable
+    def scale(self, outputs: Any) -> Any:
+        """Return `outputs` times the loss scale, and look at what moved since the step before."""
+        if self._enabled:
+            self._record.begin_step()
+        return super().scale(outputs)
+
+    @torch.compiler.disable
+    def update(self, new_scale: Any = None) -> Any:
+        """Update the loss scale, and record the step also where the policy's limit on overflows ends the run."""
+        last = self.last_step
+        skipped = self.metrics()["skipped_steps"]
+        try:
+            return super().update(new_scale)
+        finally:
+            if self._enabled and self.last_step is not None and self.last_step is not last:
+                self._record.end_step(self.last_step, self.metrics()["skipped_steps"] > skipped)
+
+    @staticmethod
+    def note_norm(norm: Any) -> None:
+        """Keep a norm for the update that comes, where the gradients that have it are unscaled already."""
+        for scaler, record in _RECORDS.items():
+            if scaler._enabled and not scaler._records.are_untouched():
+                record.norm = norm
+
+    @property
+    def _record(self) -> Record:
+        if self not in _RECORDS:  # a copy
+            _RECORDS[self] = Record(self, self.trace_of_run)
+        return _RECORDS[self]
+
+
+class CudaScaler(TracedScaler):
+    """The constructor of `torch.cuda.amp.GradScaler`, which takes no device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cuda", *args, **kwargs)
+
+
+class CpuScaler(TracedScaler):
+    """The constructor of `torch.cpu.amp.GradScaler`, which takes no device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu", *args, **kwargs)
+
+
+def sharded(of_torch: Any) -> type[TracedScaler]:
+    """Return a traced scaler that is an instance of FSDP's, too."""
+
+    class ShardedScaler(TracedScaler, of_torch):
+        """The constructor of `ShardedGradScaler`, which takes the backoff factor before the growth factor."""
+
+        def __init__(
+            self,
+            device: str = "cuda",
+            init_scale: float = 2.0**16,
+            backoff_factor: float = 0.5,
+            growth_factor: float = 2.0,
+            growth_interval: int = 2000,
+            enabled: bool = True,
+            process_group: Any = None,
+        ) -> None:
+            options = {
+                "process_group": process_group,
+                "half_gradients": True,
+            }  # as FSDP's: its gradients may be float16
+            super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)
+
+        def scale(self, outputs: Any) -> Any:
+            ranks = self._records.ranks
+            if ranks.process_group is None and dist.is_initialized():  # torch's default is looked up as late as this
+                ranks.process_group = dist.group.WORLD
+            return super().scale(outputs)
+
+    return ShardedScaler
