@@ -86,6 +86,7 @@ def _custom(params, x):
 def _looping(params, x):
     """Run a loop as often as the data decide, which no gradient passes, and a branch and a loop that one does."""
     turns = lax.while_loop(lambda state: state[1] < 20, lambda state: (state[0] + 1, state[1] * 2), (0, x[0, 0] ** 2))
+    x = _amplified(x)  # of the data alone
     hidden = lax.cond(turns[0] > 0, lambda x: 3 * x, lambda x: x / 0, _dense(params, "up", x))
     return lax.fori_loop(0, 3, lambda _, x: jnp.float16(1.5) * x, hidden)
 
@@ -225,10 +226,10 @@ def test_random_keys_pass_through_a_scan():
     def loss_fn(x, key):
         def layer(hidden, key):
             keep = jax.random.bernoulli(key, 0.5, hidden.shape)
-            return jnp.where(keep, 2 * hidden, 0), jax.random.split(key)[0]
+            return jnp.where(keep, 2 * hidden, 0), None
 
-        hidden, keys = lax.scan(layer, x.astype(jnp.float16), jax.random.split(key, 3))
-        return hidden.astype(jnp.float32).sum() + jax.random.uniform(keys[0])
+        hidden, _ = lax.scan(layer, x.astype(jnp.float16), jax.random.split(key, 3))
+        return hidden.astype(jnp.float32).sum()
 
     x = jnp.ones((16, WIDTH))
     report = range_report(loss_fn, x, KEYS[0])
