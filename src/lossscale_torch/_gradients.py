@@ -142,9 +142,10 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
     """Set `found_inf` to 1.0 where an element is not finite, and multiply in place; a factor of 1 writes nothing."""
     if bucket[0].dtype is torch.bfloat16 and bucket[0].is_cuda:
         # the kernel knows no bfloat16 on CUDA: https://github.com/pytorch/pytorch/issues/127176
-        found_inf.copy_(
-            torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax()))
-        )
+        if some := [each for each in bucket if each.numel()]:  # an empty tensor has no infinity norm
+            found_inf.copy_(
+                torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(some, torch.inf)).amax()))
+            )
         torch._foreach_mul_(bucket, factor)
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)

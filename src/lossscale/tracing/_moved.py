@@ -4,6 +4,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,17 +98,19 @@ def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
     schedules = [each for each in objects if issubclass(type(each), LRScheduler)]
     averages = [each for each in _modules(objects) if _AVERAGE.search(type(each).__name__)]
     return [
-        *(_Counter(type(each).__name__, lambda each=each: each.last_epoch, _IF_APPLIED) for each in schedules),
-        *(_Counter(type(each).__name__, lambda each=each: _versions(each), _IF_APPLIED) for each in averages),
+        *(_Counter(type(each).__name__, partial(getattr, each, "last_epoch"), _IF_APPLIED) for each in schedules),
+        *(_Counter(type(each).__name__, partial(_versions, each), _IF_APPLIED) for each in averages),
     ]
 
 
 def _normalisations(objects: list[Any]) -> list[_Counter]:
     found = [each for each in _modules(objects) if getattr(each, "num_batches_tracked", None) is not None]
-    return [
-        _Counter(type(each).__name__, lambda each=each: each.num_batches_tracked._version, _IN_FORWARD)
-        for each in found
-    ]
+    return [_Counter(type(each).__name__, partial(_batches_tracked, each), _IN_FORWARD) for each in found]
+
+
+def _batches_tracked(module: Any) -> int:
+    version: int = module.num_batches_tracked._version  # read anew: loading a checkpoint may replace the tensor
+    return version
 
 
 def _modules(objects: list[Any]) -> list[Any]:

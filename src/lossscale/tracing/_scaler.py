@@ -63,7 +63,7 @@ class TracedScaler(GradScaler):
     def note_norm(norm: Any) -> None:
         """Keep a norm for the update that comes, where the gradients that have it are unscaled already."""
         for scaler, record in _RECORDS.items():
-            if scaler._enabled and not scaler._records.are_untouched():
+            if scaler.is_enabled() and not scaler._records.are_untouched():
                 record.norm = norm
 
     @property
