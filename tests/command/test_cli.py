@@ -238,7 +238,7 @@ BAD_INPUT = [
     (("simulate", "dynamic", "--overflow", "number.json"), "but must hold a list"),
     (("policy", "convert", "--from", "deepspeed", "none.json"), "none.json: No such file"),
     (("policy", "convert", "--from", "deepspeed", "broken.json"), "broken.json is not valid JSON"),
-    (("policy", "convert", "--from", "deepspeed", "number.json"), "where a dict of keys belongs"),
+    (("policy", "convert", "--from", "deepspeed", "number.json"), "but must hold a dict of keys"),
     (("policy", "convert", "--from", "deepspeed", "object.json"), "'loss' is not a key of deepspeed"),
     (("policy", "convert", "--from", "deepsped", "object.json"), "did you mean 'deepspeed'"),
     (("policy", "convert", "object.json"), "--from"),
