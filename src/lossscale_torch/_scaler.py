@@ -22,7 +22,6 @@ from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
 from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, all_finite, known_on_host, require_member
 from lossscale_torch._gradients import Gradients
-from lossscale_torch._join import JoinedScaler
 from lossscale_torch._optimizers import is_fused, takes_factor, takes_scaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, plain
@@ -324,27 +323,6 @@ class GradScaler(TorchNames):
         if group is not None:
             require_member(group)
         require_same_on_ranks(state_to_dict(self._state.read(), self.policy), group)
-
-    def join_hook(self, **kwargs: Any) -> JoinedScaler:
-        """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
-
-        A rank without inputs answers the others where they combine flags over `process_group`; then each forward pass
-        of the model needs exactly one `update`. At the end every rank goes on from the state of the last that had some.
-        """
-        ranks = self._records.ranks
-        ranks.joined = JoinedScaler(self, ranks)
-        return ranks.joined
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the loss scale, for `Join`."""
-        return torch.device(self._device) if self._state.loss_scale is None else self._state.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group whose ranks decide alike, for `Join`; all ranks where none was given."""
-        group = self._records.ranks.process_group
-        return torch.distributed.group.WORLD if group is None else group
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

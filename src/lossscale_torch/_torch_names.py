@@ -11,6 +11,7 @@ from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
 from lossscale_torch._decision import Ranks
+from lossscale_torch._join import JoinedScaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, within_bounds
 
@@ -24,6 +25,8 @@ class TorchNames(torch.amp.GradScaler):
     that only torch's kernels lack.
     """
 
+    # A subclass of torch's, since trainers declare that class for the scaler that they are given, such as Lightning:
+    # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/plugins/precision/amp.py#L44
     _device: str
     _enabled: bool
     _state: ScalerState
@@ -118,6 +121,27 @@ class TorchNames(torch.amp.GradScaler):
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
         self._begun_with = (self.get_scale(), self._get_growth_tracker())
         self._has_begun = True
+
+    def join_hook(self, **kwargs: Any) -> JoinedScaler:
+        """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
+
+        A rank without inputs answers the others where they combine flags over `process_group`; then each forward pass
+        of the model needs exactly one `update`. At the end every rank goes on from the state of the last that had some.
+        """
+        ranks = self._records.ranks
+        ranks.joined = JoinedScaler(self, ranks)
+        return ranks.joined
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the loss scale, for `Join`."""
+        return torch.device(self._device) if self._state.loss_scale is None else self._state.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group whose ranks decide alike, for `Join`; all ranks where none was given."""
+        group = self._records.ranks.process_group
+        return torch.distributed.group.WORLD if group is None else group
 
     def __getstate__(self) -> dict[str, Any]:
         if self._records.by_id:
