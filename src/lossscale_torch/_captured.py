@@ -38,8 +38,6 @@ _LATE = (
 class Backwards:
     """The backward passes of the losses that were scaled between two updates, by their numbers in autograd's engine."""
 
-    __slots__ = ("_next", "last")
-
     def __init__(self) -> None:
         self.last: int | None = None
         """The number of the latest backward of such a loss; None before the first."""
@@ -131,12 +129,13 @@ class ScaledLosses:
     def scale_of(self, record: OptimizerRecord, state: ScalerState) -> CapturedScale:
         """Return the loss scale that a record's gradients were made with, on the device of the present one.
 
-        The persistent tensor itself wherever it still holds that scale, for a graph that records this: at each replay
-        it reads what the tensor then holds.
+        It is the persistent tensor itself for a graph that records this, which reads at each replay what the tensor
+        then holds, and where no loss was scaled since the last update.
         """
         if record.captured is not None:
             return record.captured.moved_to(state.device)
-        if self.is_recorded() or self.captured is None:
+        # A step that is recorded, or counted by a dispatch mode, does not make the scaler a recorded one.
+        if self.captured is None or self._is_recorded or is_being_recorded():
             return state.present()
         return self.captured.moved_to(state.device)
 
@@ -170,10 +169,15 @@ class ScaledLosses:
         settle the doubt.
         """
         key = id(optimizer)
-        reference, past = self._known.get(key), self._past
-        was_known = reference is not None and reference() is optimizer
-        if not was_known:
-            self._known[key] = weak_reference(optimizer)
+        reference = self._known.get(key)
+        if reference is not None and reference() is optimizer:
+            return self._origin(optimizer, present_scale, was_known=True)
+        origin = self._origin(optimizer, present_scale, was_known=False)
+        self._known[key] = weak_reference(optimizer)  # not where it raises: a second try must not be answered
+        return origin
+
+    def _origin(self, optimizer: Any, present_scale: Any, was_known: bool) -> Origin | None:
+        key, past = id(optimizer), self._past
         if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
             return _PRESENT
         if not grads_of(optimizer):

@@ -69,10 +69,10 @@ def unscale_and_clip(
     optimizer is left to multiply.
     """
     ours: list[OptimizerRecord] = [records.by_id[id(optimizer)] for optimizer in optimizers]
+    gradients = Gradients.to_unscale(optimizers, allow_half)  # refuses before any of them is unscaled
     if any(record.captured is not ours[0].captured for record in ours) or any(map(mesh_groups, optimizers)):
         return None
     scale, may_be_below_one = records.scale_of(ours[0])[:2]
-    gradients = Gradients.to_unscale(optimizers, allow_half)
     on_host = scale.is_cpu or not all(map(is_fused, optimizers))
     can_wait = not may_be_below_one and can_stay_on_device(gradients, how.norm_type, scale.device)
     if how.needs_torchs(gradients) or not (on_host or can_wait):

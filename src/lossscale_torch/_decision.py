@@ -48,11 +48,6 @@ class OptimizerRecord(dict[str, Any]):
     """Whether there were no gradients to check."""
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> "OptimizerRecord":
-        """Return `record`, or one of this class with its keys if torch's own factory made it."""
-        return record if isinstance(record, cls) else cls(record)
-
-    @classmethod
     def fresh(cls) -> "OptimizerRecord":
         """Return the record of an optimizer that was not touched since the last update."""
         return cls(stage=READY, found_inf_per_device={})
@@ -79,11 +74,9 @@ class OptimizerRecord(dict[str, Any]):
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
     if record.finite is None:
-        record.finite, found = True, 0.0
-        for flag in record["found_inf_per_device"].values():
-            found = flag.item()
-            record.finite = record.finite and found == 0.0
-        if record.is_combined and found == math.inf:
+        found = [flag.item() for flag in record["found_inf_per_device"].values()]  # Ctrl-C may interrupt the wait
+        record.finite = found.count(0.0) == len(found)
+        if record.is_combined and math.inf in found:
             raise SyncError(
                 "ranks unscale or step different optimizers at the same time, so that one's overflow would skip "
                 "another's step; call unscale_() and step() on the optimizers in the same order on every rank"

@@ -98,11 +98,9 @@ class OptimizerRecords:
         return self._joint
 
     def checked(self) -> list[OptimizerRecord]:
-        """Return the records in which something was found; raise torch's error where no optimizer was touched."""
-        for key, each in self.by_id.items():
-            if not isinstance(each, OptimizerRecord):
-                self.by_id[key] = OptimizerRecord(each)
-        return [record for record in self.by_id.values() if record["found_inf_per_device"]]
+        """Return the records in which something was found."""
+        found = [each for each in self.by_id.values() if each["found_inf_per_device"]]
+        return [each if isinstance(each, OptimizerRecord) else OptimizerRecord(each) for each in found]
 
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""
@@ -111,7 +109,8 @@ class OptimizerRecords:
     def end(self) -> dict[int, Any]:
         """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""
         flags, unscaled, used_present = {}, {}, False
-        for key, record in self.by_id.items():
+        for key, each in self.by_id.items():
+            record = each if isinstance(each, OptimizerRecord) else OptimizerRecord(each)
             used_present = used_present or record.captured is None
             if record["stage"] is STEPPED:
                 flags[key] = record.flag

@@ -195,7 +195,7 @@ class GradScaler(TorchNames):
         one on a CUDA device not at all.
         """
         how = _clip.clipping(max_norm, norm_type)
-        norm = self._clip([optimizer], how, "clip_and_step", is_deferred=takes_factor(optimizer))
+        norm = self._clip([optimizer], how, "clip_and_step", may_defer=True)
         self.step(optimizer)
         return norm
 
@@ -356,12 +356,13 @@ class GradScaler(TorchNames):
         self._records.are_flags_shared = True
         return record["found_inf_per_device"]
 
-    def _clip(self, optimizers: list[Any], how: _clip.Clipping, caller: str, is_deferred: bool = False) -> Tensor:
+    def _clip(self, optimizers: list[Any], how: _clip.Clipping, caller: str, may_defer: bool = False) -> Tensor:
         if not self._enabled:
             return how.apply_torchs(optimizers)
         records = [self._record_to_unscale(each, caller) for each in optimizers]
         hooks = self._hooks()
         if hooks.isdisjoint(("unscale_", "_unscale_grads_")) and not any(record.is_carried for record in records):
+            is_deferred = may_defer and takes_factor(optimizers[0])
             norm = _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
             if norm is not None:
                 return norm

@@ -15,10 +15,10 @@ _NEW_SCALE = (
 
 
 class CapturedScale(NamedTuple):
-    """A loss scale at one time: what multiplied a loss, and what its gradients are divided by."""
+    """A loss scale: what multiplied a loss, and what its gradients are divided by."""
 
     scale: Tensor
-    """float32, shape `()`; it stays as it is while gradients made with it may arrive."""
+    """float32, shape `()`: a copy that is not written to; from `ScalerState.present`, the persistent tensor itself."""
     may_be_below_one: bool
     """Whether it may be below 1, where unscaling can overflow; known without waiting for a device."""
     known_inverse: Tensor | None = None
@@ -65,13 +65,16 @@ class ScalerState:
         """Make the persistent tensors, on `device`."""
         self._host = self.read()
         self.is_on_host = True
-        self._placed, self._uploaded, self._captured = self._as_tensors(self._host, device), self._host, None
+        with torch.inference_mode(False):  # they outlive a validation loop that may be running
+            self._placed = self._as_tensors(self._host, device)
+        self._uploaded, self._captured = self._host, None
         self.loss_scale = self._placed.loss_scale
 
     def capture(self, is_recorded: bool) -> CapturedScale:
         """Return a copy of the loss scale, for backward to keep and for unscaling; the tensor itself may change.
 
-        One copy serves until the loss scale changes, but for a recorded call, which copies anew at each replay.
+        While the state is on the host, one copy serves until the loss scale changes. A recorded call copies anew at
+        each replay.
         """
         if is_recorded or not self.is_on_host:
             return self.present()._replace(scale=self._placed.loss_scale.clone())
@@ -127,8 +130,7 @@ class ScalerState:
         after = self.policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        scales = before.loss_scale.item(), after.loss_scale.item()
-        return StepInfo(finite, *scales, after.overflow_streak.item())
+        return StepInfo(finite, plain(before.loss_scale), plain(after.loss_scale), plain(after.overflow_streak))
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""

@@ -1,4 +1,4 @@
-"""torch's getters, setters and semi-private names, which other packages read and write: delegation only."""
+"""torch's own names: getters, setters, state dicts, copies, its part in Join, and names that others read and write."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ _ADVICE = "This may indicate your script did not use scaler.scale(loss or output
 
 
 class TorchNames(torch.amp.GradScaler):
-    """torch's names over a `ScalerState`. It owns no rule: a setter replaces the policy.
+    """torch's names over a `ScalerState` and its `OptimizerRecords`; a setter replaces the policy.
 
     torch's own constructor is not called: its attributes are properties here, and it would disable a scaler for devices
     that only torch's kernels lack.
@@ -149,22 +149,18 @@ class TorchNames(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        return self._state_for(None)
+        state = ScalerState(self.policy, self._state.read())
+        records = OptimizerRecords(state, Ranks(), self._records.joint_skip)
+        return {**self.__dict__, "_state": state, "_records": records, "_last_step": None, "_skipped": set()}
 
     def __copy__(self) -> "TorchNames":
-        self.__getstate__()  # refuses in the middle of an iteration
         copy = type(self).__new__(type(self))
-        copy.__dict__.update(self._state_for(self._records.ranks.process_group))  # a group is shared, not copied
+        copy.__setstate__(self.__getstate__())
+        copy._records.ranks.process_group = self._records.ranks.process_group  # a group is shared, not copied
         return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchNames":
         return self.__copy__()
-
-    def _state_for(self, process_group: Any) -> dict[str, Any]:
-        """Return the attributes of a scaler that goes on alone from this one's state."""
-        state = ScalerState(self.policy, self._state.read())
-        records = OptimizerRecords(state, Ranks(process_group), self._records.joint_skip)
-        return {**self.__dict__, "_state": state, "_records": records, "_last_step": None}
 
     def _change_policy(self, **settings: Any) -> None:
         if not settings.keys() <= BaseScaling.of(self.policy).settings().keys():

@@ -42,4 +42,4 @@ def check(records: OptimizerRecords, optimizer: Any, record: OptimizerRecord) ->
     captured = records.scale_of(record)
     found = Gradients([optimizer]).found_inf(captured.inverse() if captured.may_be_below_one else None)
     records.note(optimizer, record, found)
-    record.grad_scale = captured.scale
+    record.grad_scale = captured.scale.clone()  # an optimizer may write to it, and other steps share the original

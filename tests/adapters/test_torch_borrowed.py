@@ -1,6 +1,7 @@
 """What others hold, write, replace and override: flags, private names and subclasses of torch's scaler."""
 
 import copy
+import pickle
 import warnings
 from collections import defaultdict
 
@@ -380,3 +381,47 @@ def test_a_checkpoint_whose_keys_contradict_each_other():
     with pytest.warns(CheckpointWarning, match=r"contradicts itself \(scale=64\.0 and 8\.0; _growth_tracker=7"):
         scaler.load_state_dict({**saved, "scale": 64.0, "_growth_tracker": 7})
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (64.0, 7)
+
+
+def test_a_record_of_torchs_stays_the_one_that_others_hold():
+    """An `update` that was refused leaves it in its place, so that a flag that is put into it counts."""
+    _, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    record = _refresh_per_optimizer_state()
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {id(optimizer): record})
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    record.update(found_inf_per_device={torch.device("cpu"): torch.ones(())}, stage=OptState.STEPPED)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_copy_is_made_by_a_subclasss_own_methods():
+    """`__getstate__` and `__setstate__`, as `pickle` uses them."""
+
+    class Logging(GradScaler):
+        log = ("old",)
+
+        def __getstate__(self):
+            return {**super().__getstate__(), "log": ("copied",)}
+
+    for copied in (copy.copy(Logging("cpu")), copy.deepcopy(Logging("cpu"))):
+        assert copied.log == ("copied",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_of_pickle(protocol):
+    """The oldest refuses classes with `__slots__`."""
+    scaler = pickle.loads(pickle.dumps(GradScaler("cpu", init_scale=8.0), protocol))
+    assert scaler.get_scale() == 8.0
+
+
+def test_copies_of_a_disabled_scaler_skip_by_themselves():
+    """A `skip` is of one of them."""
+    _, optimizer = _one()
+    scaler = GradScaler("cpu", enabled=False)
+    copied = copy.copy(scaler)
+    scaler.skip(optimizer)
+    assert copied.update().applied
+    assert not scaler.update().applied

@@ -239,3 +239,26 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(kinds, bad, norm_type
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected, 1.0, norm_type))
     for param, other in zip(params, expected, strict=True):
         torch.testing.assert_close(-param.detach(), other.grad, rtol=1e-5, atol=0.0)
+
+
+def test_float16_gradients_are_refused_before_anything_is_unscaled():
+    """Also where several optimizers' gradients are of different losses."""
+    (p, first), (q, second), (r, third) = (
+        (param, torch.optim.SGD([param], lr=1.0))
+        for param in (torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (None, torch.float16, None))
+    )
+    scaler = GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    for is_late in (False, True):
+        first.zero_grad()
+        third.zero_grad()
+        scaler.scale((p + r).sum()).backward()
+        if is_late:
+            scaler.skip(second)
+        else:
+            scaler.step(first)
+        scaler.step(third)
+        scaler.update()
+    (q.sum() * 32.0).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_and_clip_([first, second], 1.0)
+    assert p.grad.item() == 32.0

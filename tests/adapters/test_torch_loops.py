@@ -5,9 +5,11 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
+from tests.adapters.recorded_graph import RecordedGraph
 
 AGAINST_TORCH = pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
@@ -506,3 +508,61 @@ def test_what_a_device_knows_stays_what_it_was():
         numbers.append(scaler.metrics())
     assert [info.loss_scale_after.item() for info in infos] == [2048.0, 4096.0, 8192.0]
     assert [each["steps"].item() for each in numbers] == [1, 2, 3]
+
+
+# -- steps that are interrupted, refused or watched --------------------------------------------------------------------
+
+
+def test_a_read_that_is_refused_decides_nothing():
+    """A second `step` reads the flag again; the overflow is not applied."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), RecordedGraph():
+        scaler.step(optimizer)
+    assert _moved(param, scaler.step, optimizer) == 0.0
+    assert scaler.update().applied is False
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_step_under_a_dispatch_mode_leaves_later_steps_as_they_are():
+    """As one that counts floating-point operations: gradients that wait over an update keep their own scale."""
+    (p, first), (q, second) = _one(), _one()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale((p + q).sum()).backward()
+    with FlopCounterMode(display=False):
+        scaler.step(first)
+        scaler.step(second)
+    scaler.update()
+    first.zero_grad()
+    second.zero_grad()
+    scaler.scale((p + q).sum()).backward()
+    scaler.step(first)
+    scaler.update()
+    assert _moved(q, scaler.step, second) == 1.0
+
+
+def test_a_doubt_stays_a_doubt():
+    """The error comes again where the step is tried again."""
+    (p, first), (q, second) = _one(), _one()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    scaler.scale((p + q).sum()).backward()
+    scaler.step(first)
+    scaler.update()
+    (p.sum() * scaler.get_scale()).backward()
+    for _ in range(2):
+        with pytest.raises(CallOrderError, match="nothing tells which"):
+            scaler.step(second)
+
+
+def test_the_first_loss_may_be_scaled_in_inference_mode():
+    """What the scaler keeps is written to later, outside of it."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    with torch.inference_mode():
+        scaler.scale(param.sum())
+    scaler.scale(param.sum()).backward()
+    assert _moved(param, scaler.step, optimizer) == 1.0
+    scaler.update()
+    assert scaler.get_scale() == 2048.0

@@ -295,3 +295,47 @@ def test_the_first_step_of_a_warm_up_counts(make_scaler):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2048.0
+
+
+def test_a_fused_optimizer_that_writes_to_its_factor():
+    """It is the optimizer's own: the loss scale and other optimizers' steps stay as they are."""
+
+    class Doubling(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            factor = self.grad_scale.mul_(2.0)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(param.grad / factor * (1.0 - self.found_inf))
+
+    p, q = _param(), _param()
+    first, second = Doubling([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 4):
+        p.grad = q.grad = None
+        scaler.scale((p + q).sum()).backward()
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        assert (p.item(), q.item()) == (1.0 - 0.5 * step, 1.0 - step)
+    assert scaler.get_scale() == 1024.0
+
+
+def test_a_disabled_scaler_asks_an_optimizer_for_nothing():
+    """`clip_and_step` clips and steps, whatever the optimizer has."""
+
+    class Wrapper:
+        _step_supports_amp_scaling = True
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    param = _param()
+    param.sum().backward()
+    GradScaler("cpu", enabled=False).clip_and_step(Wrapper(torch.optim.SGD([param], lr=1.0)), 0.5)
+    assert param.item() == pytest.approx(0.5)

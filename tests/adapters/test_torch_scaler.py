@@ -749,3 +749,21 @@ def test_a_policy_goes_to_its_own_argument():
         GradScaler({"kind": "dynamic"})
     with pytest.raises(PolicyError, match="pass either policy= or init_scale"):
         GradScaler("cpu", init_scale=8.0, policy="dynamic")
+
+
+def test_a_policy_that_counts_in_python_numbers():
+    """A policy of one's own may return any numbers."""
+
+    class Counting:
+        def init_state(self):
+            return DynamicScaling(init_scale=8.0).init_state()
+
+        def update(self, state, grads_finite, *, xp=None):
+            return state._replace(steps=state.steps + 1, overflow_streak=0 if grads_finite else 1)
+
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", policy=Counting())
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.update() == (True, 8.0, 8.0, 0)
