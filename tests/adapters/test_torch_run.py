@@ -212,12 +212,15 @@ def test_accelerate_launch_is_traced(folder):
 def test_a_signal_reaches_a_script_with_timms_scaler(folder):
     """A script that handles SIGTERM ends as it wishes; the rows until then are there."""
     with subprocess.Popen(_command(folder, TIMM), cwd=folder, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        rows = _rows(folder / "scale.csv")
-        _require_simulated(rows)
-        assert all(row["norm"] for row in rows)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 7
+        try:
+            assert process.stdout.readline() == "ready\n"
+            rows = _rows(folder / "scale.csv")
+            _require_simulated(rows)
+            assert all(row["norm"] for row in rows)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 7
+        finally:
+            process.kill()  # else a failure would wait for a script that waits for its signal
 
 
 RANKS = """
