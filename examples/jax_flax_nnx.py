@@ -70,7 +70,7 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     scale_state = get_scale_state(optimizer.opt_state)
     applied_steps = metrics(scale_state)["applied_steps"]
     print(f"accuracy {accuracy:.3f} after {applied_steps} applied steps; {diagnose(POLICY, scale_state)}")
-    return Result(accuracy, scale_state, nnx.as_pure(nnx.state(network)))
+    return Result(accuracy, scale_state, nnx.to_pure_dict(nnx.state(network)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer
 
+IS_KERAS_3_10 = keras.__version__.startswith("3.10.")
 INF = float("inf")
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ROWS = 4
@@ -166,6 +167,7 @@ def test_layers_frozen_and_unfrozen():
     assert int(wrapped.optimizer.metrics()["skipped_steps"]) == 3
 
 
+@pytest.mark.skipif(IS_KERAS_3_10, reason="Keras 3.10 fails to name the variable in a graph")
 def test_variables_it_was_not_built_with():
     """Are refused in Keras's words."""
     model = _model(_wrapped(), jit_compile=False)
@@ -248,8 +250,21 @@ def test_callbacks_reach_the_inner_optimizer(name):
     assert float(wrapped.optimizer.learning_rate) == float(bare.optimizer.learning_rate)
 
 
-EVERY = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam"]
-EVERY += ["RMSprop", "SGD"]
+EVERY = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lamb",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+]
+EVERY += [pytest.param("Muon", marks=pytest.mark.skipif(IS_KERAS_3_10, reason="Keras 3.10's Muon fails in TensorFlow"))]
 
 
 @pytest.mark.parametrize("name", EVERY)
