@@ -11,7 +11,11 @@ from lossscale_core.errors import PolicyError
 
 
 def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
-    """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step."""
+    """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step.
+
+    `ValueError` below 1, as there.
+    """
+    _require_at_least_one("loss_scale_value", loss_scale_value)
     return cast(FixedScaling, from_peer("tf-v1", {"loss_scale_value": float(loss_scale_value)}, warn=False))
 
 
@@ -25,8 +29,7 @@ def DynamicLossScale(  # noqa: N802
 
 def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
     """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`; `ValueError` below 1, as there."""
-    if not loss_scale >= 1.0:
-        raise ValueError(f"loss_scale={loss_scale!r}: loss scale must be at least 1")
+    _require_at_least_one("loss_scale", loss_scale)
     return cast(FixedScaling, from_peer("tf-contrib", {"loss_scale": float(loss_scale)}, warn=False))
 
 
@@ -46,6 +49,11 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
         "decr_ratio": float(decr_ratio),
     }
     return cast(DynamicScaling, from_peer("tf-contrib", config, warn=False))
+
+
+def _require_at_least_one(name: str, value: float) -> None:
+    if not value >= 1.0:
+        raise PolicyError(f"{name}={value!r}: loss scale must be at least 1")
 
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:

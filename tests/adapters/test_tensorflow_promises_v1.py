@@ -264,6 +264,10 @@ def test_promises_016_017_029_what_a_loss_scale_may_be():
     assert v1.MixedPrecisionLossScaleOptimizer(tf1.train.AdamOptimizer(), POLICY).policy is POLICY
     assert v1.DynamicLossScale().init_scale == 2.0**15
     assert v1.FixedLossScale(4.0) == FixedScaling(4.0)
+    assert v1.FixedLossScale(1) == FixedScaling(1.0)
+    for below in (0.5, 0.0, -8.0, float("nan")):
+        with pytest.raises(ValueError, match="at least 1"):
+            v1.FixedLossScale(below)
     manager = v1.ExponentialUpdateLossScaleManager(1024.0, 10)
     assert (manager.hysteresis, manager.backoff_factor, manager.refill_on_finite) == (2, 0.8, False)
     with pytest.raises(ValueError, match="must be given"):
