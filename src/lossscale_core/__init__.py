@@ -10,7 +10,7 @@ import typing as _typing
 from lossscale_core import errors, testing, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._config import PolicyLike, as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
 from lossscale_core._placement import init_state
 from lossscale_core._policy import (
     BaseScaling,
@@ -49,6 +49,7 @@ __all__ = [
     "NoScaling",
     "OperationRange",
     "OverflowReport",
+    "PolicyLike",
     "RangeReport",
     "ScaleState",
     "ScalingPolicy",

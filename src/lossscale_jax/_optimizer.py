@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import ScalingPolicy, as_policy
+from lossscale_core import PolicyLike, ScalingPolicy, as_policy
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Accumulation, Attempt, Drop
@@ -16,7 +16,7 @@ from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._placement import place_beside
 from lossscale_jax._state import LossScaledState, find_scale_states
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
-from lossscale_jax._types import PolicyLike, PyTree, Tree
+from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import init_state, select, unscale
 
 

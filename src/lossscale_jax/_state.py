@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale_core import ScaleState, state_from_dict
+from lossscale_core import PolicyLike, ScaleState, state_from_dict
 from lossscale_core.errors import ScaleStateError
 from lossscale_jax._accumulation import Window
 from lossscale_jax._placement import fixed_place
-from lossscale_jax._types import PolicyLike, PyTree, Tree
+from lossscale_jax._types import PyTree, Tree
 
 
 class LossScaledState(NamedTuple):

@@ -10,11 +10,11 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
-from lossscale_core import ScaleState, TolerantScaleState, TolerantScaling, as_policy
+from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
 from lossscale_jax import _axes
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, is_array, multiply, name_of, times
-from lossscale_jax._types import HasLossScale, PolicyLike, PyTree, Tree
+from lossscale_jax._types import HasLossScale, PyTree, Tree
 
 
 @overload

@@ -48,6 +48,11 @@ class OptimizerRecord(dict[str, Any]):
     """Whether there were no gradients to check."""
 
     @classmethod
+    def of(cls, record: dict[str, Any]) -> "OptimizerRecord":
+        """Return `record`, or one of this class with its keys if torch's own factory made it."""
+        return record if isinstance(record, cls) else cls(record)
+
+    @classmethod
     def fresh(cls) -> "OptimizerRecord":
         """Return the record of an optimizer that was not touched since the last update."""
         return cls(stage=READY, found_inf_per_device={})
@@ -86,12 +91,10 @@ def known_on_host(record: OptimizerRecord) -> bool:
 
 def all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
     """Return the records' flags combined: a bool where the host knows all of them, else a tensor on `device`."""
-    finite = True
-    for record in records:
-        if record.finite is None:
-            return found_inf(records, device) == 0.0
-        finite = finite and record.finite
-    return finite
+    known = [record.finite for record in records]
+    if None not in known:
+        return False not in known
+    return found_inf(records, device) == 0.0
 
 
 def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tensor:

@@ -34,9 +34,7 @@ class OptimizerRecords:
     def of(self, optimizer: Any, caller: str) -> OptimizerRecord:
         """Return an optimizer's record; the first time since an update, ask where its gradients come from."""
         key = id(optimizer)
-        record = self.by_id[key]
-        if not isinstance(record, OptimizerRecord):
-            record = self.by_id[key] = OptimizerRecord(record)
+        record = self.by_id[key] = OptimizerRecord.of(self.by_id[key])
         if not record.is_admitted:
             record = self._admit(optimizer, record)
         if record.had_none and record["stage"] is UNSCALED and any(each.numel() for each in grads_of(optimizer)):
@@ -99,8 +97,7 @@ class OptimizerRecords:
 
     def checked(self) -> list[OptimizerRecord]:
         """Return the records in which something was found."""
-        found = [each for each in self.by_id.values() if each["found_inf_per_device"]]
-        return [each if isinstance(each, OptimizerRecord) else OptimizerRecord(each) for each in found]
+        return [OptimizerRecord.of(each) for each in self.by_id.values() if each["found_inf_per_device"]]
 
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""
@@ -110,7 +107,7 @@ class OptimizerRecords:
         """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""
         flags, unscaled, used_present = {}, {}, False
         for key, each in self.by_id.items():
-            record = each if isinstance(each, OptimizerRecord) else OptimizerRecord(each)
+            record = OptimizerRecord.of(each)
             used_present = used_present or record.captured is None
             if record["stage"] is STEPPED:
                 flags[key] = record.flag

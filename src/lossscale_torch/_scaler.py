@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lossscale_core import (
     BaseScaling,
+    PolicyLike,
     as_policy,
     check_overflow_streak,
     diagnose,
@@ -28,7 +29,7 @@ from lossscale_torch._state import ScalerState, plain
 from lossscale_torch._step_info import StepInfo, with_optimizers
 from lossscale_torch._stepping import step_by_itself, step_fused
 from lossscale_torch._torch_names import TorchNames
-from lossscale_torch._types import PolicyLike, Tree
+from lossscale_torch._types import Tree
 from lossscale_torch._unscaling import check, unscale
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)

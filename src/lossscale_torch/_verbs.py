@@ -5,10 +5,10 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from lossscale_core import ScaleState, TolerantScaleState, TolerantScaling, as_policy, tree
+from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy, tree
 from lossscale_torch._decision import reduce_max
 from lossscale_torch._gradients import buckets, found_inf_in, moved, values_of
-from lossscale_torch._types import HasLossScale, PolicyLike, Tree
+from lossscale_torch._types import HasLossScale, Tree
 
 
 @overload

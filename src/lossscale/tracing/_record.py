@@ -59,7 +59,7 @@ class Record:
                 self._file.write(",".join(COLUMNS) + "\n")
             self._file.writelines(",".join(map(_as_cell, row)) + "\n" for row in rows)
             self._file.flush()
-        except OSError as error:  # a full disk is no reason to end the training
+        except OSError as error:  # a full disk must not end the training
             self._trace = None
             _say(f"the trace ends at step {rows[0][0]}: {error}")
 

@@ -103,10 +103,7 @@ def sharded(of_torch: Any) -> type[TracedScaler]:
             enabled: bool = True,
             process_group: Any = None,
         ) -> None:
-            options = {
-                "process_group": process_group,
-                "half_gradients": True,
-            }  # as FSDP's: its gradients may be float16
+            options = {"process_group": process_group, "half_gradients": True}  # FSDP's gradients may be float16
             super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)
 
         def scale(self, outputs: Any) -> Any:
