@@ -9,8 +9,9 @@ import typing as _typing
 
 from lossscale_core import errors, testing, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
-from lossscale_core._checkpoint import state_from_dict, state_to_dict
+from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
 from lossscale_core._placement import init_state
 from lossscale_core._policy import (
     BaseScaling,
@@ -46,6 +47,7 @@ __all__ = [
     "DynamicScaling",
     "FixedScaling",
     "GradientReport",
+    "GuardState",
     "NoScaling",
     "OperationRange",
     "OverflowReport",
@@ -53,6 +55,7 @@ __all__ = [
     "RangeReport",
     "ScaleState",
     "ScalingPolicy",
+    "SpikeGuard",
     "StepInfo",
     "TolerantScaleState",
     "TolerantScaling",
@@ -60,10 +63,12 @@ __all__ = [
     "all_finite",
     "as_policy",
     "check_overflow_streak",
+    "check_spike_streak",
     "diagnose",
     "dialects",
     "dump_policy",
     "errors",
+    "guard_state_from_dict",
     "init_state",
     "load_policy",
     "metrics",

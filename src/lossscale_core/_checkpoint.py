@@ -8,6 +8,7 @@ from typing import Any, overload
 import numpy as np
 
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
@@ -16,10 +17,13 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _MEND = "pass a dict that state_to_dict returned, or start a new state with init_state"
+_LARGEST_NORM = float(np.finfo(np.float32).max)
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
-def state_to_dict(state: AnyScaleState, policy: PolicyLike | None = None) -> dict[str, Any]:
+def state_to_dict(
+    state: AnyScaleState, policy: PolicyLike | None = None, *, guard: GuardState | None = None
+) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
     Synchronises with the host.
@@ -28,17 +32,23 @@ def state_to_dict(state: AnyScaleState, policy: PolicyLike | None = None) -> dic
         state: A state of any framework.
         policy: Anything that `as_policy` accepts. Its config is saved too, and compared when the state is restored; a
             policy without a `kind` has no config and is left out.
+        guard: The state of a spike guard, of any framework.
 
     Returns:
-        The format's `"version"`, a number for each field of the state, and the config under `"policy"`.
+        The format's `"version"`, a number for each field of the state, the config under `"policy"`, and a dict of the
+        guard's fields under `"guard"`.
 
     Raises:
         PolicyError: `policy` is not a policy.
     """
     saved: dict[str, Any] = {"version": VERSION}
-    saved.update({name: _plain_number(value) for name, value in state._asdict().items()})
+    saved.update(_plain_numbers(state))
     config = None if policy is None else _config_of(as_policy(policy))
-    return saved if config is None else {**saved, "policy": config}
+    if config is not None:
+        saved["policy"] = config
+    if guard is not None:
+        saved["guard"] = _plain_numbers(guard)
+    return saved
 
 
 @overload
@@ -81,6 +91,39 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         # The warning points at the line that called this function.
         warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
     return start._replace(**fields)
+
+
+def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
+    """Return the saved state of a spike guard as host scalars, which every framework's `asarray` accepts.
+
+    Args:
+        saved: A dict that `state_to_dict` returned. If it was saved without a guard, a `CheckpointWarning` says that
+            the guard starts afresh.
+
+    Returns:
+        The guard's state, with every field unchanged.
+
+    Raises:
+        CheckpointError: A field is missing, or it is not a number from 0 that fits it.
+    """
+    _require_version(saved)
+    start = SpikeGuard().init_state()
+    numbers = saved.get("guard")
+    if numbers is None:
+        note = "the checkpoint has no state of a spike guard, so that the guard starts afresh with its warm-up"
+        warnings.warn(note, CheckpointWarning, stacklevel=2)
+        return start
+    missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
+    if missing:
+        raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_MEND}")
+    state = start._make(
+        _restored(name, numbers[name], initial, largest=_LARGEST_NORM) for name, initial in start._asdict().items()
+    )
+    if state.streak > state.spikes:
+        raise CheckpointError(
+            f"streak={state.streak:g} of the saved guard exceeds spikes={state.spikes}; restore an earlier checkpoint"
+        )
+    return state
 
 
 def number_within(name: str, value: Any, low: float, high: float, *, stacklevel: int = 2) -> float:
@@ -140,6 +183,10 @@ def _config_of(policy: ScalingPolicy) -> dict[str, Any] | None:
         return None
 
 
+def _plain_numbers(state: Any) -> dict[str, int | float]:
+    return {name: _plain_number(value) for name, value in state._asdict().items()}
+
+
 def _plain_number(value: Any) -> int | float:
     return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
 
@@ -195,7 +242,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _restored(name: str, value: Any, initial: Any) -> Any:
+def _restored(name: str, value: Any, initial: Any, largest: float = LARGEST_SCALE) -> Any:
     """Return a saved value in the type of `initial`, or the scale as a float. Raises `CheckpointError`."""
     if name == "loss_scale":
         return _positive(name, value)
@@ -206,7 +253,7 @@ def _restored(name: str, value: Any, initial: Any) -> Any:
         good = is_number and least <= value < 2**31 and value == int(value)
         rule = f"a whole number from {least} that fits int32"
     else:
-        good, rule = is_number and 0 <= value <= LARGEST_SCALE, "a number from 0"
+        good, rule = is_number and 0 <= value <= largest, "a number from 0 that fits float32"
     if not good:
         raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
     return type(initial)(value)

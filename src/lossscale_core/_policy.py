@@ -15,7 +15,7 @@ import numpy as np
 
 from lossscale_core import _settings
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
-from lossscale_core._state import AnyScaleState, Array, HostScalar, ScaleState, StateT, TolerantScaleState
+from lossscale_core._state import AnyScaleState, Array, HostScalar, ScaleState, StateT, TolerantScaleState, one_more
 from lossscale_core.errors import PolicyError
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
@@ -24,7 +24,6 @@ Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 """Returns the loss scale after growth or backoff, given the policy, the scale before and the array namespace."""
 
-_FULL = _settings.LARGEST_COUNT
 _FULL_FLOAT32 = 2.0**24
 """The largest count in float32: 2**24 + 1 rounds to 2**24."""
 
@@ -324,7 +323,7 @@ class DynamicScaling(BaseScaling):
         growth_tracker = _filled(state.growth_tracker, -self.cooldown)
         if self.refill_on_backoff:
             tolerance = xp.where(backs_off, self.hysteresis, tolerance)
-        skipped_steps, overflow_streak = _one_more(state.skipped_steps), _one_more(state.overflow_streak)
+        skipped_steps, overflow_streak = one_more(state.skipped_steps), one_more(state.overflow_streak)
         return ScaleState(loss_scale, growth_tracker, tolerance, steps, skipped_steps, overflow_streak)
 
 
@@ -399,8 +398,8 @@ class TolerantScaling(BaseScaling):
             growth_tracker=_filled(state.growth_tracker, 0),
             hysteresis_tracker=state.hysteresis_tracker,
             steps=steps,
-            skipped_steps=_one_more(state.skipped_steps),
-            overflow_streak=_one_more(state.overflow_streak),
+            skipped_steps=one_more(state.skipped_steps),
+            overflow_streak=one_more(state.overflow_streak),
             steps_since_change=xp.where(backs_off, 0.0, since_change),
             overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
         )
@@ -440,8 +439,8 @@ def _count_finite(state: Any, steps: Array, _: Namespace) -> Any:
 def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
     return state._replace(
         steps=steps,
-        skipped_steps=_one_more(state.skipped_steps),
-        overflow_streak=_one_more(state.overflow_streak),
+        skipped_steps=one_more(state.skipped_steps),
+        overflow_streak=one_more(state.overflow_streak),
     )
 
 
@@ -472,11 +471,6 @@ def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
     return xp.where(x < bound, x, bound)
 
 
-def _one_more(counter: Array) -> Array:
-    """Return a counter plus 1; a full counter stays full, because int32 would wrap around to negative numbers."""
-    return counter - counter // _FULL + 1
-
-
 def _filled(like: Array, value: int) -> Array:
     """Return a counter of this value with the dtype, shape and device of `like`."""
     return like * 0 + value if value else like * 0
@@ -491,7 +485,7 @@ def _select(
         scalars = state._make(value[()] for value in state)
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
-    steps = _one_more(state.steps)
+    steps = one_more(state.steps)
     if xp is HOST:  # the flag is known, so that only one transition is computed
         return (after_finite if host_flag(grads_finite) else after_overflow)(state, steps, xp)
     choose = functools.partial(xp.where, grads_finite)

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._guard import GuardState
 from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co
@@ -19,13 +20,17 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     """The outcome of one step; each field has shape `()` and stays on its device until it is read."""
 
     applied: Array
-    """bool: the gradients were finite and the step was applied."""
+    """bool: the step was applied; it was skipped if it overflowed or spiked."""
     loss_scale_used: ArrayT_co
     """float32: the scale by which this step's loss was multiplied and its gradients divided."""
     loss_scale_after: ArrayT_co
     """float32: the scale of the next step."""
     overflow_streak: ArrayT_co
     """int32: overflows in a row, this step included; 0 when it was applied."""
+    overflowed: Array = False
+    """bool: a gradient held NaN or infinity."""
+    spiked: Array = False
+    """bool: the gradients were finite, and a `SpikeGuard` refused their norm."""
 
 
 class GradientReport(NamedTuple):
@@ -75,38 +80,51 @@ class OverflowReport(list[GradientReport]):
         return "\n".join([*lines, self.verdict])
 
 
-def step_info(before: AnyScaleState[ArrayT_co], after: AnyScaleState[ArrayT_co]) -> StepInfo[ArrayT_co]:
+def step_info(
+    before: AnyScaleState[ArrayT_co], after: AnyScaleState[ArrayT_co], *, spiked: Array = False
+) -> StepInfo[ArrayT_co]:
     """Return the outcome of the step that changed the state from `before` to `after`.
 
     Does not synchronise with the host.
 
     Args:
         before: The state before the step.
-        after: The state that the policy's `update` returned.
+        after: The state that the policy's `update` returned; after a spike, `before` itself.
+        spiked: Whether the gradients were finite and a `SpikeGuard` refused their norm: a bool of shape `()` of the
+            states' framework, or a Python bool.
 
     Returns:
         The outcome, with fields of shape `()` on the device of the states.
     """
     # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
     streak: Array = after.overflow_streak
-    applied = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
-    return StepInfo(applied, before.loss_scale, after.loss_scale, streak)
+    finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
+    overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
+    if spiked is False:
+        return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, spiked)
+    accepted = not spiked if isinstance(spiked, bool) else ~spiked
+    return StepInfo(finite & accepted, before.loss_scale, after.loss_scale, streak, overflowed & accepted, spiked)
 
 
-def metrics(state: AnyScaleState[ArrayT_co]) -> dict[str, ArrayT_co]:
+def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None = None) -> dict[str, ArrayT_co]:
     """Return the numbers of a state for a log, under the same names in every framework and release.
 
     Does not synchronise with the host; reading a value later does.
 
     Args:
         state: A state of any framework.
+        guard: The state of a spike guard.
 
     Returns:
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
-        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`.
+        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`. A guard adds `spikes`,
+        `spike_streak` and `norm_mean`.
     """
     numbers = state._asdict()
-    return {**numbers, "applied_steps": numbers["steps"] - numbers["skipped_steps"]}
+    numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
+    if guard is not None:
+        numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
+    return numbers
 
 
 _LIMIT_MEND = (
@@ -138,7 +156,7 @@ def check_overflow_streak(policy: PolicyLike, state: AnyScaleState) -> None:
         )
 
 
-def diagnose(policy: PolicyLike, state: AnyScaleState) -> str:
+def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | None = None) -> str:
     """Describe in one or two sentences how loss scaling is doing, and recommend what to do.
 
     Synchronises with the host.
@@ -146,20 +164,36 @@ def diagnose(policy: PolicyLike, state: AnyScaleState) -> str:
     Args:
         policy: Anything that `as_policy` accepts.
         state: A state of any framework.
+        guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
 
     Returns:
         A text that begins with `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing
-        against max_scale`, `healthy`, or, for a scale that no policy reaches, `broken`.
+        against max_scale`, `spiking`, `healthy`, or, for a scale that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.
     """
     members = BaseScaling.of(as_policy(policy))
     numbers = _Numbers(members, state)
+    spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(members, numbers):
-            return sentence
-    return f"healthy: {numbers.counts}; the loss scale is {numbers.scale:g}."
+            return sentence + spikes
+    return f"{'spiking' if is_spiking else 'healthy'}: {numbers.counts}; the loss scale is {numbers.scale:g}.{spikes}"
+
+
+def _spikes(guard: GuardState) -> tuple[str, bool]:
+    """Return a sentence about the spikes, or nothing if there were none, and whether the run is in a streak of them."""
+    spikes, streak = int(guard.spikes), int(guard.streak)
+    if not spikes:
+        return "", False
+    counts = (
+        f" The guard refused {spikes} {'spike' if spikes == 1 else 'spikes'}; the mean norm is {float(guard.mean):g}."
+    )
+    if streak < _FEW:
+        return counts, False
+    mend = "Look for a change of the data or a learning rate that is too large."
+    return f"{counts} The last {streak} norms in a row were spikes. {mend}", True
 
 
 class _Numbers:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from lossscale_core._settings import LARGEST_COUNT
+
 if TYPE_CHECKING:
     # A default lets `ScaleState` stand without brackets under `mypy --strict`: https://peps.python.org/pep-0696/.
     # Type checkers know typing_extensions without an installation; typing has defaults from Python 3.13 on.
@@ -88,3 +90,8 @@ class AnyScaleState(Protocol[ArrayT_co]):
     def _asdict(self) -> dict[str, Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
     def __len__(self) -> int: ...
+
+
+def one_more(counter: Array) -> Array:
+    """Return an int32 counter plus 1; a full counter stays full, because int32 would wrap around."""
+    return counter - counter // LARGEST_COUNT + 1

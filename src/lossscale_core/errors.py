@@ -8,7 +8,8 @@ LossScaleError
 ├── TraceFileError(ValueError)               a recorded run cannot be read
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
-└── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
+├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
+└── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
 DialectWarning(UserWarning)                  under this config the other tool does something wrong
 ```
@@ -47,6 +48,10 @@ class SyncError(LossScaleError, RuntimeError):
 
 class OverflowStreakError(LossScaleError, FloatingPointError):
     """The policy's `max_overflow_streak` was reached: the run is not training."""
+
+
+class SpikeStreakError(LossScaleError, FloatingPointError):
+    """The guard's `max_streak` was reached: the run is diverging."""
 
 
 class CheckpointWarning(UserWarning):

@@ -14,7 +14,7 @@ IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
 CORE = {
     "errors": set(),
-    "_state": set(),
+    "_state": {"_settings"},
     "tree": set(),
     "_finite": set(),
     "_words": set(),
@@ -22,16 +22,17 @@ CORE = {
     "_settings": {"_words", "errors"},
     "_arrays": {"tree", "_finite", "_state"},
     "_policy": {"_settings", "_arrays", "_state", "errors"},
+    "_guard": {"_arrays", "_settings", "_state", "errors"},
     "_config": {"_files", "_policy", "_settings", "_words", "errors"},
     "_schema": {"_policy", "_settings"},
-    "_checkpoint": {"_config", "_policy", "_settings", "_state", "_words", "errors"},
-    "_report": {"_config", "_policy", "_settings", "_state", "errors"},
+    "_checkpoint": {"_config", "_guard", "_policy", "_settings", "_state", "_words", "errors"},
+    "_report": {"_config", "_guard", "_policy", "_settings", "_state", "errors"},
     "_range_picture": set(),
     "_range": {"_files", "_policy", "_range_picture", "_settings"},
     "_strategies": {"_policy", "_settings"},
     "dialects": {"_checkpoint", "_config", "_files", "_policy", "_settings", "_state", "_words", "errors"},
     "_placement": {"_arrays", "_config", "_policy", "_state"},
-    "testing": {"_checkpoint", "_config", "_policy", "_settings", "_state", "_strategies", "tree"},
+    "testing": {"_checkpoint", "_config", "_guard", "_policy", "_settings", "_state", "_strategies", "tree"},
     "__main__": set(),
 }
 CORE_REQUIRES = {"numpy", "array_api_compat"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._guard import SpikeGuard
 from lossscale_core._policy import KINDS, LIBRARY_KINDS, ScalingPolicy
 from lossscale_core._state import ScaleState
 
@@ -43,7 +44,13 @@ class Trace(NamedTuple):
     overflow_streak: "NDArray[np.int32]"
 
 
-def simulate(policy: PolicyLike, grads_finite: Iterable[Any]) -> Trace:
+def simulate(
+    policy: PolicyLike,
+    grads_finite: Iterable[Any],
+    *,
+    norms: "ArrayLike | None" = None,
+    guard: SpikeGuard | None = None,
+) -> Trace:
     """Run `policy` over steps whose gradients are finite or not.
 
     A step takes a few microseconds and some 40 bytes; ten million steps take about a minute.
@@ -51,18 +58,29 @@ def simulate(policy: PolicyLike, grads_finite: Iterable[Any]) -> Trace:
     Args:
         policy: Anything that `as_policy` accepts.
         grads_finite: A bool for each step.
+        norms: The norm of each step's unscaled gradients, of shape `(steps,)`; only with `guard`.
+        guard: Judges the steps that are finite. A spike leaves the policy's state as it was.
 
     Returns:
-        The simulated run, with a column for each counter that the policy's state has in addition.
+        The simulated run, with a column for each counter that the policy's state has in addition. With `guard` it has
+        a bool column `spiked`; `skipped` tells the overflows.
 
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `grads_finite` is text.
+        ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
     if isinstance(grads_finite, str):
         raise TypeError(f"grads_finite={grads_finite!r} must be a sequence of bools, not text; pass [True, False]")
     flags = [bool(flag) for flag in grads_finite]
-    return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
+    if (norms is None) != (guard is None):
+        raise ValueError("a guard judges norms; pass both norms= and guard=, or none of them")
+    if guard is None:
+        return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
+    spiked = _spikes(guard, flags, np.asarray(norms, np.float32))
+    judged = _run(as_policy(policy), len(flags), lambda step, _: flags[step], counts=~spiked)
+    trace: Trace = _trace_type(judged._fields, "spiked")(*judged, spiked)
+    return trace
 
 
 def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
@@ -161,21 +179,38 @@ def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
     return strategy
 
 
-def _run(policy: ScalingPolicy, steps: int, is_finite: Callable[[int, Any], bool]) -> Trace:
+def _spikes(guard: SpikeGuard, flags: list[bool], norms: "NDArray[np.float32]") -> "NDArray[np.bool_]":
+    """Return which steps the guard refuses."""
+    if norms.shape != (len(flags),):
+        raise ValueError(f"norms has shape {norms.shape}, but there are {len(flags)} steps; pass one norm a step")
+    spiked = np.zeros(len(flags), bool)
+    state = guard.init_state()
+    for step, (finite, norm) in enumerate(zip(flags, norms, strict=True)):
+        accepted, state = guard.judge(state, norm if finite else np.float32(np.inf))
+        spiked[step] = finite and not accepted
+    return spiked
+
+
+def _run(
+    policy: ScalingPolicy, steps: int, is_finite: Callable[[int, Any], bool], counts: "NDArray[np.bool_] | None" = None
+) -> Trace:
+    """Run a policy; the steps that do not count leave its state as it was."""
     state: Any = policy.init_state()
     fields = state._fields
     columns = {name: np.empty(steps + 1, dtype=type(start)) for name, start in state._asdict().items()}
     pending, written = [state], 0
     with np.errstate(over="ignore"):
         for step in range(steps):
-            state = policy.update(state, is_finite(step, state.loss_scale))
+            if counts is None or counts[step]:
+                state = policy.update(state, is_finite(step, state.loss_scale))
             pending.append(state)
             if len(pending) == _CHUNK:  # a NamedTuple takes ten times the memory of its row
                 written = _write_rows(columns, written, pending)
                 pending.clear()
     _write_rows(columns, written, pending)
     scales = columns.pop("loss_scale")
-    trace: Trace = _trace_type(fields)(
+    own = tuple(name for name in fields if name not in ScaleState._fields)
+    trace: Trace = _trace_type(Trace._fields, *own)(
         loss_scale_used=scales[:-1],
         loss_scale_after=scales[1:],
         skipped=np.diff(columns["skipped_steps"]) > 0,
@@ -192,9 +227,8 @@ def _write_rows(columns: dict[str, Any], start: int, states: list[Any]) -> int:
 
 
 @functools.cache
-def _trace_type(state_fields: tuple[str, ...]) -> Any:
-    own = tuple(name for name in state_fields if name not in ScaleState._fields)
-    return namedtuple("Trace", (*Trace._fields, *own)) if own else Trace
+def _trace_type(fields: tuple[str, ...], *own: str) -> Any:
+    return namedtuple("Trace", (*fields, *own)) if own else Trace
 
 
 def _difference(actual: Any, expected: Any, first: int, columns: list[str], context: int) -> str:

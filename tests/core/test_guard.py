@@ -1,0 +1,257 @@
+"""The spike guard: which norms it refuses, what it remembers of them, and what is said and saved about it."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import (
+    DynamicScaling,
+    GuardState,
+    SpikeGuard,
+    check_spike_streak,
+    diagnose,
+    guard_state_from_dict,
+    metrics,
+    state_to_dict,
+    step_info,
+)
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError, SpikeStreakError
+from lossscale_core.testing import simulate
+
+NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 0.0]), max_size=60)
+
+
+def _log_normal(steps, seed, sigma=0.3):
+    return np.exp(sigma * np.random.default_rng(seed).standard_normal(steps)).astype(np.float32)
+
+
+def _judged(norms, guard=None, state=None):
+    """Return whether each norm was accepted, and the state after the last."""
+    guard = guard or SpikeGuard()
+    state = state or guard.init_state()
+    accepted = []
+    for norm in norms:
+        flag, state = guard.judge(state, norm)
+        accepted.append(bool(flag))
+    return np.array(accepted), state
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_healthy_norms_are_accepted(seed):
+    """Ten thousand log-normal norms of sigma 0.3 have no false spike."""
+    assert _judged(_log_normal(10_000, seed))[0].all()
+
+
+def test_every_large_spike_is_found():
+    """Twenty norms of 20 times their value are refused, and nothing else is."""
+    norms = _log_normal(2000, 0)
+    is_spike = np.zeros(2000, bool)
+    is_spike[100::95] = True
+    assert is_spike.sum() == 20
+    accepted, state = _judged(np.where(is_spike, norms * 20, norms))
+    np.testing.assert_array_equal(accepted, ~is_spike)
+    assert (int(state.spikes), float(state.streak)) == (20, 0.0)
+
+
+def test_slow_growth_is_accepted():
+    """A norm that grows a hundredfold in 5,000 steps is no spike at any of them."""
+    assert _judged(_log_normal(5000, 1) * np.geomspace(1, 100, 5000))[0].all()
+
+
+@pytest.mark.parametrize(("times", "most"), [(5, 30), (10, 35), (100, 35), (1e6, 50), (1e20, 80)])
+def test_a_lasting_change_of_level_is_learnt(times, most):
+    """A jump for good is refused for a while, and then accepted for good: the guard never gets stuck."""
+    norms = _log_normal(1000, 2)
+    norms[500:] *= times
+    accepted, _ = _judged(norms)
+    refused = np.flatnonzero(~accepted)
+    assert refused[0] == 500
+    assert refused[-1] < 500 + most
+    assert accepted[500 + most :].all()
+
+
+@pytest.mark.parametrize("times", [1e-6, 1e-3, 0.1, 0.0])
+def test_small_norms_are_never_spikes(times):
+    """The guard is one-sided, also where a lasting fall has made the mean small."""
+    norms = _log_normal(2000, 3)
+    norms[500:] *= times
+    assert _judged(norms)[0].all()
+
+
+def test_the_first_norms_are_accepted():
+    """Within the warm-up any finite norm is, however large."""
+    accepted, _ = _judged([1.0, 1e6, *[1.0] * 14, 1e9])
+    assert accepted.tolist() == [True] * 16 + [False]
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 1e300])
+def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
+    """They leave the state as it was, from the first step on; so does what float32 cannot hold."""
+    for norms in ([], _log_normal(50, 0)):
+        _, before = _judged(norms)
+        accepted, after = SpikeGuard().judge(before, norm)
+        assert not accepted
+        assert after == before
+
+
+def test_norms_of_zero_leave_the_averages_alone():
+    """Steps without gradients are accepted, and the first gradients after a hundred of them as well."""
+    accepted, state = _judged([0.0] * 100 + [1.0] * 20)
+    assert accepted.all()
+    assert (float(state.mean), float(state.count)) == (1.0, 20.0)
+
+
+@given(NORMS)
+def test_a_spike_counts_as_the_limit(norms):
+    """The state is as after the norms that are accepted and, for each spike, the limit; the mean is one of them."""
+    guard = SpikeGuard(warmup=3, memory=8)
+    state = guard.init_state()
+    for norm in norms:
+        limit = guard.limit(state)
+        accepted, after = guard.judge(state, norm)
+        spiked = math.isfinite(norm) and not accepted
+        assert spiked == (state.count >= 3 and limit < norm < math.inf)
+        assert after.spikes == state.spikes + spiked
+        assert after.streak == (state.streak + 1 if spiked else 0 if math.isfinite(norm) else state.streak)
+        if spiked:
+            calm = state._replace(count=np.float32(0))  # where any norm is accepted
+            assert guard.judge(calm, limit)[1].mean == limit
+            assert state.mean <= after.mean <= limit
+        assert all(math.isfinite(value) and value >= 0 for value in after)
+        state = after
+
+
+@given(NORMS)
+def test_the_types_of_the_state_never_change(norms):
+    """float32 and int32 scalars, on the host and as arrays of shape ()."""
+    state = SpikeGuard().init_state()
+    arrays = GuardState(*map(np.asarray, state))
+    for norm in norms:
+        _, state = SpikeGuard().judge(state, norm)
+        _, arrays = SpikeGuard().judge(arrays, np.float32(norm))
+        assert [type(value) for value in state] == [np.float32] * 3 + [np.int32, np.float32]
+        assert [value.dtype for value in arrays] == [value.dtype for value in state]
+        assert arrays == state
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"threshold": 0.5}, "from 1"),
+        ({"threshold": math.nan}, "from 1"),
+        ({"memory": 0}, "whole number from 1"),
+        ({"warmup": 0}, "whole number from 1"),
+        ({"warmup": 1.5}, "whole number from 1"),
+        ({"max_streak": 0}, "None or a whole number"),
+    ],
+)
+def test_settings_that_break_a_rule(settings, rule):
+    """The message names the setting, its value and the rule."""
+    (name, value), *_ = settings.items()
+    with pytest.raises(PolicyError, match=f"{name}={value}.*{rule}"):
+        SpikeGuard(**settings)
+
+
+def test_a_guard_is_made_from_its_own_settings():
+    """As for a config: its fields go through JSON."""
+    guard = SpikeGuard(threshold=5, max_streak=20)
+    assert SpikeGuard(**json.loads(json.dumps(dataclasses.asdict(guard)))) == guard
+
+
+def test_the_state_goes_through_a_checkpoint():
+    """Saved beside the policy's state as plain numbers, and restored bit for bit."""
+    _, state = _judged(_log_normal(77, 4) * np.where(np.arange(77) % 30 == 29, 50, 1))
+    saved = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
+    assert list(saved["guard"]) == ["mean", "deviation", "count", "spikes", "streak"]
+    restored = guard_state_from_dict(saved)
+    assert restored == state
+    assert list(map(type, restored)) == list(map(type, state))
+
+
+def test_a_checkpoint_without_a_guard():
+    """The guard starts afresh, and a warning says so."""
+    with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
+        assert guard_state_from_dict(state_to_dict(DynamicScaling().init_state())) == SpikeGuard().init_state()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mean": math.nan}, "mean=nan"),
+        ({"deviation": -1.0}, "deviation=-1"),
+        ({"spikes": 1.5}, "spikes=1.5"),
+        ({"streak": 5.0}, "streak=5 .*exceeds spikes=0"),
+        ({"count": "many"}, "count='many'"),
+        ({"mean": 1e39}, "mean=1e"),
+    ],
+)
+def test_a_damaged_guard_is_refused(change, message):
+    """The message names the field and its value."""
+    saved = state_to_dict(DynamicScaling().init_state(), guard=SpikeGuard().init_state())
+    with pytest.raises(CheckpointError, match=message):
+        guard_state_from_dict({**saved, "guard": {**saved["guard"], **change}})
+    with pytest.raises(CheckpointError, match="has no mean"):
+        guard_state_from_dict({**saved, "guard": {"deviation": 0.0, "count": 0.0, "spikes": 0, "streak": 0.0}})
+
+
+def test_simulate_judges_recorded_norms():
+    """A spike skips the step and moves no counter of the policy; an overflow is never judged."""
+    flags = [True] * 40
+    norms = [1.0] * 40
+    flags[20] = flags[30] = False
+    norms[25] = norms[30] = 100.0
+    trace = simulate(DynamicScaling(growth_interval=10), flags, norms=norms, guard=SpikeGuard())
+    assert np.flatnonzero(trace.spiked).tolist() == [25]
+    assert np.flatnonzero(trace.skipped).tolist() == [20, 30]
+    calm = simulate(DynamicScaling(growth_interval=10), flags[:25] + flags[26:])
+    np.testing.assert_array_equal(np.delete(trace.loss_scale_after, 25), calm.loss_scale_after)
+    assert trace.loss_scale_after[25] == trace.loss_scale_used[25]
+    assert trace.steps[-1] == 39
+
+
+@pytest.mark.parametrize("given", [{"norms": [1.0]}, {"guard": SpikeGuard()}, {"norms": [1.0], "guard": SpikeGuard()}])
+def test_simulate_needs_a_norm_for_each_step(given):
+    """Norms without a guard, a guard without norms, and another number of them than of steps."""
+    with pytest.raises(ValueError, match="norms"):
+        simulate("dynamic", [True, True], **given)
+
+
+def test_the_outcome_of_a_spike():
+    """It was not applied, and did not overflow."""
+    state = DynamicScaling().init_state()
+    spiked, calm = step_info(state, state, spiked=np.bool_(True)), step_info(state, state, spiked=False)
+    assert [bool(flag) for flag in (spiked.applied, spiked.overflowed, spiked.spiked)] == [False, False, True]
+    assert [bool(flag) for flag in (calm.applied, calm.overflowed, calm.spiked)] == [True, False, False]
+    overflow = step_info(state, DynamicScaling().update(state, False), spiked=True)
+    assert [bool(flag) for flag in (overflow.applied, overflow.overflowed)] == [False, False]
+
+
+def test_a_streak_raises_where_a_limit_is_set():
+    """The error names the norm and the mean."""
+    guard = SpikeGuard(max_streak=3)
+    _, state = _judged([2.0] * 20 + [100.0] * 2, guard)
+    check_spike_streak(guard, state, 100.0)
+    _, state = guard.judge(state, 100.0)
+    with pytest.raises(SpikeStreakError, match=r"norm of 100 .*number 3 in a row.*mean of the norms is 2\.\d"):
+        check_spike_streak(guard, state, 100.0)
+    check_spike_streak(SpikeGuard(), state, 100.0)
+
+
+def test_the_diagnosis_and_the_metrics_speak_of_spikes():
+    """Nothing without a spike, a count with one, and a mend within a streak."""
+    policy = DynamicScaling()
+    state = policy.update(policy.init_state(), True)
+    assert diagnose(policy, state, guard=SpikeGuard().init_state()) == diagnose(policy, state)
+    _, guard = _judged([1.0] * 20 + [100.0, 1.0])
+    assert diagnose(policy, state, guard=guard).endswith("The guard refused 1 spike; the mean norm is 1.13636.")
+    _, guard = _judged([1.0] * 20 + [100.0] * 6)
+    assert diagnose(policy, state, guard=guard).startswith("spiking: 0 of 1 steps skipped")
+    assert "The last 6 norms in a row were spikes" in diagnose(policy, state, guard=guard)
+    numbers = metrics(state, guard=guard)
+    assert (int(numbers["spikes"]), float(numbers["spike_streak"])) == (6, 6.0)
+    assert numbers["norm_mean"] == guard.mean
