@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lossscale_core import LARGEST_SCALE
-from lossscale_torch._decision import OptimizerRecord, found_inf, mesh_groups
+from lossscale_torch._decision import OptimizerRecord, found_inf, mesh_groups, with_spike
 from lossscale_torch._gradients import Gradients, params_of
 from lossscale_torch._norm import can_stay_on_device, norm_on_device, unscaled_norm
-from lossscale_torch._optimizers import is_fused
+from lossscale_torch._optimizers import is_being_recorded, is_fused
 from lossscale_torch._records import OptimizerRecords
 
 
@@ -22,6 +22,11 @@ class Clipping(NamedTuple):
     norm_type: float
     error_if_nonfinite: bool
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the norm is wanted only, and the gradients stay as they are."""
+        return math.isinf(self.max_norm)
+
     def needs_torchs(self, gradients: Gradients) -> bool:
         """Return whether the norm proves nothing, or is that of complex numbers and not of their parts."""
         return not self.norm_type > 0.0 or (self.norm_type != 2.0 and gradients.are_complex)
@@ -29,6 +34,9 @@ class Clipping(NamedTuple):
     def apply_torchs(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
         """Clip gradients that are unscaled already, as torch does."""
         params = [param for optimizer in optimizers for param in params_of(optimizer)]
+        if self.is_measuring:
+            grads = [param.grad for param in params if param.grad is not None]
+            return torch.nn.utils.get_total_norm(grads, self.norm_type, self.error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
     def raise_nonfinite(self) -> None:
@@ -40,6 +48,10 @@ class Clipping(NamedTuple):
         )
 
 
+MEASURING = Clipping(math.inf, 2.0, error_if_nonfinite=False)
+"""Measures the norm, and clips to none."""
+
+
 class Clipped(NamedTuple):
     """The outcome of clipping."""
 
@@ -47,8 +59,8 @@ class Clipped(NamedTuple):
     """The norm of the unscaled gradients before clipping, shape `()`."""
     found_inf: Tensor
     """float32, shape `()`: 1.0 where a gradient was not finite; then all of them are as they were."""
-    finite: bool | None
-    """Whether the gradients were finite, where the host knows."""
+    value: float | None
+    """The norm, where the host knows it."""
     grad_scale: Tensor | None
     """The factor by which a fused optimizer must still divide the gradients; None where they are clipped."""
 
@@ -73,14 +85,18 @@ def unscale_and_clip(
     if any(record.captured is not ours[0].captured for record in ours) or any(map(mesh_groups, optimizers)):
         return None
     scale, may_be_below_one = records.scale_of(ours[0])[:2]
-    on_host = scale.is_cpu or not all(map(is_fused, optimizers))
+    on_host = (scale.is_cpu and not is_being_recorded()) or not all(map(is_fused, optimizers))
     can_wait = not may_be_below_one and can_stay_on_device(gradients, how.norm_type, scale.device)
     if how.needs_torchs(gradients) or not (on_host or can_wait):
         return None
     clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred)
+    spiked = records.guards.judge(optimizers[0], clipped.norm if clipped.value is None else clipped.value)
+    flag = clipped.found_inf if spiked is False else with_spike(clipped.found_inf, spiked)
+    known = None if clipped.value is None or isinstance(spiked, Tensor) else math.isfinite(clipped.value) and not spiked
     for optimizer, record in zip(optimizers, ours, strict=True):
-        found = {scale.device: clipped.found_inf.clone()} if gradients.buckets else {}
-        records.note(optimizer, record, found, clipped.finite)
+        found = {scale.device: flag.clone()} if gradients.buckets else {}
+        records.note(optimizer, record, found, known)
+        record.is_judged, record.spiked = True, spiked is True and record.finite is False
         record.grad_scale = clipped.grad_scale
     if how.error_if_nonfinite and bool(clipped.found_inf):
         how.raise_nonfinite()
@@ -94,7 +110,9 @@ def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: 
         flag = found_inf(ours, records.device)
         for record in ours:
             record.note({flag.device: flag.clone()})
-    return how.apply_torchs(optimizers)
+    norm = how.apply_torchs(optimizers)
+    records.judge(optimizers, norm)
+    return norm
 
 
 def _clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
@@ -109,7 +127,7 @@ def _clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferre
             gradients.multiply_(factor / loss_scale)
     dtype = torch.float64 if torch.float64 in gradients.dtypes else torch.float32
     found = torch.full((), float(not finite), dtype=torch.float32, device=scale.device)
-    return Clipped(torch.tensor(norm, dtype=dtype, device=scale.device), found, finite, grad_scale)
+    return Clipped(torch.tensor(norm, dtype=dtype, device=scale.device), found, norm, grad_scale)
 
 
 def _clip_on_device(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:

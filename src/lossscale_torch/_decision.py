@@ -17,6 +17,12 @@ from lossscale_torch._optimizers import weak_reference
 
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
 
+SPIKE = 2.0**-24
+"""The flag of finite gradients whose norm a spike guard refuses.
+
+It is not 0.0, so that whoever reads the flag skips the step; and combined over ranks, an overflow outweighs it.
+"""
+
 
 class OptimizerRecord(dict[str, Any]):
     """The record of one optimizer since the last update: torch's two keys, and what was decided.
@@ -25,7 +31,11 @@ class OptimizerRecord(dict[str, Any]):
     """
 
     finite: bool | None = None
-    """Whether its gradients are finite on every rank, once the host knows."""
+    """Whether its step may be applied, once the host knows: no flag is raised on any rank."""
+    spiked: bool = False
+    """Whether the host knows that only a spike has raised its flags."""
+    is_judged: bool = False
+    """Whether a guard has judged the norm of its gradients."""
     grad_scale: Tensor | None = None
     """The factor by which a fused optimizer must still divide its gradients."""
     captured: Any = None
@@ -61,7 +71,16 @@ class OptimizerRecord(dict[str, Any]):
         """Take over the flags of a check, and forget what an earlier one has found."""
         self["found_inf_per_device"] = found
         self["stage"] = UNSCALED
-        self.finite, self.grad_scale = finite, None
+        self.finite, self.spiked, self.is_judged, self.grad_scale = finite, False, False, None
+
+    def raise_spike(self, spiked: bool | Tensor) -> None:
+        """Raise the flags of gradients that are finite where a guard, which has judged them, refuses their norm."""
+        self.is_judged = True
+        if spiked is False:
+            return
+        found = self["found_inf_per_device"]
+        self["found_inf_per_device"] = {device: with_spike(flag, spiked) for device, flag in found.items()}
+        self.finite, self.spiked = (False, self.finite is True) if spiked is True else (None, False)
 
     def read_again(self) -> None:
         """Read known flags again where that waits for no device; otherwise forget what was known."""
@@ -77,10 +96,11 @@ class OptimizerRecord(dict[str, Any]):
 
 
 def known_on_host(record: OptimizerRecord) -> bool:
-    """Return whether a record's gradients are finite; waits for the device the first time it is asked."""
+    """Return whether a record's step may be applied; waits for the device the first time it is asked."""
     if record.finite is None:
         found = [flag.item() for flag in record["found_inf_per_device"].values()]  # Ctrl-C may interrupt the wait
         record.finite = found.count(0.0) == len(found)
+        record.spiked = not record.finite and found.count(0.0) + found.count(SPIKE) == len(found)
         if record.is_combined and math.inf in found:
             raise SyncError(
                 "ranks unscale or step different optimizers at the same time, so that one's overflow would skip "
@@ -89,12 +109,18 @@ def known_on_host(record: OptimizerRecord) -> bool:
     return record.finite
 
 
-def all_finite(records: list[OptimizerRecord], device: torch.device) -> bool | Tensor:
-    """Return the records' flags combined: a bool where the host knows all of them, else a tensor on `device`."""
+def outcome(records: list[OptimizerRecord], device: torch.device) -> tuple[bool | Tensor, bool | Tensor]:
+    """Return whether all gradients are finite, and whether some were refused as a spike.
+
+    Bools where the host knows, else tensors on `device`.
+    """
     known = [record.finite for record in records]
     if None not in known:
-        return False not in known
-    return found_inf(records, device) == 0.0
+        spiked = any(record.spiked for record in records)
+        return all(record.finite or record.spiked for record in records), spiked
+    flags = torch.stack([moved(flag, device).reshape(()) for record in records for flag in record.flags])
+    is_spike = flags == SPIKE
+    return ((flags == 0.0) | is_spike).all(), is_spike.any()
 
 
 def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tensor:
@@ -106,6 +132,13 @@ def found_inf(records: Iterable[OptimizerRecord], device: torch.device) -> Tenso
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
     return (torch.stack([flag.reshape(()) for flag in flags]) != 0.0).any().float()
+
+
+def with_spike(flag: Tensor, spiked: bool | Tensor) -> Tensor:
+    """Return the flag of gradients, raised to `SPIKE` where they are finite and a guard refuses their norm."""
+    if isinstance(spiked, Tensor):
+        spiked = moved(spiked, flag.device)
+    return torch.where((flag == 0.0) & spiked, SPIKE, flag)
 
 
 class Order:

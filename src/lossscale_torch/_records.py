@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._captured import ScaledLosses
-from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host
+from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host, reduce_max
 from lossscale_torch._gradients import Gradients, grads_of
+from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
 from lossscale_torch._state import CapturedScale, ScalerState
 
@@ -17,8 +18,8 @@ from lossscale_torch._state import CapturedScale, ScalerState
 class OptimizerRecords:
     """The records of the optimizers that a scaler has met since the last update, and how their flags are combined."""
 
-    def __init__(self, state: ScalerState, ranks: Ranks, joint_skip: bool) -> None:
-        self._state, self.ranks, self.joint_skip = state, ranks, joint_skip
+    def __init__(self, state: ScalerState, ranks: Ranks, joint_skip: bool, guards: Guards) -> None:
+        self._state, self.ranks, self.joint_skip, self.guards = state, ranks, joint_skip, guards
         self.losses = ScaledLosses()
         self.by_id: defaultdict[int, Any] = new_records()
         """torch's own dict of records, by the id of their optimizer."""
@@ -82,6 +83,19 @@ class OptimizerRecords:
             record.note(found, known)
         if groups and device.type == "cpu":
             known_on_host(record)  # reading costs no wait here, so ranks that differ are told at once
+
+    def judge(self, optimizers: list[Any], norm: Tensor) -> None:
+        """Raise the flags of optimizers that were checked before, where the guard refuses the norm of all of them."""
+        records = [self.by_id[id(optimizer)] for optimizer in optimizers]
+        if self.guards.guard is None or all(record.is_judged for record in records):
+            return
+        spiked = self.guards.judge(optimizers[0], norm)
+        for optimizer, record in zip(optimizers, records, strict=True):
+            if groups := self.ranks.groups_of(optimizer):
+                flag = torch.as_tensor(spiked, device=self.device).float()
+                reduce_max(flag, groups)
+                spiked = bool(flag) if flag.is_cpu else flag != 0.0
+            record.raise_spike(spiked)
 
     def deciding(self, record: OptimizerRecord) -> list[OptimizerRecord]:
         """Return the records whose flags decide on this optimizer's step: its own, or with `joint_skip` all."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from lossscale_core import (
     BaseScaling,
     PolicyLike,
+    SpikeGuard,
     as_policy,
     check_overflow_streak,
     diagnose,
@@ -21,8 +22,9 @@ from lossscale_core import StepInfo as CoreStepInfo
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
-from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, all_finite, known_on_host, require_member
+from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, known_on_host, outcome, require_member
 from lossscale_torch._gradients import Gradients
+from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import is_fused, takes_factor, takes_scaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, plain
@@ -71,6 +73,8 @@ class GradScaler(TorchNames):
         joint_skip: An overflow in one optimizer skips all of them; call `unscale_` on each before the first `step`.
         half_gradients: Unscale float16 gradients in place, which may flush small ones to zero; otherwise they are
             refused.
+        guard: A `SpikeGuard` that skips the step of an optimizer whose norm is far above its norms before, which the
+            clip, or `unscale_` or `step` without one, measures. A spike leaves the loss scale and its counters alone.
 
     Raises:
         PolicyError: For `policy` beside torch's settings, and for settings that no policy takes.
@@ -94,6 +98,7 @@ class GradScaler(TorchNames):
         process_group: Any = None,
         joint_skip: bool = False,
         half_gradients: bool = False,
+        guard: SpikeGuard | None = None,
     ) -> None:
         self._device = device
         self._enabled = enabled and _is_available(device)
@@ -109,7 +114,7 @@ class GradScaler(TorchNames):
             self._interval_as_given = given_interval(growth_interval, policy)
         self._state = ScalerState(as_policy(policy))
         self._begun_with = (self._state.read_loss_scale(), 0)
-        self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip)
+        self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip, Guards(guard))
         self._half_gradients = half_gradients
         self._has_begun = False  # whether a step was taken, or a state loaded
         self._had_no_gradients = False
@@ -151,7 +156,7 @@ class GradScaler(TorchNames):
 
         """
         if self._enabled:
-            self._unscale(optimizer, self._record_to_unscale(optimizer, "unscale_"))
+            self._unscale_and_judge(optimizer, self._record_to_unscale(optimizer, "unscale_"))
 
     @_not_compiled
     def unscale_and_clip_(
@@ -270,10 +275,12 @@ class GradScaler(TorchNames):
         Raises:
             AssertionError: Where no step came first.
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and the host knows.
+            SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
 
         """
         if self._enabled:
             self._last_step = self._update(new_scale)
+            self._records.guards.check()
             if self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
                 check_overflow_streak(self.policy, self._state.read())
         else:
@@ -300,13 +307,16 @@ class GradScaler(TorchNames):
 
         Plain Python numbers where the host knows them, else tensors of shape `()`. Does not synchronise.
         """
-        return {name: plain(number) for name, number in metrics(self._state.snapshot()).items()}
+        return {
+            name: plain(number)
+            for name, number in metrics(self._state.snapshot(), guard=self._records.guards.first()).items()
+        }
 
     def diagnose(self) -> str:
         """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        answer = diagnose(self.policy, self._state.read())
+        answer = diagnose(self.policy, self._state.read(), guard=self._records.guards.worst())
         if self._had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
@@ -323,7 +333,9 @@ class GradScaler(TorchNames):
         group = self._records.ranks.process_group
         if group is not None:
             require_member(group)
-        require_same_on_ranks(state_to_dict(self._state.read(), self.policy), group)
+        state = self._state.read()
+        guards = self._records.guards.saved(state) if group is None else {}  # ranks of a group have norms of their own
+        require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -338,6 +350,14 @@ class GradScaler(TorchNames):
     def _record_to_unscale(self, optimizer: Any, caller: str) -> OptimizerRecord:
         self._require_scale(caller)
         return self._records.to_unscale(optimizer, caller)
+
+    def _unscale_and_judge(self, optimizer: Any, record: OptimizerRecord, may_defer: bool = False) -> None:
+        """Unscale, or leave that to a fused optimizer, and let the guard judge the norm if there is one."""
+        if self._records.guards.guard is None:
+            self._unscale(optimizer, record)
+        elif self._clip_in_one_read([optimizer], [record], _clip.MEASURING, may_defer) is None:
+            self._unscale(optimizer, record)
+            _clip.clip_after_unscaling(self._records, [optimizer], _clip.MEASURING)
 
     def _unscale(self, optimizer: Any, record: OptimizerRecord) -> None:
         is_replaced = "_unscale_grads_" in self._hooks()
@@ -357,16 +377,24 @@ class GradScaler(TorchNames):
         self._records.are_flags_shared = True
         return record["found_inf_per_device"]
 
+    def _clip_in_one_read(
+        self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, may_defer: bool
+    ) -> Tensor | None:
+        if "_unscale_grads_" in self._hooks() or any(record.is_carried for record in records):
+            return None
+        is_deferred = may_defer and takes_factor(optimizers[0])
+        return _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
+
     def _clip(self, optimizers: list[Any], how: _clip.Clipping, caller: str, may_defer: bool = False) -> Tensor:
         if not self._enabled:
             return how.apply_torchs(optimizers)
         records = [self._record_to_unscale(each, caller) for each in optimizers]
         hooks = self._hooks()
-        if hooks.isdisjoint(("unscale_", "_unscale_grads_")) and not any(record.is_carried for record in records):
-            is_deferred = may_defer and takes_factor(optimizers[0])
-            norm = _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
-            if norm is not None:
-                return norm
+        if (
+            "unscale_" not in hooks
+            and (norm := self._clip_in_one_read(optimizers, records, how, may_defer)) is not None
+        ):
+            return norm
         for optimizer, record in zip(optimizers, records, strict=True):
             if "unscale_" in hooks and not record.is_carried:
                 self.unscale_(optimizer)
@@ -381,10 +409,10 @@ class GradScaler(TorchNames):
             getattr(self, method)(optimizer)
             self._records.are_flags_shared = True
             return self._records.of(optimizer, "step")
-        if fused:
+        if fused and self._records.guards.guard is None:
             check(self._records, optimizer, record)
         else:
-            self._unscale(optimizer, record)
+            self._unscale_and_judge(optimizer, record, may_defer=fused)
         return record
 
     def _step_plain(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
@@ -416,11 +444,11 @@ class GradScaler(TorchNames):
         if records.are_flags_shared:
             for record in checked:
                 record.read_again()
-        finite = all_finite(checked, device)
+        finite, spiked = outcome(checked, device)
         if new_scale is not None:
             info = self._state.update_to(new_scale, finite, self._device)
         elif checked:
-            info = self._state.update(finite)
+            info = self._state.update(finite, spiked)
         else:
             info = self._state.stay()
         return with_optimizers(info, records.end())

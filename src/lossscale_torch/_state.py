@@ -121,16 +121,22 @@ class ScalerState:
         """Say that the next update belongs to another step than the last."""
         self._before = self._finite = None
 
-    def update(self, grads_finite: bool | Tensor) -> StepInfo:
-        """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise."""
+    def update(self, grads_finite: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
+        """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise.
+
+        Where `spiked` and no gradient overflowed, the state stays as it is.
+        """
         if isinstance(grads_finite, Tensor) or not self.is_on_host:
-            return self._update_on_device(grads_finite)
+            return self._update_on_device(grads_finite, spiked)
+        if spiked and grads_finite:
+            return self.stay()._replace(applied=False, spiked=True)
         before = self._host if self._before is None else self._before
         finite = grads_finite if self._finite is None else self._finite and grads_finite
         after = self.policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        return StepInfo(finite, plain(before.loss_scale), plain(after.loss_scale), plain(after.overflow_streak))
+        scales = plain(before.loss_scale), plain(after.loss_scale)
+        return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""
@@ -169,7 +175,8 @@ class ScalerState:
         else:
             self.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self.snapshot()
-        return StepInfo(grads_finite, *map(plain, (before.loss_scale, after.loss_scale, after.overflow_streak)))
+        numbers = map(plain, (before.loss_scale, after.loss_scale, after.overflow_streak))
+        return StepInfo(grads_finite, *numbers, ~grads_finite if isinstance(grads_finite, Tensor) else not grads_finite)
 
     def stay(self) -> StepInfo:
         """Return the outcome of a step that counts for nothing. Does not synchronise."""
@@ -233,7 +240,7 @@ class ScalerState:
         self._captured = None
         self._uploaded = self._uploaded._replace(**{name: value})
 
-    def _update_on_device(self, grads_finite: bool | Tensor) -> StepInfo:
+    def _update_on_device(self, grads_finite: bool | Tensor, spiked: bool | Tensor) -> StepInfo:
         if self.is_on_host:
             self._trust_device()
         device = self._placed.loss_scale.device
@@ -245,9 +252,12 @@ class ScalerState:
         else:
             finite = finite & self._finite
         after = self.policy.update(before, finite, xp=torch)
+        if spiked is not False:
+            spiked = torch.as_tensor(spiked, device=device) & grads_finite
+            after = after._make(torch.where(spiked, *pair) for pair in zip(self._placed, after, strict=True))
         torch._foreach_copy_(list(self._placed), list(after))
         self._before, self._finite = before, finite
-        return step_info(before, after)
+        return step_info(before, after, spiked=spiked)
 
     @staticmethod
     def _as_tensors(state: Any, device: torch.device | str) -> Any:

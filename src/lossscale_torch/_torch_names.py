@@ -95,6 +95,7 @@ class TorchNames(torch.amp.GradScaler):
             "growth_interval": self.get_growth_interval(),
             "_growth_tracker": int(state.growth_tracker),
             **state_to_dict(state, self.policy),
+            **self._records.guards.saved(state),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,7 +116,9 @@ class TorchNames(torch.amp.GradScaler):
         saved, policy = _checkpoint.torchs_part(state_dict), self.policy
         if self._follows_checkpoint:
             policy = _checkpoint.saved_policy(saved, policy)
-        self._state.restore(policy, _checkpoint.saved_state(saved, policy))
+        state = _checkpoint.saved_state(saved, policy)
+        self._records.guards.restore(saved)
+        self._state.restore(policy, state)
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
@@ -150,7 +153,7 @@ class TorchNames(torch.amp.GradScaler):
                 "of an iteration, or at the end after scaler.update()."
             )
         state = ScalerState(self.policy, self._state.read())
-        records = OptimizerRecords(state, Ranks(), self._records.joint_skip)
+        records = OptimizerRecords(state, Ranks(), self._records.joint_skip, self._records.guards.copied())
         return {**self.__dict__, "_state": state, "_records": records, "_last_step": None, "_skipped": set()}
 
     def __copy__(self) -> "TorchNames":
