@@ -116,9 +116,8 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
     if missing:
         raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_MEND}")
-    state = start._make(
-        _restored(name, numbers[name], initial, largest=_LARGEST_NORM) for name, initial in start._asdict().items()
-    )
+    fields = {name: _restored(name, numbers[name], initial, _LARGEST_NORM) for name, initial in start._asdict().items()}
+    state: GuardState[HostScalar] = GuardState(**fields)
     if state.streak > state.spikes:
         raise CheckpointError(
             f"streak={state.streak:g} of the saved guard exceeds spikes={state.spikes}; restore an earlier checkpoint"

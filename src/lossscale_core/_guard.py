@@ -45,8 +45,8 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
     """float32: the running mean of the norms."""
     deviation: ArrayT_co
     """float32: the running mean of their absolute deviation from the mean."""
-    count: ArrayT_co
-    """float32: the norms remembered."""
+    norms: ArrayT_co
+    """float32: the number of norms remembered."""
     spikes: ArrayT_co
     """int32: the spikes up to now."""
     streak: ArrayT_co
@@ -117,15 +117,15 @@ class SpikeGuard:
                 return self._judge_on_host(state, norm)
         limit = self.limit(state, xp=xp)
         is_finite = norm < math.inf
-        spiked = (norm > limit) & is_finite & (state.count >= self.warmup)
+        spiked = (norm > limit) & is_finite & (state.norms >= self.warmup)
         is_remembered = is_finite & (norm >= SMALLEST_SCALE)
         known = xp.where(is_remembered, xp.where(spiked, limit, norm), state.mean)
-        mean, deviation, count = (
+        mean, deviation, norms = (
             xp.where(is_remembered, new, old) for new, old in zip(self._remember(state, known, xp), state, strict=False)
         )
         spikes = xp.where(spiked, one_more(state.spikes), state.spikes)
         streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, state.streak * 0.0, state.streak))
-        return is_finite & ~spiked, GuardState(mean, deviation, count, spikes, streak)
+        return is_finite & ~spiked, GuardState(mean, deviation, norms, spikes, streak)
 
     def limit(self, state: GuardState, *, xp: Namespace | None = None) -> Array:
         """Return the largest norm that is not a spike: float32, shape `()`; after the warm-up.
@@ -143,7 +143,7 @@ class SpikeGuard:
             return False, state
         norm = np.float32(norm)
         limit = self.limit(state, xp=HOST)
-        if norm > limit and state.count >= self.warmup:
+        if norm > limit and state.norms >= self.warmup:
             remembered = self._remember(state, limit, HOST)
             return False, GuardState(*remembered, one_more(state.spikes), state.streak + np.float32(1))
         if norm >= SMALLEST_SCALE:
@@ -156,12 +156,12 @@ class SpikeGuard:
         mean = state.mean + (norm - state.mean) * weight
         distance = _larger(norm - mean, mean - norm, xp)
         deviation = state.deviation + (distance - state.deviation) * weight
-        return mean, deviation, state.count + 1.0
+        return mean, deviation, state.norms + 1.0
 
     def _weight(self, state: GuardState, xp: Namespace) -> Array:
         """Return the weight of the next norm in the averages: 1 for the first, and more late in a streak."""
         late = _larger(state.streak - (self.warmup - 1.0), 1.0, xp)
-        return _smaller(late / _smaller(state.count + 1.0, float(self.memory), xp), 1.0, xp)
+        return _smaller(late / _smaller(state.norms + 1.0, float(self.memory), xp), 1.0, xp)
 
 
 def _larger(x: Array, y: Array, xp: Namespace) -> Array:

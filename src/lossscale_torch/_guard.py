@@ -33,11 +33,14 @@ class Guards:
         self._kept = saved  # what a checkpoint holds for a scaler that has no guard
         self._last_norm = math.nan
 
-    def judge(self, optimizer: Any, norm: float | Tensor) -> bool | Tensor:
-        """Return whether a norm is a spike: a bool, or a bool tensor of shape `()`. Does not wait for a device."""
+    def judge(self, optimizer: Any, norm: Any) -> bool | Tensor:
+        """Return whether a norm, a number or a tensor, is a spike: a bool, or a bool tensor of shape `()`.
+
+        Does not wait for a device.
+        """
         if self.guard is None:
             return False
-        place = self._place_of(optimizer)
+        place = self._place_of(optimizer, self.guard)
         if is_dtensor(norm):
             norm = norm.full_tensor()
         if isinstance(norm, Tensor) and norm.is_cpu and not is_being_recorded():
@@ -95,17 +98,17 @@ class Guards:
         copy._states = [_read(each) for each in self._states]
         return copy
 
-    def _place_of(self, optimizer: Any) -> int:
+    def _place_of(self, optimizer: Any, guard: SpikeGuard) -> int:
         reference, place = self._places.get(id(optimizer), (None, 0))
         if reference is None or reference() is not optimizer:
             taken = {place for reference, place in self._places.values() if reference() is not None}
             place = next(number for number in range(len(taken) + 1) if number not in taken)
             self._places[id(optimizer)] = (weak_reference(optimizer), place)
             if place == len(self._states):
-                self._states.append(self.guard.init_state())
+                self._states.append(guard.init_state())
         return place
 
-    def _judge_on_device(self, guard: SpikeGuard, place: int, norm: float | Tensor) -> Tensor:
+    def _judge_on_device(self, guard: SpikeGuard, place: int, norm: Any) -> Tensor:
         state = self._states[place]
         if not isinstance(state.mean, Tensor):
             state = self._states[place] = _placed(state, norm.device)

@@ -175,8 +175,9 @@ class ScalerState:
         else:
             self.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self.snapshot()
-        numbers = map(plain, (before.loss_scale, after.loss_scale, after.overflow_streak))
-        return StepInfo(grads_finite, *numbers, ~grads_finite if isinstance(grads_finite, Tensor) else not grads_finite)
+        overflowed = ~grads_finite if isinstance(grads_finite, Tensor) else not grads_finite
+        scales = plain(before.loss_scale), plain(after.loss_scale)
+        return StepInfo(grads_finite, *scales, plain(after.overflow_streak), overflowed)
 
     def stay(self) -> StepInfo:
         """Return the outcome of a step that counts for nothing. Does not synchronise."""

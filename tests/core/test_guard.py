@@ -103,7 +103,7 @@ def test_norms_of_zero_leave_the_averages_alone():
     """Steps without gradients are accepted, and the first gradients after a hundred of them as well."""
     accepted, state = _judged([0.0] * 100 + [1.0] * 20)
     assert accepted.all()
-    assert (float(state.mean), float(state.count)) == (1.0, 20.0)
+    assert (float(state.mean), float(state.norms)) == (1.0, 20.0)
 
 
 @given(NORMS)
@@ -115,11 +115,11 @@ def test_a_spike_counts_as_the_limit(norms):
         limit = guard.limit(state)
         accepted, after = guard.judge(state, norm)
         spiked = math.isfinite(norm) and not accepted
-        assert spiked == (state.count >= 3 and limit < norm < math.inf)
+        assert spiked == (state.norms >= 3 and limit < norm < math.inf)
         assert after.spikes == state.spikes + spiked
         assert after.streak == (state.streak + 1 if spiked else 0 if math.isfinite(norm) else state.streak)
         if spiked:
-            calm = state._replace(count=np.float32(0))  # where any norm is accepted
+            calm = state._replace(norms=np.float32(0))  # where any norm is accepted
             assert guard.judge(calm, limit)[1].mean == limit
             assert state.mean <= after.mean <= limit
         assert all(math.isfinite(value) and value >= 0 for value in after)
@@ -167,7 +167,7 @@ def test_the_state_goes_through_a_checkpoint():
     """Saved beside the policy's state as plain numbers, and restored bit for bit."""
     _, state = _judged(_log_normal(77, 4) * np.where(np.arange(77) % 30 == 29, 50, 1))
     saved = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
-    assert list(saved["guard"]) == ["mean", "deviation", "count", "spikes", "streak"]
+    assert list(saved["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
     restored = guard_state_from_dict(saved)
     assert restored == state
     assert list(map(type, restored)) == list(map(type, state))
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_a_guard():
         ({"deviation": -1.0}, "deviation=-1"),
         ({"spikes": 1.5}, "spikes=1.5"),
         ({"streak": 5.0}, "streak=5 .*exceeds spikes=0"),
-        ({"count": "many"}, "count='many'"),
+        ({"norms": "many"}, "norms='many'"),
         ({"mean": 1e39}, "mean=1e"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_damaged_guard_is_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
         guard_state_from_dict({**saved, "guard": {**saved["guard"], **change}})
     with pytest.raises(CheckpointError, match="has no mean"):
-        guard_state_from_dict({**saved, "guard": {"deviation": 0.0, "count": 0.0, "spikes": 0, "streak": 0.0}})
+        guard_state_from_dict({**saved, "guard": {"deviation": 0.0, "norms": 0.0, "spikes": 0, "streak": 0.0}})
 
 
 def test_simulate_judges_recorded_norms():
