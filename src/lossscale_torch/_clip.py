@@ -96,7 +96,9 @@ def unscale_and_clip(
     for optimizer, record in zip(optimizers, ours, strict=True):
         found = {scale.device: flag.clone()} if gradients.buckets else {}
         records.note(optimizer, record, found, known)
-        record.is_judged, record.spiked = True, spiked is True and record.finite is False
+        record.is_judged = True
+        if known is False and not record.is_combined:
+            record.spiked = spiked is True
         record.grad_scale = clipped.grad_scale
     if how.error_if_nonfinite and bool(clipped.found_inf):
         how.raise_nonfinite()

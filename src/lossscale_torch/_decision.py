@@ -80,7 +80,7 @@ class OptimizerRecord(dict[str, Any]):
             return
         found = self["found_inf_per_device"]
         self["found_inf_per_device"] = {device: with_spike(flag, spiked) for device, flag in found.items()}
-        self.finite, self.spiked = (False, self.finite is True) if spiked is True else (None, False)
+        self.finite, self.spiked = None, False
 
     def read_again(self) -> None:
         """Read known flags again where that waits for no device; otherwise forget what was known."""

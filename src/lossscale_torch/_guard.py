@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,14 +125,9 @@ def _placed(state: GuardState, device: torch.device) -> GuardState[Tensor]:
             "the state of the spike guard is still on the host, and a graph that is being captured would write it anew "
             "at each replay; take one step with this optimizer before capturing one"
         )
-    dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
-    with torch.inference_mode(False):
-        return GuardState(
-            *(
-                torch.full((), value.item(), dtype=dtype, device=device)
-                for value, dtype in zip(state, dtypes, strict=True)
-            )
-        )
+    with torch.inference_mode(False):  # they outlive a validation loop that may be running
+        # From NumPy, since a graph that is being recorded would replay `torch.full`, and begin the guard anew.
+        return GuardState(*(torch.from_numpy(np.array(value)).to(device) for value in state))
 
 
 def _read(state: GuardState) -> GuardState:
