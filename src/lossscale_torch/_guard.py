@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,8 +125,10 @@ def _placed(state: GuardState, device: torch.device) -> GuardState[Tensor]:
             "at each replay; take one step with this optimizer before capturing one"
         )
     with torch.inference_mode(False):  # they outlive a validation loop that may be running
-        # From NumPy, since a graph that is being recorded would replay `torch.full`, and begin the guard anew.
-        return GuardState(*(torch.from_numpy(np.array(value)).to(device) for value in state))
+        # Not by `torch.full`, which a graph that is being recorded would replay, and begin the guard anew.
+        dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
+        pairs = zip(state, dtypes, strict=True)
+        return GuardState(*(torch.tensor(value.item(), dtype=dtype).to(device) for value, dtype in pairs))
 
 
 def _read(state: GuardState) -> GuardState:

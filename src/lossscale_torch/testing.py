@@ -1,0 +1,297 @@
+"""A check for training loops: a step that is skipped must leave everything that follows the steps as it was."""
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lossscale_core import DynamicScaling
+from lossscale_torch._scaler import GradScaler
+from lossscale_torch._types import Tree
+
+__all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
+
+_STEPS = 8
+_BAD_STEPS = frozenset((0, 3, 4))
+_SAVED_AFTER = 5
+_POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+_FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
+_FEW = 4
+_WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+class TrainingLoop(Protocol):
+    """A loop to check. Beside these two members it may have `model`, `scheduler` and `ema`.
+
+    With `state_dict()` and `load_state_dict(saved)`, which save and load the whole run, it is checked across them, too.
+    """
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer, whose step `step` takes."""
+
+    def step(self, batch: int) -> Any:
+        """Take one step of the optimizer: scale, backward, `scaler.step`, `scaler.update` and what follows.
+
+        `batch` is the number of the step, from 0 on; the loop chooses its data by it.
+        """
+
+
+class LoopError(AssertionError):
+    """A training loop does not follow what its scaler decides; the message says at which step, and in what."""
+
+
+def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
+    """Require that a loop skips as a whole, and goes on after a skipped step as if there had been no such batch.
+
+    The check runs the loop some times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4 infinite:
+    in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on the last
+    rank alone. After each such step, parameters, buffers, optimizer, schedule and average must be as before, and at
+    the end bit for bit those of a run without these batches. It also requires that the loss scale makes no difference
+    to the gradients that the optimizer sees, and that a run which is saved and loaded goes on as one that is not.
+
+    ```python
+    def build(scaler):
+        return Loop(scaler)          # your own: makes model, optimizer and schedule, and keeps the scaler
+
+    check_training_loop(build)
+    ```
+
+    Random numbers of torch begin anew before `build` and before each step. In a process group every rank must call.
+
+    Args:
+        build: Makes the loop, with a model of its own, around the scaler that it is given.
+
+    Returns:
+        What was checked, for loops that lack a part: a sentence for each.
+
+    Raises:
+        LoopError: The loop fails; the message says at which step, and what has moved.
+        TypeError: `build` does not return a loop.
+    """
+    checked = []
+    for fused in (False, True):
+        kind = "a fused optimizer" if fused else "its own optimizer"
+        if fused and not _has_fused_kernel(_Run(build, fused=False).loop.optimizer):
+            continue
+        for where in ("each loss", "the first loss"):
+            _check_skips(build, fused, where == "the first loss")
+            checked.append(f"with {kind}: a step is skipped as a whole where {where} of it is infinite")
+        _check_scale(build, fused)
+        checked.append(f"with {kind}: the loss scale makes no difference to the gradients")
+        if _check_resumes(build, fused):
+            checked.append(f"with {kind}: a run that is saved and loaded goes on exactly")
+    return checked
+
+
+class _PlantingScaler(GradScaler):
+    """A scaler that makes losses infinite, and counts what a step calls."""
+
+    is_armed = False
+    only_first = False
+    losses = 0
+    updates = 0
+
+    def scale(self, outputs: Tree) -> Tree:
+        """Scale, and multiply by infinity where an overflow is planned."""
+        self.losses += 1
+        scaled = super().scale(outputs)
+        if self.is_armed and not (self.only_first and self.losses > 1):
+            return torch.utils._pytree.tree_map(lambda each: each * torch.inf, scaled)
+        return scaled
+
+    def update(self, new_scale: Any = None) -> Any:
+        """Update, and count."""
+        self.updates += 1
+        return super().update(new_scale)
+
+
+class _Run:
+    """One run of the loop: its scaler, its steps, and what the optimizer saw."""
+
+    def __init__(self, build: Callable[[Any], TrainingLoop], fused: bool, init_scale: float = 2.0**10) -> None:
+        torch.manual_seed(0)
+        policy = DynamicScaling(init_scale=init_scale, growth_interval=_POLICY.growth_interval)
+        self.scaler = _PlantingScaler(_device_type(), policy=policy)
+        self.loop = build(self.scaler)
+        self.norms: list[float] = []
+        if not callable(getattr(self.loop, "step", None)) or not hasattr(self.loop, "optimizer"):
+            raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
+        if fused:
+            _make_fused(self.loop.optimizer)
+
+    def step(self, number: int, plant: bool = False, only_first: bool = False) -> None:
+        """Take a step, with an overflow if `plant`."""
+        scaler = self.scaler
+        scaler.is_armed, scaler.only_first = plant and _is_last_rank(), only_first
+        scaler.losses = scaler.updates = 0
+        torch.manual_seed(number + 1)
+        self.loop.step(number)
+        scaler.is_armed = False
+        if scaler.updates != 1:
+            raise LoopError(
+                f"step({number}) called scaler.update() {scaler.updates} times; take one step of the optimizer, with "
+                "one update, in each step(batch)"
+            )
+
+    def everything(self) -> dict[str, Any]:
+        """Return all that follows the steps, as copies by name."""
+        found: dict[str, Any] = {}
+        for name in _FOLLOWERS:
+            part = getattr(self.loop, name, None)
+            if part is not None:
+                found.update(_flat(name, part.state_dict()))
+        return found
+
+
+def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: bool) -> None:
+    """Require that skipped steps move nothing, and that the run ends as one that never saw them."""
+    run, clean = _Run(build, fused), _Run(build, fused)
+    for number in range(_STEPS):
+        is_bad = number in _BAD_STEPS
+        before, scale = run.everything(), run.scaler.get_scale()
+        run.step(number, is_bad, only_first)
+        if is_bad:
+            _require_unmoved(number, before, run.everything())
+            continue
+        clean.scaler.load_state_dict({**clean.scaler.state_dict(), "scale": scale, "loss_scale": scale})
+        clean.step(number)
+        _require_equal(f"after step {number}", run.everything(), clean.everything(), "without the skipped steps")
+
+
+def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
+    """Require that the optimizer sees the same gradients whatever the loss scale is."""
+    seen = []
+    for init_scale in (1.0, 2.0**10):
+        run = _Run(build, fused, init_scale)
+        norms: list[float] = []
+        handle = run.loop.optimizer.register_step_pre_hook(lambda optimizer, *_, to=norms: to.append(_norm(optimizer)))
+        for number in range(2):
+            run.step(number)
+        handle.remove()
+        seen.append(norms)
+    for number, (small, large) in enumerate(zip(*seen, strict=True)):
+        if abs(small - large) > 0.02 * max(abs(small), abs(large)):
+            raise LoopError(
+                f"at step {number} the optimizer saw gradients of norm {small:g} with a loss scale of 1, and of norm "
+                f"{large:g} with 1024; unscale before you clip or change gradients (unscale_and_clip_ does both)"
+            )
+
+
+def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
+    """Require that a run goes on exactly from what it saved; return False where the loop cannot save."""
+    run = _Run(build, fused)
+    if not (hasattr(run.loop, "state_dict") and hasattr(run.loop, "load_state_dict")):
+        return False
+    for number in range(_SAVED_AFTER):
+        run.step(number, number in _BAD_STEPS)
+    file = io.BytesIO()
+    torch.save(run.loop.state_dict(), file)
+    file.seek(0)
+    resumed = _Run(build, fused)
+    resumed.loop.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[attr-defined]
+    scaler = {"scaler": run.scaler.state_dict()}
+    _require_equal("after loading", _flat("", {"scaler": resumed.scaler.state_dict()}), _flat("", scaler), "saved")
+    for number in range(_SAVED_AFTER, _STEPS):
+        run.step(number)
+        resumed.step(number)
+        _require_equal(f"after step {number}", resumed.everything(), run.everything(), "without save and load")
+    return True
+
+
+def _require_unmoved(number: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    moved = [_change(name, before[name], after[name]) for name in before if not _same(before[name], after.get(name))]
+    new = [name for name in after if name not in before and not _is_zero(after[name])]
+    if moved or new:
+        what = _listed([*moved, *(f"{name} appeared" for name in new)])
+        raise LoopError(f"step {number} was to be skipped, but {what}; follow applied steps only (info.applied)")
+
+
+def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:
+    differing = [name for name in {**expected, **found} if not _same(found.get(name), expected.get(name))]
+    if differing:
+        what = _listed([_difference(name, found.get(name), expected.get(name)) for name in differing])
+        raise LoopError(f"{when}, {what}, unlike {how}")
+
+
+def _change(name: str, before: Any, after: Any) -> str:
+    if isinstance(before, Tensor) and before.numel() != 1:
+        return f"{name} changed"
+    return f"{name} went from {_plain(before)} to {_plain(after)}"
+
+
+def _difference(name: str, found: Any, expected: Any) -> str:
+    if isinstance(found, Tensor) and found.numel() != 1:
+        return f"{name} differs"
+    return f"{name} is {_plain(found)} and not {_plain(expected)}"
+
+
+def _listed(parts: list[str]) -> str:
+    shown = ", ".join(parts[:_FEW])
+    return shown if len(parts) <= _FEW else f"{shown} and {len(parts) - _FEW} more"
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Return the numbers and tensors in a state dict by their path."""
+    return dict(_leaves(name, value))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(f"{name}.{key}".lstrip("."), each)
+    elif isinstance(value, list | tuple):
+        for key, each in enumerate(value):
+            yield from _leaves(f"{name}.{key}", each)
+    elif isinstance(value, Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        yield name, local.detach().clone()
+    elif isinstance(value, bool | int | float | str) or value is None:
+        yield name, value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype is b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def _is_zero(value: Any) -> bool:
+    """Return whether an entry is what an optimizer allocates in a first step that its kernel skips."""
+    return not value.any() if isinstance(value, Tensor) else True
+
+
+def _norm(optimizer: Any) -> float:
+    """Return the norm of the gradients that an optimizer is about to apply, unscaled."""
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    factor = getattr(optimizer, "grad_scale", None)
+    return float(norm) / (1.0 if factor is None else float(factor))
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _is_last_rank() -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
+def _has_fused_kernel(optimizer: Any) -> bool:
+    return type(optimizer) in _WITH_FUSED_KERNEL and not optimizer.defaults.get("fused")
+
+
+def _make_fused(optimizer: Any) -> None:
+    """Let one of torch's optimizers step with its fused kernel, as if it had been made with `fused=True`."""
+    optimizer._step_supports_amp_scaling = True
+    optimizer.defaults.update(fused=True, foreach=False)
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=False)

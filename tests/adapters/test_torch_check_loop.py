@@ -1,0 +1,322 @@
+"""`check_training_loop` passes loops that follow their scaler, and names what the others move on a skipped step."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from lossscale_torch import GradScaler
+from lossscale_torch.testing import LoopError, check_training_loop
+from tests.adapters.test_torch_distributed import _on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # bad loops do so
+
+
+class Loop:
+    """A loop that does everything right: accumulation, clipping, a schedule, an average, save and load."""
+
+    autocast = False
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.ema = AveragedModel(self.model)
+
+    def losses(self, batch):
+        """Yield the losses of two micro-batches."""
+        data = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(batch))
+        for part in data:
+            with torch.autocast("cpu", torch.float16, enabled=self.autocast):
+                yield (self.model(part) - 1).square().mean() / 2
+
+    def step(self, batch):
+        """Take a step of two micro-batches."""
+        self.optimizer.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+    def clip(self):
+        """Clip before the step."""
+        self.scaler.unscale_and_clip_(self.optimizer, 0.1)
+
+    def follow(self, info):
+        """Let schedule and average follow an applied step."""
+        if info.applied:
+            self.scheduler.step()
+            self.ema.update_parameters(self.model)
+
+    def parts(self):
+        """Return what a checkpoint holds."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "ema": self.ema,
+            "scaler": self.scaler,
+        }
+
+    def state_dict(self):
+        """Save the run."""
+        return {name: part.state_dict() for name, part in self.parts().items()}
+
+    def load_state_dict(self, saved):
+        """Load the run."""
+        for name, part in self.parts().items():
+            part.load_state_dict(saved[name])
+
+
+class Float16(Loop):
+    """The same under autocast."""
+
+    autocast = True
+
+
+class Unscales(Loop):
+    """The same with torch's own clip."""
+
+    def clip(self):
+        """Unscale first."""
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class Minimal:
+    """A loop with an optimizer and nothing else."""
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+        self.model = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.Rprop(self.model.parameters())
+
+    def step(self, batch):
+        """Take a step."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("build", [Loop, Float16, Unscales])
+def test_a_loop_that_follows_passes(build):
+    """With its own optimizer and with the fused kernel; the answer says what was checked."""
+    checked = check_training_loop(build)
+    assert len(checked) == 8
+    assert sum("fused" in sentence for sentence in checked) == 4
+    assert sum("saved and loaded" in sentence for sentence in checked) == 2
+
+
+def test_what_a_loop_lacks_is_not_claimed():
+    """Without save and load, and with an optimizer that has no fused kernel, the answer is shorter."""
+    checked = check_training_loop(Minimal)
+    assert len(checked) == 3
+    assert not any("saved" in sentence or "fused" in sentence for sentence in checked)
+
+
+class StepsSchedule(Loop):
+    def follow(self, info):
+        self.scheduler.step()
+        if info.applied:
+            self.ema.update_parameters(self.model)
+
+
+class Averages(Loop):
+    def follow(self, info):
+        self.ema.update_parameters(self.model)
+        if info.applied:
+            self.scheduler.step()
+
+
+class ReadsTheScale(Loop):
+    """Asks whether the scale has fallen, as many trainers do; here it falls too little to be seen."""
+
+    def step(self, batch):
+        self.scaler.set_backoff_factor(1 - 2.0**-24)
+        before = round(self.scaler.get_scale())
+        self.optimizer.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if round(self.scaler.get_scale()) >= before:
+            self.scheduler.step()
+
+
+class ClipsFirst(Loop):
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class ForgetsTheScaler(Loop):
+    def parts(self):
+        return {name: part for name, part in super().parts().items() if name != "scaler"}
+
+
+class ForgetsTheSchedule(Loop):
+    def parts(self):
+        return {name: part for name, part in super().parts().items() if name != "scheduler"}
+
+
+class HasBatchNorm(Loop):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.model.insert(1, torch.nn.BatchNorm1d(8))
+        self.ema = AveragedModel(self.model)
+
+
+class StepsByItself(Loop):
+    """Steps the optimizer past the scaler."""
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.optimizer.step()
+        self.scaler.update()
+
+
+class UpdatesTwice(Loop):
+    def follow(self, info):
+        self.scaler.update(1024.0)
+
+
+class Accelerates(Loop):
+    """Accelerate's own answer, which is wrong for a fused optimizer."""
+
+    fused = True
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.accelerator = Accelerator(cpu=True)
+        self.accelerator.scaler = scaler
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=self.fused)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self._prepared = self.accelerator.prepare_optimizer(self.optimizer)
+        self._prepared.scaler = scaler
+
+    def step(self, batch):
+        self._prepared.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        self._prepared.step()
+        if not self._prepared.step_was_skipped:
+            self.scheduler.step()
+
+
+class AcceleratesWithOrdinary(Accelerates):
+    fused = False
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (StepsSchedule, r"step 0 was to be skipped, but .*scheduler\.last_epoch went from 0 to 1"),
+        (Averages, r"step 0 was to be skipped, but ema\.n_averaged went from 0 to 1"),
+        (ReadsTheScale, r"scheduler\.last_epoch went from 0 to 1"),
+        (ClipsFirst, r"optimizer saw gradients of norm .* with a loss scale of 1, .* with 1024; unscale before"),
+        (ForgetsTheScaler, r"after loading, scaler\.scale is 1024.0 and not"),
+        (ForgetsTheSchedule, r"after step 5, .*unlike without save and load"),
+        (HasBatchNorm, r"step 0 was to be skipped, but model\.1\.running_mean changed"),
+        (StepsByItself, r"step 0 was to be skipped, but model\.0\.weight changed"),
+        (UpdatesTwice, r"step\(0\) called scaler\.update\(\) 2 times"),
+    ],
+)
+def test_a_loop_that_does_not_follow_fails(build, message):
+    """The message names the step and what moved."""
+    with pytest.raises(LoopError, match=message):
+        check_training_loop(build)
+
+
+def test_accelerate_is_wrong_with_a_fused_optimizer_only():
+    """It takes a scale that did not fall yet for an applied step; with an ordinary optimizer the loop passes."""
+    with pytest.raises(LoopError, match=r"scheduler\.last_epoch went from 0 to 1"):
+        check_training_loop(Accelerates)
+
+
+def test_what_is_not_a_loop_is_refused():
+    """The error names what build returned."""
+    with pytest.raises(TypeError, match=re.escape("build returned None; return an object with step(batch)")):
+        check_training_loop(lambda scaler: None)
+
+
+class _OnRanks(Loop):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = None
+        self.parallel = self.wrapped()
+
+    def wrapped(self):
+        return DistributedDataParallel(self.model)
+
+    def losses(self, batch):
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(batch))
+        yield (self.parallel(data) - 1).square().mean()
+
+    def follow(self, info):
+        if info.applied:
+            self.scheduler.step()
+
+    def parts(self):
+        return {name: part for name, part in super().parts().items() if name != "ema"}
+
+
+class _FollowsRankZero(_OnRanks):
+    """Without DDP's reduction, and with the answer of rank 0 for all."""
+
+    def wrapped(self):
+        return self.model
+
+    def losses(self, batch):
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(batch))
+        yield (self.model(data) - 1).square().mean()
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        finite = torch.tensor(all(bool(param.grad.isfinite().all()) for param in self.model.parameters()))
+        dist.broadcast(finite, 0)
+        if finite:
+            self.optimizer.step()
+        self.scaler.update()
+
+
+def _passes(rank, world_size):
+    assert len(check_training_loop(_OnRanks)) == 8
+
+
+def test_loops_on_ranks_pass():
+    """The last rank alone sees the infinite loss, and both skip."""
+    _on_ranks(2, _passes)
+
+
+def _rank_zero_decides(rank, world_size):
+    with pytest.raises(LoopError, match=r"step 0 was to be skipped, but model\.0\.weight changed"):
+        check_training_loop(_FollowsRankZero)
+
+
+def test_the_decision_of_rank_zero_fails():
+    """The infinite gradients of the last rank are applied, there and here."""
+    _on_ranks(2, _rank_zero_decides)
+
+
+def test_the_scaler_is_one_of_ours():
+    """A loop may rely on `last_step`, `skip` and whatever else the class has."""
+    seen = []
+
+    def build(scaler):
+        seen.append(scaler)
+        return Minimal(scaler)
+
+    check_training_loop(build)
+    assert all(isinstance(scaler, GradScaler) for scaler in seen)
