@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from measuring import Row, interleaved, resnet50_shapes, run
 
+from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 
 Step = Callable[[], object]
@@ -116,12 +117,14 @@ def training_rows(quick: bool, device: str) -> list[Row]:
         peer, ours = (
             scaler(device, init_scale=2.0, growth_interval=2**30) for scaler in (torch.amp.GradScaler, GradScaler)
         )
+        guarded = GradScaler(device, init_scale=2.0, growth_interval=2**30, guard=SpikeGuard())
         steps: list[Step] = [
             functools.partial(step_with, peer, optimizer, device),
             functools.partial(step_with, ours, optimizer, device),
             functools.partial(clip_with_torch, peer, optimizer, params, device),
             functools.partial(clip_with_ours, ours, optimizer, device),
             functools.partial(clip_without_scaler, optimizer, params, device),
+            functools.partial(clip_with_ours, guarded, optimizer, device),
         ]
         times = interleaved(steps, 3 if quick else 41, before=functools.partial(restore, params))
         bound = ours_streams / torchs_streams
@@ -132,6 +135,7 @@ def training_rows(quick: bool, device: str) -> list[Row]:
             Row(f"step, {where}", "× torch's GradScaler", times[1] / times[0], 1.0),
             Row(f"clip + step, {bounded}", "× unscale_ + clip_grad_norm_ + step + update", times[3] / times[2], bar),
             Row(f"clip + step, {where}", "× clip_grad_norm_ + step, no scaler", times[3] / times[4], 1.0),
+            Row(f"clip + step with a spike guard, {where}", "× the same without a guard", times[5] / times[3], 1.03),
         ]
     return rows
 
