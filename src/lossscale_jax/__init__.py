@@ -9,6 +9,7 @@ from lossscale_jax._export import register_state_types as _register_state_types
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._range import range_report
 from lossscale_jax._report import overflow_report
+from lossscale_jax._retries import RetriedGradients, retrying_value_and_grad
 from lossscale_jax._state import LossScaledState, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, scale, select, unscale
 
@@ -16,6 +17,7 @@ __all__ = [
     "GradientReport",
     "LossScaledState",
     "LossScaledTransformation",
+    "RetriedGradients",
     "ScaledGradients",
     "all_finite",
     "get_scale_state",
@@ -24,13 +26,14 @@ __all__ = [
     "loss_scaled",
     "overflow_report",
     "range_report",
+    "retrying_value_and_grad",
     "scale",
     "select",
     "unscale",
     "value_and_grad",
 ]
 
-for _type in (LossScaledState, LossScaledTransformation, ScaledGradients):
+for _type in (LossScaledState, LossScaledTransformation, RetriedGradients, ScaledGradients):
     # A pickle then names the public module, so that the private ones may move.
     _type.__module__ = __name__
 del _type

@@ -106,7 +106,7 @@ def value_and_grad(
             _axes.require_reduced(value, (state, [args[n] for n in chosen]), _ADVICE)
         return ScaledGradients(value, aux, grads, finite)
 
-    return _presented_as(fun, scaled_value_and_grad)
+    return presented_as(fun, scaled_value_and_grad)
 
 
 _ADVICE = (
@@ -121,7 +121,7 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
     return {operator.index(n) % count for n in numbers if count}
 
 
-def _presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
+def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
     del function.__wrapped__  # type: ignore[attr-defined]  # `inspect.signature` would follow it to `fun` itself

@@ -115,6 +115,8 @@ def outcome(records: list[OptimizerRecord], device: torch.device) -> tuple[bool 
     Bools where the host knows, else tensors on `device`.
     """
     known = [record.finite for record in records]
+    if False not in known and None not in known:
+        return True, False
     if None not in known:
         spiked = any(record.spiked for record in records)
         return all(record.finite or record.spiked for record in records), spiked

@@ -1,0 +1,90 @@
+"""Differentiating again, at a lower scale, what overflowed."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy
+from lossscale_core.errors import PolicyError
+from lossscale_jax import _axes
+from lossscale_jax._autodiff import ScaledGradients, presented_as, value_and_grad
+from lossscale_jax._types import PyTree
+
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+
+
+class RetriedGradients(NamedTuple, Generic[Value, Aux]):
+    """The results of the last try, and the state that it was scaled by."""
+
+    gradients: ScaledGradients[Value, Aux, PyTree]
+    """The results of the last try; `grads_finite` is False if every try overflowed."""
+    state: ScaleState
+    """The state of the last try: pass it to `policy.update` together with `grads_finite`."""
+
+
+def retrying_value_and_grad(
+    fun: Callable[..., Any],
+    policy: PolicyLike,
+    *,
+    retries: int,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: Hashable = None,
+) -> Callable[..., RetriedGradients[Any, Any]]:
+    """Create a function that differentiates `fun` with its loss scaled, and again at a lower scale if it overflows.
+
+    Each overflow but the last lowers the scale by one `policy.update`, so that the counters and the hysteresis count
+    it. The last try is left to the caller, as with `value_and_grad`:
+
+    ```python
+    differentiate = retrying_value_and_grad(loss, policy, retries=3)
+    gradients, state = differentiate(state, params, batch)
+    state = policy.update(state, gradients.grads_finite)
+    ```
+
+    The tries run in one `while_loop` with the same arguments, random keys included, and `fun` is compiled once. Does
+    not synchronise with the host.
+
+    Args:
+        fun: As for `value_and_grad`.
+        policy: Anything that `as_policy` accepts. A policy that does not adapt is not retried.
+        retries: The largest number of further tries, from 0 on. With 32, the first step calibrates the scale.
+        argnums: As for `value_and_grad`.
+        has_aux: As for `value_and_grad`.
+        axis_name: As for `value_and_grad`; then all devices retry together.
+
+    Returns:
+        A function `(state, *args, **kwargs)` that returns `RetriedGradients`.
+
+    Raises:
+        PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
+    """
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise PolicyError(f"retries={retries!r} must be a whole number from 0; pass 0 not to retry")
+    chosen = as_policy(policy)
+    # One of its overloads is for each value of `has_aux`, which is not known here.
+    differentiate: Any = value_and_grad(fun, argnums, has_aux, axis_name)  # type: ignore[call-overload]
+    most = retries if BaseScaling.of(chosen).adapts else 0
+
+    def retrying(state: Any, /, *args: Any, **kwargs: Any) -> RetriedGradients[Any, Any]:
+        def attempt(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            tries, state, before = carry
+            lowered = chosen.update(state, before.grads_finite, xp=jnp)
+            state = state._make(jnp.where(tries > 0, new, old) for new, old in zip(lowered, state, strict=True))
+            return tries + 1, state, differentiate(state, *args, **kwargs)
+
+        def goes_on(carry: tuple[Any, Any, Any]) -> Any:
+            tries, _, result = carry
+            return (tries <= most) & ~result.grads_finite
+
+        # Of nothing yet, so that `fun` is traced once, in the body of the loop.
+        like = jax.eval_shape(lambda: differentiate(state, *args, **kwargs))
+        nothing = _axes.matching(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), like)
+        _, state, result = lax.while_loop(goes_on, attempt, (jnp.int32(0), state, nothing))
+        return RetriedGradients(result, state)
+
+    return presented_as(fun, retrying)
