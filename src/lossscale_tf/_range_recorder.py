@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -188,7 +189,7 @@ class _Scopes:
 
     def _scope_of_gradient(self) -> str | None:
         """Return the scope of the operation whose gradients are being computed; None outside of such a function."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "_gradient_function" and "attr_tuple" in frame.f_locals:
                 return self._of_attrs.get(id(frame.f_locals["attr_tuple"]), (None,))[0]

@@ -88,7 +88,10 @@ MODELS = {
         TOKENS,
     ),
     "tied": (Tied, TOKENS),
-    "recurrent": (lambda: _sequential("recurrent", layers.GRU(WIDTH, name="cells"), layers.Dense(3, name="out")), X),
+    "recurrent": (
+        lambda: _sequential("recurrent", layers.SimpleRNN(WIDTH, name="cells"), layers.Dense(3, name="out")),
+        X[:, :3],
+    ),
 }
 
 
@@ -292,6 +295,24 @@ def test_loops_and_branches_are_looked_into():
     for records in (report.forward, report.backward):
         assert [r.operation for r in records if r.module == "turn"].count("Mul") == 3
     assert report.overflows_above == 2.0**12
+
+
+def test_a_concrete_function_is_one_operation():
+    """Its results are measured, in both passes, and a variable that it writes to is put back."""
+    variable, counter = tf.Variable(1.0), tf.Variable(0)
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float16)])
+    def tripled(x):
+        counter.assign_add(1)
+        return 3 * x
+
+    concrete = tripled.get_concrete_function()
+    report = range_report(None, lambda: tf.cast(concrete(tf.cast(variable, tf.float16)), tf.float32))
+    assert "tripled" in report.forward[1].operation
+    assert report.forward[1].largest == 3.0
+    assert len({record.operation for record in report.forward[1:]}) == 1
+    assert report.overflows_above == 2.0**14
+    assert counter.numpy() == 0
 
 
 # -- no scale fits -----------------------------------------------------------------------------------------------------
