@@ -22,6 +22,10 @@ GRADIENT = "gradient"
 """The `operation` of a record about a parameter's whole gradient."""
 
 
+_CHUNK = 2**18
+"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
+
+
 class _Format(NamedTuple):
     largest: float
     smallest_exponent: int
@@ -65,6 +69,34 @@ class OperationRange(NamedTuple):
     """Whether some elements are non-finite although all inputs of the operation are finite."""
     scaled: bool = False
     """Whether the elements are proportional to the loss scale; False in the forward pass."""
+
+    @classmethod
+    def of(cls, values: Any, operation: str, module: str) -> "OperationRange":
+        """Measure an array.
+
+        Args:
+            values: An array of any shape and any float or complex dtype that NumPy can hold, or what `np.asarray`
+                converts to one. The parts of complex numbers count as two elements.
+            operation: The operation that computed it.
+            module: The place of the operation.
+
+        Returns:
+            The record, with `overflowed` and `scaled` False.
+        """
+        array = np.ravel(values)
+        flat = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+        largest, nonfinite, zeros = 0.0, 0, 0
+        exponents: Counter[int] = Counter()
+        for start in range(0, flat.size, _CHUNK):
+            chunk = flat[start : start + _CHUNK]
+            magnitudes = abs(chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk)
+            finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
+            nonzero = finite[finite > 0]
+            nonfinite += magnitudes.size - finite.size
+            zeros += finite.size - nonzero.size
+            largest = max(largest, float(finite.max(initial=0.0)))
+            exponents.update(_exponents(nonzero))
+        return cls(operation, module, flat.dtype.name, largest, nonfinite, zeros, dict(sorted(exponents.items())))
 
     @property
     def headroom(self) -> float:
@@ -270,6 +302,18 @@ class RangeReport:
         if self.init_scale is None or not _needs_scaling(self.backward):
             return "use NoScaling()"
         return f"use DynamicScaling(init_scale={_power(self.init_scale)})"
+
+
+def _exponents(magnitudes: Any) -> dict[int, int]:
+    """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
+    if not magnitudes.size:
+        return {}
+    magnitudes.sort()
+    lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
+    # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.
+    starts = magnitudes.searchsorted([2.0**exponent for exponent in range(lowest, highest + 1)]).tolist()
+    ends = [*starts[1:], magnitudes.size]
+    return {lowest + n: end - start for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start}
 
 
 class _Found(NamedTuple):

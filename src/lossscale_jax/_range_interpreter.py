@@ -1,8 +1,6 @@
 """The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
 
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lossscale_core import OperationRange
-from lossscale_jax._gradients import real_parts
 
-_CHUNK = 2**18
-"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
 _INSTALLED = str(Path(jax.__file__).parents[1])
 _LIBRARIES = tuple(str(folder) for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 _CALLS = {
@@ -174,33 +169,7 @@ def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
 
     On the host, since XLA would compile it anew for each shape.
     """
-    parts = [jax.device_get(part).reshape(-1) for part in real_parts(array)]
-    largest, nonfinite, zeros = 0.0, 0, 0
-    exponents: Counter[int] = Counter()
-    for values in parts:
-        for start in range(0, values.size, _CHUNK):
-            chunk = values[start : start + _CHUNK]
-            magnitudes = abs(chunk.astype("float32") if chunk.dtype.itemsize < 4 else chunk)
-            finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
-            nonzero = finite[finite > 0]
-            nonfinite += magnitudes.size - finite.size
-            zeros += finite.size - nonzero.size
-            largest = max(largest, float(finite.max(initial=0.0)))
-            exponents.update(_exponents(nonzero))
-    counts = dict(sorted(exponents.items()))
-    return OperationRange(operation, module, parts[0].dtype.name, largest, nonfinite, zeros, counts)
-
-
-def _exponents(magnitudes: Any) -> dict[int, int]:
-    """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
-    if not magnitudes.size:
-        return {}
-    magnitudes.sort()
-    lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
-    # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.
-    starts = magnitudes.searchsorted([2.0**exponent for exponent in range(lowest, highest + 1)]).tolist()
-    ends = [*starts[1:], magnitudes.size]
-    return {lowest + n: end - start for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start}
+    return OperationRange.of(jax.device_get(array), operation, module)
 
 
 def is_low_precision(array: Any) -> bool:

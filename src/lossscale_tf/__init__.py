@@ -2,6 +2,7 @@
 
 from lossscale_core import GradientReport
 from lossscale_tf import keras, v1
+from lossscale_tf._range import range_report
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
 from lossscale_tf._verbs import all_finite, scale, select, unscale
@@ -15,6 +16,7 @@ __all__ = [
     "init_state",
     "keras",
     "overflow_report",
+    "range_report",
     "scale",
     "select",
     "unscale",

@@ -11,21 +11,9 @@ import pytest
 from lossscale_core import DynamicScaling, OperationRange, RangeReport
 
 
-def _record(module, values, dtype="float16", *, scaled=True, overflowed=False):
+def _record(module, values, *, scaled=True, overflowed=False):
     """Return the record of an array, as an adapter would make it."""
-    finite = np.abs(values[np.isfinite(values)].astype(np.float64))
-    exponents = Counter(np.frexp(finite[finite > 0])[1].tolist())
-    return OperationRange(
-        "matmul",
-        module,
-        dtype,
-        largest=float(finite.max(initial=0.0)),
-        nonfinite=int(values.size - finite.size),
-        zeros=int((finite == 0).sum()),
-        exponents={exponent - 1: count for exponent, count in exponents.items()},
-        overflowed=overflowed,
-        scaled=scaled,
-    )
+    return OperationRange.of(values, "matmul", module)._replace(scaled=scaled, overflowed=overflowed)
 
 
 class Network:
@@ -59,6 +47,28 @@ def _network(magnitude):
     rng = np.random.default_rng(0)
     gradients = {f"layers.{i}": magnitude * 2.0**i * rng.standard_normal(500) for i in range(4)}
     return Network(gradients | {"embed": magnitude * rng.standard_normal(500) * 2.0 ** rng.uniform(-45, 0, 500)})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_an_array_is_measured(dtype):
+    """Exactly: each element is non-finite, zero, or counted at its exponent, also the largest and the smallest."""
+    largest, smallest = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    values = np.array([[largest, -smallest, 0.0, -0.0], [np.nan, -np.inf, -1.5, 1.0]], dtype)
+    record = OperationRange.of(values, "matmul", "layer")
+    assert record[:3] == ("matmul", "layer", np.dtype(dtype).name)
+    assert (record.largest, record.nonfinite, record.zeros) == (float(largest), 2, 2)
+    assert record.exponents == {int(np.log2(smallest)): 1, 0: 2, int(np.frexp(largest)[1]) - 1: 1}
+    assert (record.overflowed, record.scaled, record.headroom) == (False, False, 0.0)
+    assert OperationRange.of(np.zeros((3, 0), dtype), "matmul", "layer").exponents == {}
+
+
+def test_a_large_array_is_measured_in_parts():
+    """The counts are those of the whole array; a complex number has two elements, its parts."""
+    values = np.tile(np.complex64([2.0 + 4.0j, complex(0.5, -np.inf)]), 2**18)
+    record = OperationRange.of(values[::-1], "fft", "layer")
+    assert record.dtype == "float32"
+    assert record.nonfinite == 2**18
+    assert record.exponents == {-1: 2**18, 1: 2**18, 2: 2**18}
 
 
 @pytest.mark.parametrize("exponent", range(-40, 8))

@@ -1,0 +1,124 @@
+"""A report on the magnitudes that one forward and one backward pass of a model compute."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context  # tf.random.set_seed can set the seed, and nothing public can read it
+
+from lossscale_core import OperationRange, RangeReport
+from lossscale_tf._range_recorder import Recorder, Variables
+from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
+
+_SEED = 1441151881  # one that nobody is likely to have set
+
+
+def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
+    """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
+
+    It runs `loss_fn` once, eagerly, and a few backward passes (usually up to four) at the loss scales that it searches,
+    and looks at every float16, bfloat16 and float8 tensor that is computed. Each `tf.function` runs as the Python that
+    it was made of; a concrete function, and what a SavedModel holds, is one operation. All variables and the states of
+    random number generators are bit for bit as before, also where `loss_fn` raises. Synchronises with the host after
+    every operation.
+
+    Args:
+        model: Gives the names: an operation is named by the innermost of its layers, a gradient by its variable. A
+            Keras 3 or tf_keras model, or a `tf.Module`; without layers, operations are named by their name scopes.
+        loss_fn: Runs the forward pass as training does, and returns the loss, unscaled: a tensor with one element of
+            any float dtype.
+
+    Returns:
+        The report. `print` it, `plot` it, or pass its `init_scale` on to `DynamicScaling`.
+
+    Raises:
+        TypeError: `loss_fn` does not return a tensor of floats.
+        ValueError: The loss has several elements, or does not depend on a trainable variable.
+        RuntimeError: It is called in a graph.
+    """
+    if not tf.executing_eagerly():
+        raise RuntimeError("range_report reads numbers, which a graph has not; call it outside of tf.function")
+    with _functions_run_eagerly(), _seeds_kept(), Variables() as variables:
+        passes = _Passes(model, loss_fn, Recorder(model, variables))
+        return RangeReport.measure(passes.forward, passes.backward)
+
+
+class _Passes:
+    """The passes that the search asks for; the tape keeps the forward pass for all of them."""
+
+    def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor], recorder: Recorder) -> None:
+        self._model, self._loss_fn, self._recorder = model, loss_fn, recorder
+        self._tape = tf.GradientTape(persistent=True)
+        self._loss: tf.Tensor
+
+    def forward(self) -> tuple[float, Iterable[OperationRange]]:
+        with self._recorder, self._tape:
+            loss = _checked(self._loss_fn())
+            self._loss = lifted(loss)
+        return float(tf.reshape(self._loss, [])), self._recorder.take()
+
+    def backward(self, loss_scale: float) -> Iterable[OperationRange]:
+        seed = tf.fill(self._loss.shape, tf.constant(loss_scale, self._loss.dtype))
+        variables = self._tape.watched_variables()
+        self._recorder.begin_backward(seed)
+        with self._recorder:
+            gradients = self._tape.gradient(self._loss, variables, output_gradients=seed)
+        found = [(grad, variable) for grad, variable in zip(gradients, variables, strict=True) if grad is not None]
+        records = self._recorder.take(values_of(grad) for grad, _ in found)
+        if not found:
+            raise ValueError(
+                "the loss does not depend on a trainable variable; compute it from the model, and return it as it is"
+            )
+        return [*records, *self._measured(found)]
+
+    def _measured(self, found: list[tuple[Gradient, Any]]) -> Iterator[OperationRange]:
+        names = _names(self._model)
+        for gradient, variable in found:
+            name = names.get(id(variable), variable.name.partition(":")[0])
+            yield OperationRange.of(summed_values(gradient).numpy(), "gradient", name)._replace(scaled=True)
+
+
+def _checked(loss: Any) -> tf.Tensor:
+    if not isinstance(loss, tf.Tensor | tf.Variable) or not loss.dtype.is_floating:
+        kind = f"a tensor of {loss.dtype.name}" if isinstance(loss, tf.Tensor) else type(loss).__name__
+        raise TypeError(f"loss_fn returned {kind}; range_report needs a tensor of floats: return the loss")
+    if loss.shape.num_elements() != 1:
+        raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; a loss has one element: return its mean or sum")
+    return tf.convert_to_tensor(loss)
+
+
+def _names(model: Any) -> dict[int, str]:
+    """Return the Keras path of each variable of a Keras 3 model, by the id of TensorFlow's variable."""
+    paths = [each for each in getattr(model, "trainable_variables", ()) if hasattr(each, "path")]
+    return {id(each.value): each.path for each in paths}
+
+
+@contextlib.contextmanager
+def _functions_run_eagerly() -> Iterator[None]:
+    """Have each `tf.function` run as it is written, so that its operations can be seen."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+@contextlib.contextmanager
+def _seeds_kept() -> Iterator[None]:
+    """Draw under a global seed of the report's own.
+
+    The state of a random operation is in a kernel that is kept for its seeds, and cannot be put back:
+    https://www.tensorflow.org/api_docs/python/tf/random/set_seed
+    """
+    eager = context.context()
+    before = {name: getattr(eager, name) for name in ("_seed", "_rng") if hasattr(eager, name)}
+    eager._seed, eager._rng = _SEED, random.Random(_SEED)
+    try:
+        yield
+    finally:
+        del eager._rng
+        for name, value in before.items():
+            setattr(eager, name, value)

@@ -1,0 +1,236 @@
+"""The recorder behind `range_report`: it measures what each operation computes, and puts variables back."""
+
+import gc
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+# TensorFlow exports no hook that sees eager operations; its own `tf.debugging.enable_check_numerics` uses this one:
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/debug/lib/check_numerics_callback.py
+from tensorflow.python.framework import op_callbacks
+
+from lossscale_core import OperationRange
+from lossscale_tf._verbs import is_narrow
+
+_OUTSIDE = "loss_fn"
+_MOVES = {
+    *(
+        "BroadcastTo",
+        "Concat",
+        "ConcatV2",
+        "DeepCopy",
+        "DynamicPartition",
+        "DynamicStitch",
+        "Empty",
+        "ExpandDims",
+        "Fill",
+    ),
+    *("Gather", "GatherNd", "GatherV2", "Identity", "IdentityN", "IteratorGetNext", "OnesLike", "Pack", "Pad", "PadV2"),
+    *("ParallelDynamicStitch", "PreventGradient", "ReadVariableOp", "Reshape", "ResourceGather", "ResourceGatherNd"),
+    *("Reverse", "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile"),
+    *("Transpose", "Unpack", "ZerosLike"),
+}
+"""Operations that copy what was measured before, or a constant."""
+_READS = {
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp", "VarIsInitializedOp", "VariableShape"),
+}
+"""Operations that take a variable and leave it as it is."""
+
+
+class Variables:
+    """The values of all variables when the report begins; those that an operation writes to get them back on exit.
+
+    A value that is read shares the variable's memory. TensorFlow allocates new memory when it writes to a variable
+    whose value is held elsewhere, so that only the variables that change are held twice.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        self._written: set[int] = set()
+
+    def __enter__(self) -> "Variables":
+        for variable in _all_variables():
+            try:
+                handle = variable.handle
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+            except (AttributeError, ValueError, RuntimeError, tf.errors.OpError):
+                continue  # of another graph, not initialized, or distributed, whose components are variables, too
+            if hasattr(handle, "numpy"):
+                self._values[handle._id] = (handle, value)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle, value in [self._values[each] for each in self._written if each in self._values]:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    def see(self, operation: str, inputs: Iterable[Any]) -> None:
+        """Note which variables an operation has written to."""
+        if operation in _READS:
+            return
+        given = list(inputs)
+        for each in given:
+            if each.dtype != tf.resource:
+                continue
+            if operation == "DestroyResourceOp":
+                self._values.pop(each._id, None)
+            elif each._id in self._values:
+                self._written.add(each._id)
+            elif operation == "AssignVariableOp":  # the variable is new, and this is its first value
+                self._values[each._id] = (each, given[1])
+
+
+def _all_variables() -> list[Any]:
+    """Return the variables that exist. No registry lists those of models, metrics, optimizers and random generators."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, tf.Variable)}
+    return [each for each in objects if type(each) in kinds]
+
+
+class Recorder:
+    """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
+
+    def __init__(self, model: Any, variables: Variables) -> None:
+        self._model = model
+        self._variables = variables
+        self._records: list[tuple[int, OperationRange]] = []
+        self._edges: list[tuple[list[int], list[int]]] = []
+        self._scaled: set[int] = set()
+        self._scopes = _Scopes()
+
+    def __enter__(self) -> "Recorder":
+        op_callbacks.add_op_callback(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        op_callbacks.remove_op_callback(self._see)
+
+    def take(self, needed: Iterable[tf.Tensor] | None = None) -> list[OperationRange]:
+        """Return the records of the pass that is over; only of what `needed` depends on, if it is given.
+
+        Eagerly TensorFlow computes the gradients of constants as well, which a compiled step leaves out.
+        """
+        if len(self._edges) >= 1000:
+            print(file=sys.stderr)
+        records, self._records = self._records, []
+        edges, self._edges = self._edges, []
+        if needed is not None:
+            live = _ancestors(edges, {each._id for each in needed})
+            records = [(output, record) for output, record in records if output in live]
+        layers = _Layers(self._model)
+        return [record._replace(module=layers.path_in(record.module)) for _, record in records]
+
+    def begin_backward(self, seed: tf.Tensor) -> None:
+        """Begin a backward pass from `seed`, which holds the loss scale."""
+        self._scopes.begin_backward()
+        self._scaled = {seed._id}
+
+    def _see(self, op_type: Any, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
+        if graph is not None:  # an operation that is added to a graph runs later
+            return
+        operation = tf.compat.as_str(op_type)
+        self._variables.see(operation, inputs)
+        is_scaled = any(each._id in self._scaled for each in inputs)
+        scope = self._scopes.current(inputs, attrs, outputs)
+        for output in outputs:
+            if is_scaled and _carries_scale(output.dtype):
+                self._scaled.add(output._id)
+            if operation not in _MOVES and is_narrow(output.dtype) and output.shape.num_elements():
+                record = OperationRange.of(output.numpy(), operation, scope)
+                overflowed = bool(record.nonfinite) and all(map(_is_finite, inputs))
+                self._records.append((output._id, record._replace(overflowed=overflowed, scaled=is_scaled)))
+        self._edges.append(([each._id for each in outputs], [each._id for each in inputs]))
+        if len(self._edges) % 1000 == 0:
+            print(f"\rrange_report: {len(self._edges)} operations", end="", file=sys.stderr, flush=True)
+
+
+def _ancestors(edges: list[tuple[list[int], list[int]]], tensors: set[int]) -> set[int]:
+    """Return the tensors that these depend on, and themselves; each edge is the outputs and inputs of an operation."""
+    found = set(tensors)
+    for outputs, inputs in reversed(edges):
+        if not found.isdisjoint(outputs):
+            found.update(inputs)
+    return found
+
+
+class _Scopes:
+    """Tells in which name scope an operation of the forward pass was, and which of them a gradient belongs to.
+
+    Eagerly, TensorFlow opens no scope in the backward pass. But it hands the attributes of an operation, the same
+    object that the callback was given, to the function that computes its gradients:
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py#L118
+    """
+
+    def __init__(self) -> None:
+        self._of_attrs: dict[int, tuple[str, Any]] = {}
+        self._of_tensors: dict[int, str] = {}
+        self._is_backward = False
+        self._last = ""
+
+    def begin_backward(self) -> None:
+        self._is_backward = True
+        self._last = ""
+
+    def current(self, inputs: Any, attrs: Any, outputs: Any) -> str:
+        scope = self._scope_of_gradient()
+        if scope is None:
+            scope = tf.get_current_name_scope()
+            if not scope and self._is_backward:
+                # The functions of `tf.custom_gradient` read tensors of the forward pass; a sum of gradients does not.
+                known = (self._of_tensors[each._id] for each in inputs if each._id in self._of_tensors)
+                scope = next(known, self._last)
+        if not self._is_backward:
+            self._of_tensors.update((each._id, scope) for each in outputs)
+        self._of_attrs[id(attrs)] = scope, attrs  # which keeps the object, so that no other has its id
+        self._last = scope
+        return scope
+
+    def _scope_of_gradient(self) -> str | None:
+        """Return the scope of the operation whose gradients are being computed; None outside of such a function."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "_gradient_function" and "attr_tuple" in frame.f_locals:
+                return self._of_attrs.get(id(frame.f_locals["attr_tuple"]), (None,))[0]
+            frame = frame.f_back
+        return None
+
+
+class _Layers:
+    """The layers of a model by their names, which Keras opens a name scope with, and by their Keras paths."""
+
+    def __init__(self, model: Any) -> None:
+        layers = _layers_of(model)
+        self._names = {each.name for each in layers}
+        self._paths = {path for each in layers if (path := getattr(each, "path", None))}
+        # A functional model is built after its layers, so that their variables have names without the model's.
+        root = f"{layers[0].name}/" if layers else ""
+        names = [getattr(each, "path", each.name) for each in getattr(model, "variables", ())]
+        self._left_out = "" if any(each.startswith(root) for each in names) else root
+
+    def path_in(self, scope: str) -> str:
+        """Return the path of the innermost layer in a name scope; without a layer, the scope."""
+        parts = scope.split("/")
+        while parts and parts[-1] not in self._names:
+            parts.pop()
+        if not parts:
+            return scope or _OUTSIDE
+        shorter = ("/".join(parts[start:]) for start in range(len(parts)))
+        return next((each for each in shorter if each in self._paths), "/".join(parts).removeprefix(self._left_out))
+
+
+def _layers_of(model: Any) -> list[Any]:
+    if hasattr(model, "_flatten_layers"):
+        return list(model._flatten_layers())
+    return [model, *model.submodules] if isinstance(model, tf.Module) else []
+
+
+def _carries_scale(dtype: tf.DType) -> bool:
+    """Return whether a result may be proportional to what it was computed from, as a shape is not."""
+    return dtype.is_floating or dtype.is_complex or dtype == tf.variant
+
+
+def _is_finite(tensor: Any) -> bool:
+    is_float = tensor.dtype.is_floating or tensor.dtype.is_complex
+    return not is_float or not OperationRange.of(tensor.numpy(), "", "").nonfinite
