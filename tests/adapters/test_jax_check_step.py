@@ -1,0 +1,125 @@
+"""`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from lossscale_core import DynamicScaling
+from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, select, unscale, value_and_grad
+from lossscale_jax.testing import TrainStepError, check_train_step
+
+POLICY = DynamicScaling(init_scale=2.0**10)
+ADAM = optax.adam(1e-2)
+OPTIMIZER = loss_scaled(ADAM, POLICY, max_norm=0.1)
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.zeros(())}
+BATCHES = list(jax.random.normal(jax.random.key(0), (6, 4, 8)))
+
+
+def _loss(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"] - 1.0) ** 2)
+
+
+def _scaled_grads(params, state, batch):
+    return jax.grad(lambda params: scale(_loss(params, batch), state))(params)
+
+
+def _with_optimizer(state, batch):
+    params, opt_state = state
+    grads = _scaled_grads(params, get_scale_state(opt_state), batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), {"loss": _loss(params, batch)}
+
+
+def _by_hand(follow):
+    """Return a step that selects by hand, with what `follow` makes of an average and a count."""
+
+    def step(state, batch):
+        params, inner, scale_state, average, count = state
+        _, _, grads, finite = value_and_grad(_loss)(scale_state, params, batch)
+        updates, new_inner = ADAM.update(grads, inner, params)
+        new = optax.apply_updates(params, updates)
+        new_average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, new)
+        average, count = follow(finite, (new_average, count + 1), (average, count))
+        params, inner = select(finite, (new, new_inner), (params, inner))
+        return params, inner, POLICY.update(scale_state, finite), average, count
+
+    return step
+
+
+def _start():
+    return PARAMS, ADAM.init(PARAMS), init_state(POLICY), PARAMS, jnp.int32(0)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_steps_that_follow_pass(transform):
+    """With `loss_scaled`, and by hand with `select`."""
+    check_train_step(transform(_with_optimizer), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
+    check_train_step(transform(_by_hand(select)), _start(), BATCHES)
+
+
+def test_an_average_outside_of_the_select():
+    """The message names the step and the leaf."""
+    step = jax.jit(_by_hand(lambda finite, new, old: (new[0], select(finite, new[1], old[1]))))
+    with pytest.raises(TrainStepError, match=r"step 0 was to be skipped, but \[3\]\['b'\] went from 0.0 to nan"):
+        check_train_step(step, _start(), BATCHES)
+
+
+def test_a_count_outside_of_the_select():
+    """A schedule that follows it would move; if it counts batches, the caller says so."""
+    step = jax.jit(_by_hand(lambda finite, new, old: (select(finite, new[0], old[0]), new[1])))
+    with pytest.raises(TrainStepError, match=r"step 0 was to be skipped, but \[4\] went from 0 to 1"):
+        check_train_step(step, _start(), BATCHES)
+    check_train_step(step, _start(), BATCHES, may_move=["[4]"])
+
+
+def test_a_step_without_a_skip():
+    """The parameters themselves move."""
+
+    def step(state, batch):
+        params, scale_state = state
+        grads = unscale(_scaled_grads(params, scale_state, batch), scale_state)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, POLICY.update(scale_state, jnp.isfinite(grads["w"]).all())
+
+    with pytest.raises(TrainStepError, match=r"\[0\]\['b'\] went from 0.0 to nan, \[0\]\['w'\] changed"):
+        check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
+
+
+def test_gradients_that_are_clipped_before_they_are_unscaled():
+    """Then the loss scale makes a difference."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+
+    def step(state, batch):
+        params, opt_state = state
+        grads = _scaled_grads(params, get_scale_state(opt_state), batch)
+        grads, _ = optax.clip_by_global_norm(0.1).update(grads, optax.EmptyState())
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with pytest.raises(TrainStepError, match=r"at step 1 a loss scale of 1 and one of 1024 gave different results"):
+        check_train_step(jax.jit(step), (PARAMS, optimizer.init(PARAMS)), BATCHES)
+
+
+def test_an_overflow_that_the_policy_never_hears_of():
+    """The scale would never fall."""
+
+    def step(state, batch):
+        params, scale_state = state
+        _, _, grads, finite = value_and_grad(_loss)(scale_state, params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return select(finite, (new, POLICY.update(scale_state, finite)), state)
+
+    with pytest.raises(TrainStepError, match=r"step 0 overflowed, but \[1\].skipped_steps went from 0 to 0"):
+        check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
+
+
+def test_what_cannot_be_checked_is_refused():
+    """Too few batches, no scale state, and a step that returns something else."""
+    state = (PARAMS, OPTIMIZER.init(PARAMS))
+    with pytest.raises(ValueError, match="4 batches are too few; pass at least 5"):
+        check_train_step(_with_optimizer, state, BATCHES[:4])
+    with pytest.raises(ValueError, match="holds no scale state"):
+        check_train_step(_with_optimizer, PARAMS, BATCHES)
+    with pytest.raises(ValueError, match="returned another structure"):
+        check_train_step(lambda state, batch: None, state, BATCHES)
