@@ -35,7 +35,7 @@ from tests.command import commanding
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 PAGE = Path(__file__).parents[2] / "docs/logging.md"
-POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=8)
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=9)
 STEPS = 40
 OVERFLOWS = {10, 19, 30}
 RAN = simulate(POLICY, [step not in OVERFLOWS for step in range(STEPS)])
