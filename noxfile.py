@@ -112,11 +112,12 @@ def oldest(session: nox.Session, framework: str) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Run one suite and the docs' examples on all frameworks, and carry checkpoints between them.
+    """Run one suite and the docs' examples on all frameworks with the loggers, and carry checkpoints between them.
 
     The examples run here, since every framework is installed here already.
     """
-    session.install("-e", ".[demo]", *_group("test"), *_group("conformance"), TORCH, JAX, TENSORFLOW, OPTAX)
+    groups = [*_group("test"), *_group("conformance"), *_group("logging")]
+    session.install("-e", ".[demo]", *groups, TORCH, JAX, TENSORFLOW, OPTAX)
     session.run("pytest", "tests/conformance", "-n", "auto", *session.posargs)
     if not session.posargs:
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")

@@ -126,12 +126,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_events(path: Path) -> dict[str, Any]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.util import tensor_util
     except ModuleNotFoundError as error:
         raise TraceFileError(
             f"{path} is TensorBoard's, and reading it needs tensorboard; run: pip install tensorboard"
         ) from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    tags = events.Tags()
+    series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}
+    for tag in tags["tensors"]:
+        # tf.summary, and with it Keras and clu, writes a scalar as a tensor with the name of the plugin that shows it:
+        # https://github.com/tensorflow/tensorboard/blob/master/tensorboard/data_compat.py
+        if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
+            tensors = events.Tensors(tag)
+            series[tag] = {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in tensors}
     steps = sorted(set().union(*series.values()))
     columns = {tag: np.array([values.get(step, math.nan) for step in steps]) for tag, values in series.items()}
     return {**columns, "step": np.array(steps, dtype=float)}

@@ -1,0 +1,371 @@
+"""The recipes of docs/logging.md, run as they stand there with the real loggers, whose files are then read."""
+
+import contextlib
+import csv
+import functools
+import gc
+import math
+import re
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lossscale_core import DynamicScaling
+from lossscale_core.testing import simulate
+from lossscale_jax import loss_scaled
+from lossscale_tf import LossScaleOptimizer
+from lossscale_torch import GradScaler
+from tests.adapters.jax_reading import READERS
+from tests.command import commanding
+
+pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+PAGE = Path(__file__).parents[2] / "docs/logging.md"
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=9)
+STEPS = 40
+OVERFLOWS = {10, 19, 30}
+RAN = simulate(POLICY, [step not in OVERFLOWS for step in range(STEPS)])
+NAMES = ["loss_scale", "applied", "overflow_share", "grad_norm"]
+ENVIRONMENT = {
+    "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_ERROR_REPORTING": "false",
+    "WANDB_CONFIG_DIR": ".", "WANDB_CACHE_DIR": ".", "WANDB_DATA_DIR": ".",
+    "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true",
+}  # fmt: skip
+
+
+def _recipes():
+    """Return each recipe as compiled code, whose lines have the numbers that they have on the page, by its heading."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = {}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        heading = re.findall(r"^### (.+)$", text[: block.start()], re.MULTILINE)[-1]
+        above = "\n" * text.count("\n", 0, block.start(1))
+        found[heading] = compile(above + block[1], str(PAGE), "exec")
+    return found
+
+
+RECIPES = _recipes()
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    """Keep what the loggers write in a folder of the test, and off the network."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def _batches():
+    """Yield batches of ones, and in some steps of numbers that are infinite in float16."""
+    for step in range(STEPS):
+        x = np.full((4, 3), 1e5 if step in OVERFLOWS else 1.0, np.float32)
+        yield x, np.ones((4, 1), np.float32)
+
+
+def _with_torch(log, fused=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-6, fused=fused),
+        "scaler": GradScaler("cpu", policy=POLICY),
+        "loss_fn": lambda prediction, y: torch.nn.functional.mse_loss(prediction.float(), y),
+        "batches": [tuple(map(torch.from_numpy, batch)) for batch in _batches()],
+        "log": log,
+    }
+    exec(RECIPES["PyTorch"], names)
+
+
+def _with_jax(log):
+    def loss_fn(weight, x, y):
+        return jnp.mean(((x.astype(jnp.float16) @ weight.astype(jnp.float16)).astype(jnp.float32) - y) ** 2)
+
+    optimizer = loss_scaled(optax.sgd(1e-6), POLICY, max_norm=1.0)
+    params = jnp.full((3, 1), 0.1)
+    names = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "batches": [tuple(map(jnp.asarray, batch)) for batch in _batches()],
+        "log": log,
+    }
+    exec(RECIPES["JAX"], names)
+
+
+def _with_keras(log):
+    names = {"log": log}
+    exec(RECIPES["Keras"], names)
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,), dtype="float32")
+    outputs = keras.layers.Dense(1, dtype="mixed_float16")(inputs)
+    model = names["LoggedModel"](inputs, keras.layers.Activation("linear", dtype="float32")(outputs))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1e-6), POLICY)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False, steps_per_execution=10)
+    x, y = map(np.concatenate, zip(*_batches(), strict=True))
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[names["ScaleLog"]()])
+
+
+def _read_events(folder="runs"):
+    events = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    scalars = {tag: {each.step: each.value for each in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    tensors = {
+        tag: {each.step: float(tensor_util.make_ndarray(each.tensor_proto)) for each in events.Tensors(tag)}
+        for tag in events.Tags()["tensors"]
+    }
+    return {**scalars, **tensors}
+
+
+def _read_csv():
+    with open("scale.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {name: {int(row["step"]): float(row[name]) for row in rows} for name in NAMES}
+
+
+def _read_mlflow():
+    import mlflow
+
+    run_id = mlflow.last_active_run().info.run_id
+    history = {name: mlflow.MlflowClient().get_metric_history(run_id, name) for name in NAMES}
+    return {name: {each.step: each.value for each in values} for name, values in history.items()}
+
+
+def _read_wandb():
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = Path("wandb").glob("offline-run-*/run-*.wandb")
+    series = {}
+    for content in _leveldb_records(path.read_bytes()):
+        record = Record.FromString(content)
+        items = {item.nested_key[0] if item.nested_key else item.key: item for item in record.history.item}
+        for name in NAMES:
+            if name in items:
+                value = float(items[name].value_json.strip('"'))
+                series.setdefault(name, {})[record.history.step.num] = value
+    return series
+
+
+def _leveldb_records(data, block=32768):
+    """Yield the records of a log in LevelDB's format, behind the seven bytes that W&B puts in front.
+
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    at, parts = 7, []
+    while at < len(data):
+        if block - at % block < 7:  # a header does not begin so late in a block
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its last part
+            yield b"".join(parts)
+            parts = []
+
+
+def _close_wandb(names):
+    import wandb
+
+    names["run"].finish()
+    wandb.teardown()
+    del names["run"]
+    gc.collect()  # it leaves the pipes of its process to the collector, which warns
+
+
+def _close_mlflow(_):
+    import mlflow
+
+    mlflow.end_run()
+
+
+LOGGERS = {
+    "TensorBoard": (lambda names: names["writer"].close(), _read_events),
+    "Weights & Biases": (_close_wandb, _read_wandb),
+    "MLflow": (_close_mlflow, _read_mlflow),
+    "clu": (lambda names: names["writer"].flush(), _read_events),
+    "A CSV file": (lambda names: names["file"].close(), _read_csv),
+}
+"""How to end what each logger began, and how to read what it wrote."""
+
+
+def _logged(logger, loop):
+    """Run a loop with a logger; return the numbers that the loop handed over, and those that were written."""
+    names, seen = {}, {}
+    exec(RECIPES[logger], names)
+
+    def log(step, numbers):
+        seen[step] = numbers
+        names["log"](step, numbers)
+
+    close, read = LOGGERS[logger]
+    loop(log)
+    close(names)
+    handed = {name: {step: float(numbers[name]) for step, numbers in seen.items()} for name in NAMES}
+    written = read()
+    return handed, {name: written[name] for name in NAMES}
+
+
+def _require_the_policys(written, steps):
+    """Compare what was written of these steps with what the policy says of this run."""
+    share = np.cumsum(RAN.skipped) / np.arange(1, STEPS + 1)
+    assert list(written["loss_scale"].values()) == list(RAN.loss_scale_used[steps])
+    assert list(written["applied"].values()) == list(~RAN.skipped[steps])
+    assert list(written["overflow_share"].values()) == pytest.approx(list(share[steps]))
+    norms = [norm for norm, applied in zip(written["grad_norm"].values(), ~RAN.skipped[steps], strict=True) if applied]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-2)  # unscaled: the scale changes, the batch does not
+
+
+class _Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x).float(), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class _TorchReads(TorchDispatchMode):
+    """Records the lines of the page that make a Python number of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.lines |= _lines_of_the_page()
+        return func(*args, **(kwargs or {}))
+
+
+class _JaxReads:
+    """Records the lines of the page that make a Python number or a NumPy array of one of JAX's."""
+
+    def __init__(self):
+        self.lines = set()
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self):
+        kind = type(jnp.ones(()))
+        for name in READERS:
+            self._patch.setattr(kind, name, self._recording(getattr(kind, name)))
+        return self
+
+    def __exit__(self, *_):
+        self._patch.undo()
+
+    def _recording(self, reader):
+        def read(*args, **kwargs):
+            self.lines |= _lines_of_the_page()
+            return reader(*args, **kwargs)
+
+        return read
+
+
+def _lines_of_the_page():
+    """Return the number of the page's line that runs in this thread, the innermost one."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != str(PAGE):
+        frame = frame.f_back
+    return set() if frame is None else {frame.f_lineno}
+
+
+def _marked(*headings):
+    """Return the numbers of the lines of these recipes that are marked with `# waits`."""
+    heading, marked = "", set()
+    for number, line in enumerate(PAGE.read_text(encoding="utf-8").splitlines(), 1):
+        heading = line.removeprefix("### ") if line.startswith("### ") else heading
+        if "  # waits" in line and heading in headings:
+            marked.add(number)
+    return marked
+
+
+class Loop(NamedTuple):
+    """A loop of the page, which logs every tenth step."""
+
+    recipe: str
+    run: Callable
+    reads: type = contextlib.nullcontext
+    """What records the lines that wait; Keras reads its numbers itself before it calls any line of the page."""
+    first: int = 0
+    """The number that the loop gives to the first of its logged steps."""
+
+
+LOOPS = {
+    "torch": Loop("PyTorch", _with_torch, _TorchReads),
+    "torch, fused": Loop("PyTorch", functools.partial(_with_torch, fused=True), _TorchReads),
+    "jax": Loop("JAX", _with_jax, _JaxReads),
+    "keras": Loop("Keras", _with_keras, first=10),
+}
+
+
+def test_every_recipe_is_run():
+    """A recipe that is added to the page needs a line in this file."""
+    assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | {"Lightning"}
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_logger_writes_what_the_loop_saw(loop, logger):
+    """The policy's numbers of every tenth step are in the logger's own files, and only the marked lines wait."""
+    with loop.reads() as recorded:
+        handed, written = _logged(logger, loop.run)
+    if recorded is not None:
+        assert recorded.lines == _marked(loop.recipe, logger)
+    steps = list(range(loop.first, loop.first + STEPS, 10))
+    for name in NAMES:
+        assert list(written[name]) == steps
+    _require_the_policys(written, [step - bool(loop.first) for step in steps])  # Keras's recipe counts from 1
+    for step, norm in handed["grad_norm"].items():
+        assert math.isfinite(norm) == bool(handed["applied"][step])
+        lossy = logger == "MLflow" and math.isinf(norm)
+        assert written["grad_norm"][step] == pytest.approx(sys.float_info.max if lossy else norm, nan_ok=True, rel=1e-6)
+
+
+@pytest.mark.parametrize(("logger", "trace"), [("TensorBoard", "runs"), ("clu", "runs"), ("A CSV file", "scale.csv")])
+def test_what_is_logged_can_be_drawn(logger, trace, tmp_path):
+    """`lossscale plot` finds the scale, the overflows and the norm in what PyTorch's and TensorFlow's writers write."""
+    _logged(logger, _with_jax)
+    done = commanding.run("plot", trace, "-o", "scale.svg", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "4 steps: 2 overflowed, 50.0% skipped\nwrote scale.svg\n"
+    assert "gradient norm" in (tmp_path / "scale.svg").read_text()
+
+
+def test_lightning_logs_what_the_scaler_did():
+    """Its own logger writes the four numbers every tenth step, and the page's lines wait for nothing."""
+    names = {"Module": _Module}
+    exec(RECIPES["Lightning"], names)
+    torch.manual_seed(0)
+    module = names["LoggedModule"]()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, log_every_n_steps=10,
+        plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu", policy=POLICY))],
+        logger=TensorBoardLogger(".", name="runs", version=""), enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    with _TorchReads() as recorded:
+        trainer.fit(module, torch.utils.data.DataLoader(list(_batches()), batch_size=None))
+    assert recorded.lines == set()
+    written = _read_events()
+    for name in NAMES:
+        assert list(written[name]) == [9, 19, 29, 39]
+    _require_the_policys(written, [9, 19, 29, 39])
+    assert not math.isfinite(written["grad_norm"][19])
