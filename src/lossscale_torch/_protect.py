@@ -101,35 +101,59 @@ class Protection:
             now.copy_(torch.where(moved(applied, now.device), now, old))
 
     def _hooks_on(self, number: int, root: Any) -> list[Any]:
-        """Register what calls this object, on a module and on those within that own buffers; return what removes it.
+        """Register hooks on a module, and on those within that own buffers; return what removes the hooks.
 
         Those within run alone where a program calls them and never the whole, as Lightning's `training_step` does.
         """
-        me = weakref.ref(self)
-
-        # A compiled function that calls the module breaks its graph here: what it traced would copy nothing.
-        @torch.compiler.disable(reason="a module in protect= copies its buffers before it runs")
-        def before_root(module: Module, _: Any) -> None:
-            if (protection := me()) is not None:
-                protection.before_forward(number, module)
-
-        def before_inner(module: Module, _: Any) -> None:
-            if not torch.compiler.is_compiling() and (protection := me()) is not None:
-                protection.before_forward(number, module)
-
-        def after_loading(module: Module, _: Any) -> None:
-            if (protection := me()) is not None:
-                protection.forget(number)
-
         handles: list[Any] = []
         for module in root.modules():
             if module is root or module._buffers:
-                before = before_root if module is root else before_inner
+                before = _BeforeForward(self, number, is_root=module is root)
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
-                handles.append(module.register_load_state_dict_post_hook(after_loading))
+                handles.append(module.register_load_state_dict_post_hook(_AfterLoading(self, number)))
         if isinstance(root, AveragedModel):
             handles.append(_AverageIfApplied(root, self))
         return handles
+
+
+class _Hook:
+    """A hook that holds its `Protection` weakly; a copy or a pickle of its module has one that does nothing."""
+
+    def __init__(self, protection: Protection, number: int) -> None:
+        self.protection, self.number = weakref.ref(protection), number
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _BeforeForward(_Hook):
+    def __init__(self, protection: Protection, number: int, is_root: bool) -> None:
+        super().__init__(protection, number)
+        self._is_root = is_root
+
+    def __call__(self, module: Module, _: Any) -> None:
+        if self._is_root or not torch.compiler.is_compiling():
+            _copy_before_forward(self, module)
+
+
+# A compiled function that calls the module breaks its graph at this call: traced, it would copy nothing at each run.
+@torch.compiler.disable(reason="a module in protect= copies its buffers before it runs")
+def _copy_before_forward(hook: _BeforeForward, module: Module) -> None:
+    protection = hook.protection()
+    if protection is not None:
+        protection.before_forward(hook.number, module)
+
+
+class _AfterLoading(_Hook):
+    def __call__(self, module: Module, _: Any) -> None:
+        protection = self.protection()
+        if protection is not None:
+            protection.forget(self.number)
 
 
 class _AverageIfApplied:
