@@ -1,7 +1,7 @@
 """`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +25,9 @@ from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, t
 from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, known_on_host, outcome, require_member
 from lossscale_torch._gradients import Gradients
 from lossscale_torch._guard import Guards
+from lossscale_torch._minimize import Minimization
 from lossscale_torch._optimizers import is_fused, takes_factor, takes_scaler
+from lossscale_torch._protect import protection_of
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, plain
 from lossscale_torch._step_info import StepInfo, with_optimizers
@@ -75,6 +77,9 @@ class GradScaler(TorchNames):
             refused.
         guard: A `SpikeGuard` that skips the step of an optimizer whose norm is far above its norms before, which the
             clip, or `unscale_` or `step` without one, measures. A spike leaves the loss scale and its counters alone.
+        protect: Modules whose buffers a skipped step leaves as they were, such as BatchNorm's statistics. For a
+            `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The hooks end
+            with the scaler; a copy or a pickle of it protects nothing.
 
     Raises:
         PolicyError: For `policy` beside torch's settings, and for settings that no policy takes.
@@ -99,6 +104,7 @@ class GradScaler(TorchNames):
         joint_skip: bool = False,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
+        protect: Iterable[torch.nn.Module] = (),
     ) -> None:
         self._device = device
         self._enabled = enabled and _is_available(device)
@@ -120,6 +126,7 @@ class GradScaler(TorchNames):
         self._had_no_gradients = False
         self._skipped: set[int] = set()  # while disabled: the optimizers that `skip` named since the last update
         self._last_step: StepInfo | None = None
+        self._protection = protection_of(protect if self._enabled else ())
 
     @_not_compiled
     def scale(self, outputs: Tree) -> Tree:
@@ -233,8 +240,7 @@ class GradScaler(TorchNames):
             if record["stage"] is READY:
                 record = self._prepare(optimizer, record, fused)
             if not self._has_begun and not record.is_rehearsal:
-                self._has_begun = True
-                warn_if_resumed(optimizer, self._state)
+                self._note_first_step(optimizer)
             if fused:
                 result = step_fused(self._records, optimizer, record, args, kwargs)
             else:
@@ -278,15 +284,49 @@ class GradScaler(TorchNames):
             SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
 
         """
-        if self._enabled:
-            self._last_step = self._update(new_scale)
-            self._records.guards.check()
-            if self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
-                check_overflow_streak(self.policy, self._state.read())
-        else:
-            skipped, self._skipped = self._skipped, set()
-            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
-        return self._last_step
+        info = self._end_step(new_scale)
+        self._require_no_streak()
+        return info
+
+    @_not_compiled
+    def minimize(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]],
+        *,
+        retries: int = 0,
+        max_norm: float | None = None,
+    ) -> StepInfo:
+        """Take a whole step: scale the loss, differentiate, unscale, clip, step and update; retry an overflow.
+
+        An overflow lowers the loss scale by the policy and runs `loss_fn` again, with the random state of torch and the
+        buffers of modules as they were, so that what is applied is what a run at that scale would have applied. Each
+        try is one update of the policy. A policy that does not adapt never retries. Where the step is not applied,
+        parameters, optimizer and buffers are as before. Synchronises with the host as `step` does, and with `retries`
+        once for each try, a fused optimizer's too.
+
+        Args:
+            optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, is handed the unscaled loss. The
+                gradients of its parameters are made anew: those from before the call are dropped.
+            loss_fn: Returns the loss, a tensor with one element, without scaling it. Or a list of such functions, one
+                for each micro-batch, whose gradients are added up; one that overflows is retried alone.
+            retries: How often at most to run a loss again.
+            max_norm: The largest norm of the unscaled gradients, as in `unscale_and_clip_`; None does not clip.
+
+        Returns:
+            A `StepInfo` of the last try, as from `update`.
+
+        Raises:
+            CallOrderError: Where the optimizer was unscaled or stepped since the last update.
+            SyncError: For a retry under `no_sync()` without `process_group`.
+            OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
+            TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
+            ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
+
+        """
+        info = Minimization(self, optimizer, loss_fn, retries, max_norm).run()
+        self._require_no_streak()
+        return info
 
     @property
     def last_step(self) -> StepInfo | None:
@@ -432,6 +472,27 @@ class GradScaler(TorchNames):
             known_on_host(optimizer_state) if len(deciding) == 1 else all(map(known_on_host, deciding))
         )
         return optimizer.step(*args, **kwargs) if optimizer_state.flag else None
+
+    def _note_first_step(self, optimizer: Any) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            warn_if_resumed(optimizer, self._state)
+
+    def _end_step(self, new_scale: float | Tensor | None = None) -> StepInfo:
+        if self._enabled:
+            info = self._update(new_scale)
+        else:
+            skipped, self._skipped = self._skipped, set()
+            info = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
+        self._last_step = info
+        if self._protection is not None:
+            self._protection.end_step(info)
+        return info
+
+    def _require_no_streak(self) -> None:
+        self._records.guards.check()
+        if self._enabled and self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
+            check_overflow_streak(self.policy, self._state.read())
 
     def _update(self, new_scale: float | Tensor | None) -> StepInfo:
         device, records = self._require_scale("update").device, self._records

@@ -1,6 +1,7 @@
 """torch's own names: getters, setters, state dicts, copies, its part in Join, and names that others read and write."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from lossscale_torch._join import JoinedScaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, within_bounds
 
+_UNPROTECTED = (
+    "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "
+    "this one"
+)
 _ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
@@ -34,6 +39,7 @@ class TorchNames(torch.amp.GradScaler):
     _follows_checkpoint: bool
     _has_begun: bool
     _begun_with: tuple[float, int]
+    _protection: Any = None
     _interval_as_given: Any = None
 
     @property
@@ -154,7 +160,12 @@ class TorchNames(torch.amp.GradScaler):
             )
         state = ScalerState(self.policy, self._state.read())
         records = OptimizerRecords(state, Ranks(), self._records.joint_skip, self._records.guards.copied())
-        return {**self.__dict__, "_state": state, "_records": records, "_last_step": None, "_skipped": set()}
+        if self._protection is not None:
+            warnings.warn(_UNPROTECTED, stacklevel=2)
+        return {
+            **self.__dict__,
+            **{"_state": state, "_records": records, "_last_step": None, "_skipped": set(), "_protection": None},
+        }
 
     def __copy__(self) -> "TorchNames":
         copy = type(self).__new__(type(self))

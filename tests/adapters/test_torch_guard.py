@@ -221,6 +221,28 @@ def test_without_scaling_the_guard_decides_alone():
     assert scaler.get_scale() == 1.0
 
 
+@EACH
+@pytest.mark.parametrize("retries", [0, 3])
+def test_minimize_retries_no_spike(make, retries):
+    """A lower scale would not mend it: the loss runs once, nothing moves, buffers included, and the scale stays."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4))
+    optimizer = make(layers.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
+    runs = []
+
+    def loss(norm):
+        runs.append(norm)
+        return layers(torch.randn(8, 4)).square().mean() * norm
+
+    for norm in [1.0] * 8:
+        assert bool(scaler.minimize(optimizer, partial(loss, norm), retries=retries).applied)
+    before = copy.deepcopy(layers.state_dict())
+    info = scaler.minimize(optimizer, partial(loss, 1e4), retries=retries)
+    assert (bool(info.applied), bool(info.spiked), len(runs)) == (False, True, 9)
+    assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
+    assert scaler.get_scale() == 2.0**10
+
+
 class _Reimplemented(GradScaler):
     """A subclass with torch's own lines in the place of ours."""
 
@@ -258,6 +280,21 @@ def test_subclasses_are_guarded(subclass, make, prepare):
         assert moved == (step != 8)
     state = guard_state_from_dict(scaler.state_dict())
     assert (state.norms, state.spikes) == (10, 1)
+
+
+def test_protected_buffers_go_back_after_a_spike():
+    """As after an overflow."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", guard=GUARD, protect=[layers])
+    for step in range(9):
+        before = copy.deepcopy(layers[1].state_dict())
+        optimizer.zero_grad()
+        scaler.scale(layers(torch.randn(8, 4)).square().mean() * (1e4 if step == 8 else 1.0)).backward()
+        scaler.step(optimizer)
+        assert scaler.update().spiked == (step == 8)
+        same = all(torch.equal(value, before[name]) for name, value in layers[1].state_dict().items())
+        assert same == (step == 8)
 
 
 def test_a_flag_that_others_raise_is_an_overflow():

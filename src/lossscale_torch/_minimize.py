@@ -1,0 +1,388 @@
+"""The loop of `GradScaler.minimize`: run the loss, step, and run it again at a lower scale where it overflowed."""
+
+import functools
+import inspect
+import operator
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lossscale_core import BaseScaling, tree
+from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_torch._buffers import SavedBuffers
+from lossscale_torch._decision import READY, STEPPED, known_on_host
+from lossscale_torch._gradients import Gradients, grads_of, params_of
+from lossscale_torch._step_info import StepInfo
+from lossscale_torch._unscaling import check
+
+# torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
+_FIRES_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
+
+
+class Minimization:
+    """One call of `GradScaler.minimize`: the losses of a step, and what it goes back to where they overflow."""
+
+    def __init__(self, scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> None:
+        self._scaler, self._optimizer, self._max_norm = scaler, optimizer, max_norm
+        self._loss_fns = _as_list(loss_fn)
+        self._retries = _checked_retries(retries)
+        if not (scaler.is_enabled() and BaseScaling.of(scaler.policy).adapts):
+            self._retries = 0
+        self._protection = scaler._protection
+        self._protected = [] if self._protection is None else self._protection.modules()
+        self._start = _Point(optimizer, may_go_back=self._retries > 0)
+
+    def run(self) -> StepInfo:
+        """Step, and run the losses again while they overflow and retries are left; return what the last try did."""
+        self._require_untouched()
+        if self._protection is None:
+            return self._run_any()
+        self._protection.is_paused = True  # it would copy what is copied here
+        try:
+            return self._run_any()
+        finally:
+            self._protection.is_paused = False
+
+    def _run_any(self) -> StepInfo:
+        if not needs_closure(self._optimizer):
+            return self._run(self._try_step)
+        weights = _WeightsAndState(self._optimizer)
+        try:
+            info = self._run(functools.partial(self._try_closure, weights))
+        except BaseException:  # the optimizer may have been on its way between two evaluations
+            weights.put_back()
+            raise
+        return info
+
+    def _run(self, attempt: Callable[[], StepInfo]) -> StepInfo:
+        while True:
+            info = attempt()
+            applied = info.applied_of(self._optimizer)
+            if self._retries == 0 and isinstance(applied, Tensor):
+                self._start.buffers.keep_where(applied)
+                return info
+            if applied:
+                return info
+            if self._retries == 0 or info.spiked:  # another scale would not make the norm smaller
+                self._start.buffers.put_back()
+                return info
+            self._retries -= 1
+            self._start.go_back()
+
+    def _try_step(self) -> StepInfo:
+        _forget_gradients(self._optimizer)
+        if self._retries and len(self._loss_fns) > 1:
+            given_up = self._accumulate()
+            if given_up is not None:
+                return given_up
+        else:
+            for loss_fn in self._loss_fns:
+                self._backward(loss_fn, [self._start])
+        if self._max_norm is None:
+            self._scaler.step(self._optimizer)
+        else:
+            self._scaler.clip_and_step(self._optimizer, self._max_norm)
+        return self._scaler._end_step()
+
+    def _accumulate(self) -> StepInfo | None:
+        """Add up the gradients of micro-batches, each at a scale at which their sum is finite.
+
+        Return None, or the outcome of the try that has used up the retries.
+        """
+        for number, loss_fn in enumerate(self._loss_fns):
+            point = _Point(self._optimizer, may_go_back=True) if number else self._start
+            sums = _GradientSums(self._optimizer, self._scaler.get_scale())
+            while not self._is_finite_after(loss_fn, [self._start, point] if number else [point]):
+                info = self._end_without_step()
+                if self._retries == 0:
+                    return info
+                self._retries -= 1
+                point.go_back()
+                sums.put_back(self._scaler.get_scale())
+            if number + 1 < len(self._loss_fns) and not grads_of(self._optimizer):
+                raise CallOrderError(
+                    f"loss_fn[{number}] left no gradients, so that it cannot be retried alone; if it runs under "
+                    "set_requires_gradient_sync(False), let every micro-batch synchronise, or pass retries=0"
+                )
+        return None
+
+    def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> bool:
+        """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
+        self._backward(loss_fn, points)
+        records = self._scaler._records
+        record = records.of(self._optimizer, "minimize")
+        check(records, self._optimizer, record)
+        if not known_on_host(record):
+            return False
+        del records.by_id[id(self._optimizer)]
+        return True
+
+    def _try_closure(self, weights: "_WeightsAndState") -> StepInfo:
+        self._scaler._note_first_step(self._optimizer)
+        try:
+            self._optimizer.step(self._closure)
+        except _OverflowInClosure:
+            weights.put_back()
+        return self._end_without_step()
+
+    def _closure(self) -> Tensor:
+        """Make the unscaled gradients anew, and return the unscaled loss: shape `()`."""
+        self._scaler._records.by_id.pop(id(self._optimizer), None)
+        _forget_gradients(self._optimizer)
+        losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
+        if self._max_norm is None:
+            self._scaler.unscale_(self._optimizer)
+        else:
+            self._scaler.unscale_and_clip_(self._optimizer, self._max_norm)
+        if self._scaler.is_enabled() and not known_on_host(self._scaler._records.of(self._optimizer, "minimize")):
+            raise _OverflowInClosure
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _end_without_step(self) -> StepInfo:
+        """Update by what was found of the gradients: an optimizer with a closure has stepped, another does not."""
+        if self._scaler.is_enabled():
+            record = self._scaler._records.of(self._optimizer, "minimize")
+            record.flag = known_on_host(record)
+            record["stage"] = STEPPED
+        return self._scaler._end_step()
+
+    def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
+        """Run a loss, and the backward of the scaled one; return the loss without its graph."""
+        # Autocast keeps float16 weights until its context ends; around several steps they would be those of the first.
+        torch.clear_autocast_cache()
+        group = self._scaler._records.ranks.process_group
+        with _Watch(points, are_ranks_free=self._retries > 0 and group is None):
+            for module in self._protected:
+                _see(points, module)
+            loss = loss_fn()
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn returned {loss!r}; return the loss, a tensor, without scaling it")
+        self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _require_untouched(self) -> None:
+        record = self._scaler._records.by_id.get(id(self._optimizer))
+        if record is not None and record["stage"] is not READY:
+            raise CallOrderError(
+                "minimize() makes gradients of its own, but unscale_(), step() or skip() was called on this optimizer "
+                "since the last update(); call update() first"
+            )
+
+
+class _OverflowInClosure(Exception):  # noqa: N818  # not an error: it ends an optimizer's step from within
+    """The gradients that a closure has made are not finite."""
+
+
+class _Point:
+    """What the run of a loss may change besides the gradients of the optimizer, as it was before."""
+
+    def __init__(self, optimizer: Any, may_go_back: bool) -> None:
+        self.buffers = SavedBuffers()
+        self._may_go_back = may_go_back
+        self._modules: dict[int, Module] = {}  # by their ids, which stay theirs while the modules are kept alive
+        self._other_gradients: list[tuple[Tensor, Tensor | None]] = []
+        if may_go_back:
+            self._random = _RandomState()
+            self._own = {id(param) for param in params_of(optimizer)}
+
+    def see(self, module: Module) -> None:
+        """Copy what a module and its submodules hold, before the first of them runs."""
+        if id(module) in self._modules:
+            return
+        new = [each for each in module.modules() if id(each) not in self._modules]
+        self._modules.update((id(each), each) for each in new)
+        self.buffers.save(new)
+        if self._may_go_back:
+            others = (param for each in new for param in each._parameters.values() if id(param) not in self._own)
+            self._other_gradients += [
+                (param, None if param.grad is None else param.grad.clone())
+                for param in others
+                if param is not None and param.requires_grad
+            ]
+
+    def go_back(self) -> None:
+        """Put back the buffers, the random state, and the gradients of parameters that are another optimizer's."""
+        self.buffers.put_back()
+        self._random.put_back()
+        for param, grad in self._other_gradients:
+            param.grad = None if grad is None else grad.clone()
+
+
+class _RandomState:
+    """The states of torch's generators, on the host and on every device of the accelerator."""
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state()
+        self._devices = [(set_state, get_state()) for get_state, set_state in _device_generators()]
+
+    def put_back(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self._host)
+        for set_state, state in self._devices:
+            set_state(state)
+
+
+def _device_generators() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """Return how to read and to set the generator of each device, without initialising the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    if hasattr(module, "is_initialized") and not module.is_initialized():
+        return []
+    if accelerator.type == "mps":  # its functions take no index
+        return [(module.get_rng_state, module.set_rng_state)]
+    return [
+        (functools.partial(module.get_rng_state, index), functools.partial(module.set_rng_state, device=index))
+        for index in range(torch.accelerator.device_count())
+    ]
+
+
+class _GradientSums:
+    """The gradients of the micro-batches before one, and the loss scale that multiplies them."""
+
+    def __init__(self, optimizer: Any, loss_scale: float) -> None:
+        self._optimizer, self._loss_scale = optimizer, loss_scale
+        self._grads = [(p, None if p.grad is None else p.grad.clone()) for p in params_of(optimizer)]
+
+    @torch.no_grad()
+    def put_back(self, loss_scale: float) -> None:
+        """Put them back, multiplied by another scale instead: exactly, where the scales are powers of two."""
+        for param, grad in self._grads:
+            if grad is None or param.grad is None or grad.layout is not torch.strided:
+                param.grad = None if grad is None else grad.clone()
+            else:
+                param.grad.copy_(grad)  # in place, since the memory may be a bucket of DistributedDataParallel's
+        Gradients([self._optimizer]).multiply_(loss_scale / self._loss_scale)
+
+
+class _WeightsAndState:
+    """An optimizer's parameters, state and settings before a step that evaluates a closure on its way."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._params = [(param, param.detach().clone()) for param in params_of(optimizer)]
+        self._state = {key: _cloned(value) for key, value in optimizer.state.items()}
+        self._groups = [{name: _cloned(group[name]) for name in group if name != "params"} for group in self._all()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put them back."""
+        for param, before in self._params:
+            param.copy_(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update((key, _cloned(value)) for key, value in self._state.items())
+        for group, settings in zip(self._all(), self._groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(params=params, **_cloned(settings))
+
+    def _all(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+
+class _Watch:
+    """Has points see each module that runs in this thread, before its forward."""
+
+    def __init__(self, points: list[_Point], are_ranks_free: bool) -> None:
+        self.points, self.are_ranks_free = points, are_ranks_free
+        """Whether the ranks decide without hearing of each other."""
+
+    def __enter__(self) -> None:
+        if ("ignore", re.compile(_FIRES_TWICE, re.IGNORECASE), UserWarning, None, 0) not in warnings.filters:
+            warnings.filterwarnings("ignore", _FIRES_TWICE, UserWarning)
+        self._outer = _watches.get(threading.get_ident())
+        _watches[threading.get_ident()] = self
+        _add_hook()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._outer is None:
+            del _watches[threading.get_ident()]
+        else:
+            _watches[threading.get_ident()] = self._outer
+        if not _watches:
+            _add_hook().remove()
+
+
+_watches: dict[int, _Watch] = {}  # by the thread in which a loss runs
+
+
+@functools.cache
+def _registered() -> RemovableHandle:
+    return register_module_forward_pre_hook(_before_forward)
+
+
+def _add_hook() -> RemovableHandle:
+    """Have torch call `_before_forward` for each module; return the handle, which is the same at each call.
+
+    Dynamo compiles anew where it meets another hook than before, or the same one under another key.
+    """
+    handle = _registered()
+    hooks: Any = handle.hooks_dict_ref()
+    hooks[handle.id] = _before_forward
+    return handle
+
+
+def _before_forward(module: Module, _: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    watch = _watches.get(threading.get_ident())
+    if watch is None:
+        return
+    if watch.are_ranks_free and vars(module).get("require_backward_grad_sync") is False:
+        raise SyncError(
+            "under no_sync() each rank makes gradients of its own, and would retry alone; make the scaler with "
+            "process_group=, or pass retries=0"
+        )
+    _see(watch.points, module)
+
+
+def _see(points: list[_Point], module: Module) -> None:
+    for point in points:
+        point.see(module)
+
+
+@functools.cache
+def _step_needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer's `step` cannot be called without a closure, as LBFGS's."""
+    return _step_needs_closure(type(optimizer).step)
+
+
+def _forget_gradients(optimizer: Any) -> None:
+    for param in params_of(optimizer):
+        param.grad = None
+
+
+def _cloned(value: Any) -> Any:
+    return tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _as_list(loss_fn: Any) -> list[Callable[[], Tensor]]:
+    loss_fns = list(loss_fn) if isinstance(loss_fn, list | tuple) else [loss_fn]
+    if not loss_fns or not all(map(callable, loss_fns)):
+        raise TypeError(
+            f"loss_fn={loss_fn!r} must be a function without arguments that returns the loss, or a list of such "
+            "functions, one for each micro-batch"
+        )
+    return loss_fns
+
+
+def _checked_retries(retries: Any) -> int:
+    count = operator.index(retries)
+    if count < 0:
+        raise ValueError(f"retries={retries!r} must be a whole number from 0; pass 0 to run the loss once")
+    return count

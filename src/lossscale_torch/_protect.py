@@ -1,0 +1,192 @@
+"""Buffers that a skipped step leaves as they were, and averages of weights that follow applied steps only."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import AveragedModel
+
+from lossscale_torch._buffers import SavedBuffers
+from lossscale_torch._gradients import moved
+from lossscale_torch._step_info import StepInfo
+
+
+class _Guarded:
+    """One module that was given, and the copy of its buffers since its first forward in training mode."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = weakref.ref(module)
+        self.saved: SavedBuffers | None = None
+        self.updates = 0
+        """The updates since the copy."""
+        self._known: dict[int, Module] = {}  # by their ids, which stay theirs while the modules are kept alive
+
+    def before_forward(self, module: Module) -> None:
+        """Copy the buffers of a module that is about to run, unless that was done in this step."""
+        if self.saved is None or self.updates:
+            self.saved, self.updates, self._known = SavedBuffers(), 0, {}
+        if id(module) not in self._known:
+            modules = [each for each in module.modules() if id(each) not in self._known]
+            self._known.update((id(each), each) for each in modules)
+            self.saved.save(modules)
+
+    def end_step(self, applied: bool | Tensor) -> None:
+        """Put the buffers back where the step was not applied.
+
+        The copy stays for one more update without a forward between: of a second optimizer with the same forward.
+        """
+        if self.saved is None:
+            return
+        if isinstance(applied, Tensor):
+            self.saved.keep_where(applied)
+        elif not applied:
+            self.saved.put_back()
+        if self.updates:
+            self.saved = None
+        else:
+            self.saved.seal()
+            self.updates = 1
+
+
+class Protection:
+    """The modules of `GradScaler(protect=...)`: hooks that end with this object, and what they have copied.
+
+    The hooks hold this object weakly, and it holds the modules weakly.
+    """
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self.is_paused = False
+        """Whether `minimize` looks after the buffers meanwhile."""
+        self._last_step: StepInfo | None = None
+        self._guarded = [_Guarded(module) for module in modules]
+        handles: list[Any] = []
+        weakref.finalize(self, _remove, handles).atexit = False
+        for number, guarded in enumerate(self._guarded):
+            handles += self._hooks_on(number, guarded.module())
+
+    def modules(self) -> list[Module]:
+        """Return the modules that are still alive."""
+        return [module for guarded in self._guarded if (module := guarded.module()) is not None]
+
+    def end_step(self, info: StepInfo) -> None:
+        """Put buffers back where the step that `info` tells of was not applied. Does not synchronise."""
+        self._last_step = info
+        for guarded in self._guarded:
+            guarded.end_step(info.applied)
+
+    def before_forward(self, number: int, module: Module) -> None:
+        """Copy what the forward of a module may write, if it trains."""
+        if module.training and not self.is_paused:
+            self._guarded[number].before_forward(module)
+
+    def forget(self, number: int) -> None:
+        """Forget the copy of a module whose state was loaded since."""
+        self._guarded[number].saved = None
+
+    def average(self, averaged: AveragedModel, model: Module) -> None:
+        """Update averaged weights if the last step was applied. Does not synchronise."""
+        update = type(averaged).update_parameters
+        applied = True if self._last_step is None else self._last_step.applied
+        if not isinstance(applied, Tensor):
+            if applied:
+                update(averaged, model)
+            return
+        values = [each.detach() for each in (*averaged.parameters(), *averaged.buffers())]
+        before = [each.clone() for each in values]
+        update(averaged, model)
+        for now, old in zip(values, before, strict=True):
+            now.copy_(torch.where(moved(applied, now.device), now, old))
+
+    def _hooks_on(self, number: int, root: Any) -> list[Any]:
+        """Register hooks on a module, and on those within that own buffers; return what removes the hooks.
+
+        Those within run alone where a program calls them and never the whole, as Lightning's `training_step` does.
+        """
+        handles: list[Any] = []
+        for module in root.modules():
+            if module is root or module._buffers:
+                before = _BeforeForward(self, number, is_root=module is root)
+                handles.append(module.register_forward_pre_hook(before, prepend=True))
+                handles.append(module.register_load_state_dict_post_hook(_AfterLoading(self, number)))
+        if isinstance(root, AveragedModel):
+            handles.append(_AverageIfApplied(root, self))
+        return handles
+
+
+class _Hook:
+    """A hook that holds its `Protection` weakly; a copy or a pickle of its module has one that does nothing."""
+
+    def __init__(self, protection: Protection, number: int) -> None:
+        self.protection, self.number = weakref.ref(protection), number
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _BeforeForward(_Hook):
+    def __init__(self, protection: Protection, number: int, is_root: bool) -> None:
+        super().__init__(protection, number)
+        self._is_root = is_root
+
+    def __call__(self, module: Module, _: Any) -> None:
+        if self._is_root or not torch.compiler.is_compiling():
+            _copy_before_forward(self, module)
+
+
+# A compiled function that calls the module breaks its graph at this call: traced, it would copy nothing at each run.
+@torch.compiler.disable(reason="a module in protect= copies its buffers before it runs")
+def _copy_before_forward(hook: _BeforeForward, module: Module) -> None:
+    protection = hook.protection()
+    if protection is not None:
+        protection.before_forward(hook.number, module)
+
+
+class _AfterLoading(_Hook):
+    def __call__(self, module: Module, _: Any) -> None:
+        protection = self.protection()
+        if protection is not None:
+            protection.forget(self.number)
+
+
+class _AverageIfApplied:
+    """What stands for the `update_parameters` of an average in `protect`; in a copy or pickle, torch's own does."""
+
+    def __init__(self, averaged: AveragedModel, protection: Protection) -> None:
+        self._averaged, self._protection = weakref.ref(averaged), weakref.ref(protection)
+        averaged.__dict__["update_parameters"] = self
+
+    def __call__(self, model: Module) -> None:
+        averaged, protection = self._averaged(), self._protection()
+        if averaged is not None and protection is not None:
+            protection.average(averaged, model)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._averaged(), "update_parameters")
+
+    def remove(self) -> None:
+        """Give the average its own method again."""
+        averaged = self._averaged()
+        if averaged is not None and averaged.__dict__.get("update_parameters") is self:
+            del averaged.__dict__["update_parameters"]
+
+
+def protection_of(protect: Any) -> Protection | None:
+    """Return what protects the modules that were given, or None for none; raise `TypeError` for what is not one."""
+    modules = [protect] if isinstance(protect, Module) else list(protect)
+    for each in modules:
+        if not isinstance(each, Module):
+            raise TypeError(f"protect= takes modules, and {each!r} is not one; pass protect=[model]")
+    return Protection(modules) if modules else None
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
