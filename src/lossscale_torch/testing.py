@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from lossscale_core import DynamicScaling
+from lossscale_torch._protect import protection_of
 from lossscale_torch._scaler import GradScaler
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
@@ -26,6 +28,7 @@ class TrainingLoop(Protocol):
     """A loop to check. Beside these two members it may have `model`, `scheduler` and `ema`.
 
     With `state_dict()` and `load_state_dict(saved)`, which save and load the whole run, it is checked across them, too.
+    With `protect`, a list of modules, it runs with a scaler that protects them, as `GradScaler(protect=)` does.
     """
 
     optimizer: torch.optim.Optimizer
@@ -101,10 +104,9 @@ class _PlantingScaler(GradScaler):
             return torch.utils._pytree.tree_map(lambda each: each * torch.inf, scaled)
         return scaled
 
-    def update(self, new_scale: Any = None) -> Any:
-        """Update, and count."""
+    def _end_step(self, new_scale: Any = None) -> StepInfo:
         self.updates += 1
-        return super().update(new_scale)
+        return super()._end_step(new_scale)
 
 
 class _Run:
@@ -118,6 +120,7 @@ class _Run:
         self.norms: list[float] = []
         if not callable(getattr(self.loop, "step", None)) or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
+        self.scaler._protection = protection_of(getattr(self.loop, "protect", ()))
         if fused:
             _make_fused(self.loop.optimizer)
 

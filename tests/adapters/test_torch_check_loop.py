@@ -172,6 +172,27 @@ class HasBatchNorm(Loop):
         self.ema = AveragedModel(self.model)
 
 
+class ProtectsBatchNorm(HasBatchNorm):
+    """The same, with buffers that a skipped step leaves as they were."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.protect = [self.model]
+
+
+class Minimizes(ProtectsBatchNorm):
+    """The same in one call."""
+
+    def step(self, batch):
+        self.follow(self.scaler.minimize(self.optimizer, lambda: sum(self.losses(batch)), max_norm=0.1))
+
+
+def test_loops_with_protected_buffers_pass():
+    """With `protect=`, and with `minimize`."""
+    assert len(check_training_loop(ProtectsBatchNorm)) == 8
+    assert len(check_training_loop(Minimizes)) == 8
+
+
 class StepsByItself(Loop):
     """Steps the optimizer past the scaler."""
 
