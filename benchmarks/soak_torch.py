@@ -1,0 +1,246 @@
+"""Train under fire, and compare bit for bit with a run that nobody has disturbed.
+
+    python benchmarks/soak_torch.py                  2 and 4 processes, some minutes
+    python benchmarks/soak_torch.py --quick          2 processes, a minute
+
+Processes train together (DistributedDataParallel over gloo) with BatchNorm, a schedule, clipping, a spike guard and
+retries. Chance decides at which steps the gradients of one rank overflow, at which a batch has a norm that is far too
+large, and when which process is killed with SIGKILL: between two steps, between backward and step, or while it saves.
+The run then goes on from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
+must be those of the same run without kills.
+"""
+
+import argparse
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_torch import GradScaler
+
+RETRIES = 2
+SAVE_EVERY = 5
+PHASES = ("before", "backward", "saving")
+FINISHED, KILLED = "finished.pt", -signal.SIGKILL
+
+
+class Figures(NamedTuple):
+    """What a soak went through, and what came out."""
+
+    processes: int
+    steps: int
+    overflows: int
+    spikes: int
+    skipped: int
+    kills: int
+    differences: int
+
+
+class Fault(NamedTuple):
+    """One planned fault: what happens at a step, to which rank."""
+
+    overflows_above: float
+    """The loss scale above which the gradients of the rank overflow."""
+    weight: float
+    """The factor of its loss: large for a spike."""
+    rank: int
+
+
+def faults(seed: int, steps: int, processes: int) -> list[Fault]:
+    """Return a fault, or none, for each step."""
+    chance = random.Random(seed)
+    planned = []
+    for _ in range(steps):
+        overflows_above, weight = float("inf"), 1.0
+        if chance.random() < 0.15:
+            overflows_above = 2.0 ** chance.randint(0, 12)
+        elif chance.random() < 0.05:
+            weight = 1e3
+        planned.append(Fault(overflows_above, weight, chance.randrange(processes)))
+    return planned
+
+
+class Run:
+    """One process's part of the run."""
+
+    def __init__(self, folder: Path, rank: int, processes: int, seed: int, steps: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self._folder, self._rank, self._seed, self._steps = folder, rank, seed, steps
+        self._faults = faults(seed, steps, processes)
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+        )
+        self._model = DistributedDataParallel(layers)
+        self._optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2, fused=bool(seed % 2))
+        self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.99)
+        policy = DynamicScaling(init_scale=2.0**12, growth_interval=4, min_scale=2.0**-10)
+        self._scaler = GradScaler("cpu", policy=policy, guard=SpikeGuard(warmup=8), protect=[layers])
+        self._number = 0
+        self._die_in = ""
+        self.overflows = self.spikes = self.skipped = 0
+
+    def parts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"model": self._model, "optimizer": self._optimizer, "schedule": self._schedule, "scaler": self._scaler}
+
+    def resume(self) -> None:
+        """Go on from the last checkpoint, if there is one."""
+        file = self._folder / "checkpoint.pt"
+        if file.exists():
+            saved = torch.load(file, weights_only=False)
+            for name, part in self.parts().items():
+                part.load_state_dict(saved[name])
+            self._number = saved["step"]
+
+    def save(self, name: str) -> None:
+        """Save on rank 0, so that a reader sees the old file or the new one."""
+        if self._rank == 0:
+            buffer = io.BytesIO()
+            states = {name: part.state_dict() for name, part in self.parts().items()}
+            counts = {"overflows": self.overflows, "spikes": self.spikes, "skipped": self.skipped}
+            torch.save({**states, **counts, "step": self._number}, buffer)
+            half = len(buffer.getvalue()) // 2
+            with open(self._folder / "partial", "wb") as file:
+                file.write(buffer.getvalue()[:half])
+                self._die_here("saving")
+                file.write(buffer.getvalue()[half:])
+            os.replace(self._folder / "partial", self._folder / name)
+
+    def train(self, die_at: int, die_in: str) -> None:
+        """Train to the end, or to the step at which this process is to be killed."""
+        while self._number < self._steps:
+            self._die_in = die_in if self._number >= die_at else ""
+            self._die_here("before")
+            info = self._scaler.minimize(self._optimizer, self._loss, retries=RETRIES, max_norm=1.0)
+            self.skipped += not info.applied
+            self.spikes += bool(info.spiked)
+            if info.applied:
+                self._schedule.step()
+            self._number += 1
+            if self._number % SAVE_EVERY == 0:
+                self.save("checkpoint.pt")
+        self.save(FINISHED)
+
+    def _loss(self) -> torch.Tensor:
+        fault = self._faults[self._number]
+        batch = torch.Generator().manual_seed(self._seed * 10_000 + self._number * 10 + self._rank)
+        torch.manual_seed(self._seed * 10_000 + self._number)
+        images = torch.randn(16, 8, generator=batch)
+        loss = (self._model(images) - images.sum(1, keepdim=True)).square().mean()
+        self._die_here("backward")
+        if fault.rank == self._rank:
+            loss = loss * fault.weight
+        if self._scaler.get_scale() > fault.overflows_above:
+            self.overflows += 1
+            return loss * (float("inf") if fault.rank == self._rank else 1.0)
+        return loss
+
+    def _die_here(self, phase: str) -> None:
+        if self._die_in == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Be one process of the run."""
+    meeting = f"file://{arguments.meeting}"
+    dist.init_process_group("gloo", init_method=meeting, rank=arguments.rank, world_size=arguments.processes)
+    run = Run(arguments.folder, arguments.rank, arguments.processes, arguments.seed, arguments.steps)
+    run.resume()
+    run.train(arguments.die_at, arguments.die_in)
+    dist.barrier()
+    os._exit(0)  # past torch's threads, which abort an interpreter's orderly end now and then
+
+
+def train(folder: Path, processes: int, seed: int, steps: int, victims: list[tuple[int, int, str]]) -> dict[str, Any]:
+    """Train in processes; start again after each victim, (rank, step, phase), is killed. Return the last checkpoint."""
+    for attempt, victim in enumerate([*victims, (-1, steps, "")]):
+        command = [sys.executable, __file__, "--worker", "--folder", folder, "--meeting", folder / f"meeting{attempt}"]
+        command += ["--processes", processes, "--seed", seed, "--steps", steps]
+        running = []
+        for rank in range(processes):
+            die_at, die_in = victim[1:] if rank == victim[0] else (steps, "")
+            ours = [*command, "--rank", rank, "--die-at", die_at, "--die-in", die_in]
+            running.append(subprocess.Popen([str(each) for each in ours], stderr=subprocess.PIPE))
+        _wait(running, victim[0])
+    return dict(torch.load(folder / FINISHED, weights_only=False))
+
+
+def _wait(running: list[Any], victim: int) -> None:
+    """Wait for all, or for the one that is killed, and end the others, which wait for it."""
+    if victim >= 0:
+        code = running[victim].wait(timeout=300)
+        for each in running:
+            each.kill()
+            each.wait()
+        if code != KILLED:
+            raise RuntimeError(f"rank {victim} was to be killed and ended with {code}")
+        return
+    for each in running:
+        _, errors = each.communicate(timeout=300)
+        if each.returncode:
+            raise RuntimeError(f"a process ended with {each.returncode}: {errors.decode()[-2000:]}")
+
+
+def differences(a: Any, b: Any) -> int:
+    """Return in how many numbers or tensors two checkpoints differ, bit for bit."""
+    if isinstance(a, dict):
+        return sum(differences(a[key], b[key]) if key in b else 1 for key in a) + len(b.keys() - a.keys())
+    if isinstance(a, list | tuple):
+        return abs(len(a) - len(b)) + sum(map(differences, a, b))
+    if isinstance(a, torch.Tensor):
+        return int(not torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b))
+    return int(a != b)
+
+
+def soak(processes: int, steps: int, kills: int, seed: int) -> Figures:
+    """Run once with kills and once without, and compare."""
+    chance = random.Random(seed)
+    at = sorted(chance.sample(range(SAVE_EVERY, steps - 1), kills))
+    victims = []
+    for step in at:
+        phase = chance.choice(PHASES)
+        victims.append((0 if phase == "saving" else chance.randrange(processes), step, phase))
+    with tempfile.TemporaryDirectory() as disturbed, tempfile.TemporaryDirectory() as calm:
+        found = train(Path(disturbed), processes, seed, steps, victims)
+        expected = train(Path(calm), processes, seed, steps, [])
+    counts = {name: expected.pop(name) for name in ("overflows", "spikes", "skipped")}
+    found = {name: found[name] for name in expected}  # a run that began again has counted the rest only
+    return Figures(processes, steps, **counts, kills=kills, differences=differences(found, expected))
+
+
+def main() -> int:
+    """Soak, and print a line for each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short run")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for name in ("rank", "processes", "seed", "steps", "die-at"):
+        parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
+    for name in ("folder", "meeting"):
+        parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--die-in", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+    runs = [(2, 60, 2, 0)] if arguments.quick else [(2, 400, 8, 0), (2, 400, 8, 1), (4, 400, 8, 2), (4, 400, 8, 3)]
+    print("| processes | steps | overflows | spikes | skipped | kills | differences |\n|---|---|---|---|---|---|---|")
+    worst = 0
+    for run in runs:
+        figures = soak(*run)
+        print("| " + " | ".join(map(str, figures)) + " |", flush=True)
+        worst = max(worst, figures.differences)
+    return int(worst > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

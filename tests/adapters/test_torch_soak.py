@@ -1,0 +1,13 @@
+"""A run whose processes are killed goes on from its checkpoint as if nothing had happened."""
+
+from benchmarks.soak_torch import soak
+
+
+def test_two_processes_under_fire():
+    """Overflows, spikes, retries and two kills: every number of the last checkpoint is that of a calm run."""
+    figures = soak(processes=2, steps=60, kills=2, seed=0)
+    assert figures.overflows > 3
+    assert figures.spikes > 0
+    assert figures.skipped >= figures.spikes
+    assert figures.kills == 2
+    assert figures.differences == 0
