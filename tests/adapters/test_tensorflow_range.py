@@ -267,6 +267,38 @@ def test_without_a_model_name_scopes_give_the_names():
     assert {r.module for r in report.backward} == {"loss_fn", "deep/square", "weight"}
 
 
+def test_modules_give_their_names():
+    """Where their methods open their name scopes, as Sonnet's do."""
+
+    class Linear(tf.Module):
+        def __init__(self, name):
+            super().__init__(name)
+            with self.name_scope:
+                self.weight = tf.Variable(tf.eye(WIDTH), name="weight")
+
+        @tf.Module.with_name_scope
+        def __call__(self, x):
+            return tf.matmul(x, tf.cast(self.weight, tf.float16))
+
+    class Network(tf.Module):
+        def __init__(self):
+            super().__init__("network")
+            with self.name_scope:
+                self.low, self.high = Linear("low"), Linear("high")
+
+        @tf.Module.with_name_scope
+        def __call__(self, x, training):
+            return self.high(self.low(tf.cast(x, tf.float16)))
+
+    model = Network()
+    report = range_report(model, lambda: _square(model, X[0]))
+    for records in (report.forward, report.backward):
+        products = {record.module for record in records if record.operation == "MatMul"}
+        assert products == {"network/low", "network/high"}
+    gradients = {record.module for record in report.backward if record.operation == "gradient"}
+    assert gradients == {"network/low/weight", "network/high/weight"}
+
+
 def test_what_the_backward_pass_computes_anew_is_not_scaled():
     """Under `tf.recompute_grad` it computes the forward pass again, which no loss scale multiplies."""
     keras.config.set_dtype_policy("mixed_float16")
