@@ -212,9 +212,22 @@ def test_gradients_of_constants_set_no_limit():
     variable = tf.Variable(tf.ones(2000))
 
     def loss_fn():
-        return tf.reduce_sum(tf.cast(tf.where(variable > 0, tf.cast(variable, tf.float16), 0), tf.float32))
+        chosen = tf.where(tf.range(2000) < 1, tf.cast(variable, tf.float16), 0)
+        return tf.reduce_sum(tf.cast(chosen, tf.float32))
 
     assert range_report(None, loss_fn).overflows_above == 2.0**15
+
+
+def test_sizes_of_gradients_set_no_limit():
+    """A number of elements, in float16, does not grow with the loss scale."""
+    variable = tf.Variable(tf.ones(40000))
+
+    @tf.custom_gradient
+    def averaged(x):
+        return x, lambda upstream: upstream / tf.cast(tf.shape(upstream)[0], tf.float16)
+
+    report = range_report(None, lambda: tf.reduce_sum(tf.cast(averaged(tf.cast(variable, tf.float16)), tf.float32)))
+    assert report.overflows_above == 2.0**15
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
