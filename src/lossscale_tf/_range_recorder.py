@@ -17,21 +17,11 @@ from lossscale_tf._verbs import is_narrow
 
 _OUTSIDE = "loss_fn"
 _MOVES = {
-    *(
-        "BroadcastTo",
-        "Concat",
-        "ConcatV2",
-        "DeepCopy",
-        "DynamicPartition",
-        "DynamicStitch",
-        "Empty",
-        "ExpandDims",
-        "Fill",
-    ),
-    *("Gather", "GatherNd", "GatherV2", "Identity", "IdentityN", "IteratorGetNext", "OnesLike", "Pack", "Pad", "PadV2"),
-    *("ParallelDynamicStitch", "PreventGradient", "ReadVariableOp", "Reshape", "ResourceGather", "ResourceGatherNd"),
-    *("Reverse", "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile"),
-    *("Transpose", "Unpack", "ZerosLike"),
+    *("_EagerConst", "BroadcastTo", "ConcatV2", "Const", "DeepCopy", "DynamicPartition", "DynamicStitch", "Empty"),
+    *("ExpandDims", "Fill", "Gather", "GatherNd", "GatherV2", "Identity", "IdentityN", "IteratorGetNext", "OnesLike"),
+    *("Pack", "Pad", "PadV2", "ParallelDynamicStitch", "PreventGradient", "ReadVariableOp", "Reshape"),
+    *("ResourceGather", "ResourceGatherNd", "Reverse", "ReverseV2", "Slice", "Split", "SplitV", "Squeeze"),
+    *("StopGradient", "StridedSlice", "Tile", "Transpose", "Unpack", "ZerosLike"),
 }
 """Operations that copy what was measured before, or a constant."""
 _READS = {
@@ -183,7 +173,8 @@ class _Scopes:
                 scope = next(known, self._last)
         if not self._is_backward:
             self._of_tensors.update((each._id, scope) for each in outputs)
-        self._of_attrs[id(attrs)] = scope, attrs  # which keeps the object, so that no other has its id
+        if attrs:  # there is only one empty tuple
+            self._of_attrs[id(attrs)] = scope, attrs  # which keeps the object, so that no other has its id
         self._last = scope
         return scope
 

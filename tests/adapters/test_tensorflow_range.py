@@ -212,9 +212,22 @@ def test_gradients_of_constants_set_no_limit():
     variable = tf.Variable(tf.ones(2000))
 
     def loss_fn():
-        return tf.reduce_sum(tf.cast(tf.where(variable > 0, tf.cast(variable, tf.float16), 0), tf.float32))
+        chosen = tf.where(tf.range(2000) < 1, tf.cast(variable, tf.float16), 0)
+        return tf.reduce_sum(tf.cast(chosen, tf.float32))
 
     assert range_report(None, loss_fn).overflows_above == 2.0**15
+
+
+def test_sizes_of_gradients_set_no_limit():
+    """A number of elements, in float16, does not grow with the loss scale."""
+    variable = tf.Variable(tf.ones(40000))
+
+    @tf.custom_gradient
+    def averaged(x):
+        return x, lambda upstream: upstream / tf.cast(tf.shape(upstream)[0], tf.float16)
+
+    report = range_report(None, lambda: tf.reduce_sum(tf.cast(averaged(tf.cast(variable, tf.float16)), tf.float32)))
+    assert report.overflows_above == 2.0**15
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -265,6 +278,38 @@ def test_without_a_model_name_scopes_give_the_names():
     report = range_report(None, loss_fn)
     assert [(r.module, r.operation) for r in report.forward] == [("lift", "Cast"), ("deep/square", "Mul")]
     assert {r.module for r in report.backward} == {"loss_fn", "deep/square", "weight"}
+
+
+def test_modules_give_their_names():
+    """Where their methods open their name scopes, as Sonnet's do."""
+
+    class Linear(tf.Module):
+        def __init__(self, name):
+            super().__init__(name)
+            with self.name_scope:
+                self.weight = tf.Variable(tf.eye(WIDTH), name="weight")
+
+        @tf.Module.with_name_scope
+        def __call__(self, x):
+            return tf.matmul(x, tf.cast(self.weight, tf.float16))
+
+    class Network(tf.Module):
+        def __init__(self):
+            super().__init__("network")
+            with self.name_scope:
+                self.low, self.high = Linear("low"), Linear("high")
+
+        @tf.Module.with_name_scope
+        def __call__(self, x, training):
+            return self.high(self.low(tf.cast(x, tf.float16)))
+
+    model = Network()
+    report = range_report(model, lambda: _square(model, X[0]))
+    for records in (report.forward, report.backward):
+        products = {record.module for record in records if record.operation == "MatMul"}
+        assert products == {"network/low", "network/high"}
+    gradients = {record.module for record in report.backward if record.operation == "gradient"}
+    assert gradients == {"network/low/weight", "network/high/weight"}
 
 
 def test_what_the_backward_pass_computes_anew_is_not_scaled():
