@@ -10,11 +10,12 @@ from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._range import range_report
 from lossscale_jax._report import overflow_report
 from lossscale_jax._retries import RetriedGradients, retrying_value_and_grad
-from lossscale_jax._state import LossScaledState, get_scale_state, load_scale_state
+from lossscale_jax._state import GuardedLossScaledState, LossScaledState, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [
     "GradientReport",
+    "GuardedLossScaledState",
     "LossScaledState",
     "LossScaledTransformation",
     "RetriedGradients",
@@ -33,7 +34,13 @@ __all__ = [
     "value_and_grad",
 ]
 
-for _type in (LossScaledState, LossScaledTransformation, RetriedGradients, ScaledGradients):
+for _type in (
+    GuardedLossScaledState,
+    LossScaledState,
+    LossScaledTransformation,
+    RetriedGradients,
+    ScaledGradients,
+):
     # A pickle then names the public module, so that the private ones may move.
     _type.__module__ = __name__
 del _type

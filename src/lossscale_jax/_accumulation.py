@@ -46,6 +46,15 @@ class Attempt(NamedTuple):
     window: Window | None
     """What is carried to the next call."""
 
+    def unless(self, spiked: Array) -> "Attempt":
+        """Return the attempt without its step where `spiked`; only an overflow in this very call still counts."""
+        applies, counts = self.applies & ~spiked, ~(spiked & self.grads_finite)
+        return self._replace(
+            applies=applies,
+            counts=counts if self.counts is None else self.counts & counts,
+            window=None if self.window is None else self.window._replace(stepped=applies),
+        )
+
 
 class Accumulation(NamedTuple):
     """Makes one step of `size` micro-batches, and drops what an overflow spoils."""

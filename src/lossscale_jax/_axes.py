@@ -17,6 +17,15 @@ def all_true(flag: Array, axis_name: Hashable) -> Array:
     return lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
 
+def total_norm(norm: Array, axis_name: Hashable) -> Array:
+    """Return the 2-norm of what all devices along `axis_name` hold, given each device's; `norm` itself for None."""
+    if axis_name is None:
+        return norm
+    largest = lax.pmax(norm, axis_name)
+    share = norm / jnp.where((largest > 0.0) & jnp.isfinite(largest), largest, 1.0)  # so that no square overflows
+    return largest * jnp.sqrt(lax.psum(share * share, axis_name))
+
+
 def varying_as(x: Tree, like: PyTree) -> Tree:
     """Return the pytree `x` marked as varying over every axis over which a leaf of `like` does."""
     return _vary_over(x, _varying_axes(like))

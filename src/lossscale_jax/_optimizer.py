@@ -1,20 +1,22 @@
 """`loss_scaled`: any optax optimizer, its step applied or skipped as a whole."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import PolicyLike, ScalingPolicy, as_policy
+from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Accumulation, Attempt, Drop
+from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._placement import place_beside
-from lossscale_jax._state import LossScaledState, find_scale_states
+from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
 from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import init_state, select, unscale
@@ -76,6 +78,7 @@ def loss_scaled(
     accumulation_steps: int = 1,
     drop: Drop = "window",
     keep_dtypes: bool = False,
+    guard: SpikeGuard | None = None,
 ) -> LossScaledTransformation:
     """Wrap `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
 
@@ -106,6 +109,11 @@ def loss_scaled(
         keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
             the dtype in which it came, unscaled in float32 first. That halves the memory of the state, and loses what
             is too small for float16. By default, updates and inner state are float32.
+        guard: Skips a step whose norm is far above the norms before it, and then leaves the scale state as it was. The
+            norm is that of the unscaled gradients before clipping: of a window's mean where you accumulate, and with
+            `axis_name` of the gradients of all devices together. The guard's own state is in `opt_state.guard_state`.
+            Its `max_streak` is not checked, since a step does not read its state; call
+            `lossscale_core.check_spike_streak` where you read it.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` that can do one thing more, which saves memory and time:
@@ -116,7 +124,7 @@ def loss_scaled(
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
     accumulation = Accumulation(accumulation_steps, drop)
-    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation)
+    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard)
     wrapper.validate()
     return LossScaledTransformation(wrapper.init, wrapper.update, wrapper.apply_gradients)
 
@@ -137,6 +145,7 @@ class _Wrapper(NamedTuple):
     max_norm: float | None
     keep_dtypes: bool
     accumulation: Accumulation
+    guard: SpikeGuard | None
 
     def validate(self) -> None:
         if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
@@ -148,6 +157,8 @@ class _Wrapper(NamedTuple):
             )
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
+        if not isinstance(self.guard, SpikeGuard | None):
+            raise PolicyError(f"guard={self.guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
         self.accumulation.validate()
 
     @property
@@ -159,7 +170,8 @@ class _Wrapper(NamedTuple):
         if find_scale_states(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = self.accumulation.init(params) if self._accumulates else None
-        return place_beside(LossScaledState(init_state(self.policy), inner_state, window), params)
+        guard_state = None if self.guard is None else jax.tree.map(jnp.asarray, self.guard.init_state())
+        return place_beside(_state(init_state(self.policy), inner_state, window, guard_state), params)
 
     def update(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
@@ -197,6 +209,7 @@ class _Wrapper(NamedTuple):
             attempt = Attempt(finite, finite, None, grads, lambda grads: unscale(grads, before), None)
         else:
             attempt = self.accumulation.attempt(state.window, grads, finite, before)
+        attempt, norm, guard_state = self._judge(attempt, norm, state.guard_state)
 
         def apply(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             unscaled = self._clip(attempt.gradients(source), norm)
@@ -209,11 +222,30 @@ class _Wrapper(NamedTuple):
         after = self.policy.update(before, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             after = select(attempt.counts, after, before)
-        return result, LossScaledState(after, inner_state, attempt.window)
+        return result, _state(after, inner_state, attempt.window, guard_state)
+
+    @unchecked
+    def _judge(
+        self, attempt: Attempt, norm: Array | None, state: GuardState | None
+    ) -> tuple[Attempt, Array | None, GuardState | None]:
+        """Return what is left of `attempt` once the guard has judged its norm; the norm, and the guard's next state."""
+        if self.guard is None or state is None:
+            return attempt, norm, None
+        if norm is None:  # of a window's mean, which is worth a read only where it would be applied
+            norm = apply_or_skip(
+                attempt.applies,
+                lambda source: global_norm(attempt.gradients(source)),
+                lambda _: jnp.float32(jnp.inf),
+                attempt.source,
+            )
+        total = jnp.minimum(_axes.total_norm(norm, self.axis_name), float(jnp.finfo(jnp.float32).max))
+        judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
+        accepted, after = self.guard.judge(state, judged, xp=jnp)
+        return attempt.unless(attempt.applies & ~accepted), norm, after
 
     def _require_own(self, state: Any) -> None:
         """Raise where `state` was not made by `init`, or with other settings."""
-        if not isinstance(state, LossScaledState):
+        if not is_own_state(state):
             raise ScaleStateError(
                 f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned. To go on from a "
                 "checkpoint of the wrapped optimizer alone, pass optimizer.init(params)._replace(inner_state=...)"
@@ -223,11 +255,17 @@ class _Wrapper(NamedTuple):
                 f"accumulation_steps={self.accumulation.size} does not fit a state made "
                 f"{'without' if state.window is None else 'with'} accumulation; make the optimizer as it was saved"
             )
+        if (state.guard_state is None) != (self.guard is None):
+            raise PolicyError(
+                f"guard={self.guard!r} does not fit a state made {'without' if self.guard else 'with'} a guard; make "
+                "the optimizer as it was saved, or pass "
+                "optimizer.init(params)._replace(scale_state=..., inner_state=..., window=...)"
+            )
 
     def _check(self, grads: PyTree, before: Any) -> tuple[Array, Array | None]:
         """Return whether the gradients are finite, and their norm where the same read tells it."""
         norm = None
-        if self.max_norm is None or self._accumulates:
+        if self._accumulates or (self.max_norm is None and self.guard is None):
             finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes)
         else:
             norm = global_norm(grads, before.loss_scale)
@@ -239,7 +277,7 @@ class _Wrapper(NamedTuple):
         return finite, norm
 
     def _clip(self, unscaled: PyTree, norm: Array | None) -> PyTree:
-        """Return gradients clipped to `max_norm`; of a window's mean, the norm is not known yet."""
+        """Return gradients clipped to `max_norm`; `norm` is None for a window's mean that no guard has judged."""
         if self.max_norm is None:
             return unscaled
         return multiply(unscaled, clip_factor(global_norm(unscaled) if norm is None else norm, self.max_norm))
@@ -247,3 +285,10 @@ class _Wrapper(NamedTuple):
     def _shown(self, params: PyTree) -> PyTree:
         """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
         return params if self.keep_dtypes else lift_leaves(params)
+
+
+def _state(scale_state: Any, inner_state: PyTree, window: Any, guard_state: GuardState | None) -> LossScaledState:
+    if guard_state is None:
+        return LossScaledState(scale_state, inner_state, window)
+    guarded: Any = GuardedLossScaledState(scale_state, inner_state, window, guard_state)
+    return cast(LossScaledState, guarded)  # whose members it has

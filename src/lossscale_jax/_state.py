@@ -1,13 +1,13 @@
 """The optimizer state of `loss_scaled`, and how it is found in a larger one."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale_core import PolicyLike, ScaleState, state_from_dict
+from lossscale_core import GuardState, PolicyLike, ScaleState, guard_state_from_dict, state_from_dict
 from lossscale_core.errors import ScaleStateError
 from lossscale_jax._accumulation import Window
 from lossscale_jax._placement import fixed_place
@@ -24,6 +24,25 @@ class LossScaledState(NamedTuple):
     window: Window | None
     """None without gradient accumulation."""
 
+    @property
+    def guard_state(self) -> GuardState | None:
+        """The state of the spike guard, which a `GuardedLossScaledState` has as a field; None here."""
+        return None
+
+
+# Orbax and flax compare the names of all fields, so that one more would make them refuse every state saved without it.
+class GuardedLossScaledState(NamedTuple):
+    """The optimizer state of `loss_scaled` with a spike guard: that without one, and the guard's state."""
+
+    scale_state: ScaleState
+    """The policy's state; `get_scale_state` finds it from the outside."""
+    inner_state: PyTree
+    """The wrapped optimizer's own state; a skipped step leaves it untouched."""
+    window: Window | None
+    """None without gradient accumulation."""
+    guard_state: GuardState
+    """The state of the spike guard."""
+
 
 def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
     if hasattr(state.scale_state, name):
@@ -36,7 +55,7 @@ def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
 
 
 if not TYPE_CHECKING:  # a type checker that knew of it would let every name pass
-    LossScaledState.__getattr__ = _explain_missing
+    LossScaledState.__getattr__ = GuardedLossScaledState.__getattr__ = _explain_missing
 
 
 def get_scale_state(opt_state: PyTree) -> ScaleState:
@@ -70,8 +89,8 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
     """Restore the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    As `lossscale_core.state_from_dict`, warns (`CheckpointWarning`) of each difference to the policy with which the
-    state was saved.
+    If `loss_scaled` has a spike guard, the guard's state is restored, too. As `lossscale_core.state_from_dict`, warns
+    (`CheckpointWarning`) of each difference to the policy with which the state was saved.
 
     Args:
         opt_state: The state of `loss_scaled`, or of an optimizer that holds one.
@@ -89,33 +108,44 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
     state = state_from_dict(saved, policy)
 
     def restore(node: Any) -> Any:
-        if not _is_own(node):
+        if not is_own_state(node):
             return node
-        leaves, structure = jax.tree.flatten(node.scale_state)
+        leaves = jax.tree.leaves(node.scale_state)
         if len(leaves) != len(state):
             raise ScaleStateError(
                 f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(state)}; "
                 "pass the policy that loss_scaled was given"
             )
-        placed = [jnp.asarray(value, device=fixed_place(old)) for value, old in zip(state, leaves, strict=True)]
-        return node._replace(scale_state=jax.tree.unflatten(structure, placed))
+        node = node._replace(scale_state=_placed_as(node.scale_state, state))
+        if node.guard_state is None:
+            return node
+        return cast(Any, node)._replace(guard_state=_placed_as(node.guard_state, guard_state_from_dict(saved)))
 
-    return jax.tree.map(restore, opt_state, is_leaf=_is_own)
+    return jax.tree.map(restore, opt_state, is_leaf=is_own_state)
+
+
+def _placed_as(old: Tree, values: Any) -> Tree:
+    """Return host scalars as arrays in the structure of `old`, where its arrays lie."""
+    leaves, structure = jax.tree.flatten(old)
+    placed = [jnp.asarray(value, device=fixed_place(leaf)) for value, leaf in zip(values, leaves, strict=True)]
+    restored: Tree = jax.tree.unflatten(structure, placed)
+    return restored
 
 
 def find_scale_states(opt_state: PyTree) -> dict[str, ScaleState]:
     """Return the scale states in `opt_state` by their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_own)
-    return {jax.tree_util.keystr(path) or "the top": node.scale_state for path, node in nodes if _is_own(node)}
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_own_state)
+    return {jax.tree_util.keystr(path) or "the top": node.scale_state for path, node in nodes if is_own_state(node)}
 
 
-def _is_own(node: Any) -> TypeGuard[LossScaledState]:
-    return isinstance(node, LossScaledState)
+def is_own_state(node: Any) -> TypeGuard[LossScaledState]:
+    """Return whether `node` is a state of `loss_scaled`, with a spike guard or without."""
+    return isinstance(node, LossScaledState | GuardedLossScaledState)
 
 
 def _require_overflows_seen(opt_state: PyTree) -> None:
     """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_own(node) or _dropper(node) is not None):
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: is_own_state(node) or _dropper(node) is not None):
         dropper = _dropper(node)
         if dropper and find_scale_states(node):
             raise ScaleStateError(

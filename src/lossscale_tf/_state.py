@@ -1,4 +1,4 @@
-"""A policy's state in TensorFlow: as tensors, and as variables that a checkpoint keeps."""
+"""The state of a policy in TensorFlow: as tensors, and as variables that a checkpoint keeps, as that of a guard."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 
 
 class StateVariables(tf.Module):
-    """A policy's state in variables of shape `()`, one for each field and named as it is."""
+    """The state of a policy or a spike guard in variables of shape `()`, one for each field and named as it is."""
 
     def __init__(self, policy: Any, make_variable: Callable[[str, Any], tf.Variable]) -> None:
         super().__init__(name="loss_scale_state")
@@ -45,22 +45,19 @@ class StateVariables(tf.Module):
         """Every variable, in the order of the fields."""
         return [getattr(self, name) for name in self._names]
 
-    def read(self) -> ScaleState:
+    def read(self) -> Any:
         """Return the state as tensors."""
-        state: ScaleState = self._make(tf.convert_to_tensor(variable) for variable in self.all)
-        return state
+        return self._make(tf.convert_to_tensor(variable) for variable in self.all)
 
-    def read_on_host(self) -> ScaleState:
+    def read_on_host(self) -> Any:
         """Return the state as host scalars; eagerly only. Synchronises with the host."""
-        values = (kind(variable.numpy()) for kind, variable in zip(self._on_host, self.all, strict=True))
-        state: ScaleState = self._make(values)
-        return state
+        return self._make(kind(variable.numpy()) for kind, variable in zip(self._on_host, self.all, strict=True))
 
-    def assign(self, state: ScaleState) -> list[Any]:
+    def assign(self, state: Any) -> list[Any]:
         """Set every variable to its field of `state`."""
         return [variable.assign(value) for variable, value in zip(self.all, state, strict=True)]
 
-    def assign_changed(self, before: ScaleState, after: ScaleState) -> None:
+    def assign_changed(self, before: Any, after: Any) -> None:
         """Set the variables whose field differs between two host states."""
         for variable, old, new in zip(self.all, before, after, strict=True):
             if new != old:

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_overflow_streak, step_info
 from lossscale_core.errors import CheckpointWarning
+from lossscale_tf._guard import Guard
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
-from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled
+from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, mean_over_replicas, select
 from lossscale_tf._warning import warn_caller
 
 Update: TypeAlias = Callable[[Sequence[Gradient], tf.Tensor | None, list[Any]], Any]
@@ -24,10 +25,13 @@ class Step:
     `policy` can be replaced by one with the same state, which a step that is traced already does not notice.
     """
 
-    def __init__(self, policy: ScalingPolicy, state: StateVariables, max_norm: float | None) -> None:
+    def __init__(
+        self, policy: ScalingPolicy, state: StateVariables, max_norm: float | None, guard: Guard | None = None
+    ) -> None:
         self.policy = policy
         self.state = state
         self.max_norm = max_norm
+        self.guard = guard
         self.last_step: StepInfo | None = None
         self.has_begun = False  # whether `warn_if_resumed` has looked
         self.is_traced = False
@@ -43,16 +47,18 @@ class Step:
     ) -> Any:
         """Call `update` where all gradients are finite on every replica, else leave everything as it was.
 
+        The guard, if there is one, may refuse finite gradients, which leaves the policy's state as it was, too.
         `loss_scale` is the one by which the gradients are scaled, or None if they are unscaled. Eagerly the flag is
         read, the state is updated on the host, and None is returned; in a graph, what `in_graph` makes of the tensors
         and operations of this step.
         """
-        finite, factor = self._check(grads, variables, loss_scale)
+        finite, norm, factor = self._check(grads, variables, loss_scale)
 
         def apply(*grads: Gradient) -> Any:
             return update(grads, factor, variables)
 
-        return _decide_together(finite, grads, apply, functools.partial(self._apply_or_skip, in_graph=in_graph))
+        apply_or_skip = functools.partial(self._apply_or_skip, in_graph=in_graph)
+        return _decide_together(finite, None if self.guard is None else norm, grads, apply, apply_or_skip)
 
     def restored(self) -> None:
         """Note that the state comes from a checkpoint, so that nobody needs to be warned."""
@@ -74,64 +80,89 @@ class Step:
 
     def _check(
         self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Return whether what is about to be applied is finite; and the factor that unscales and clips it, if any."""
+    ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Return whether what is about to be applied is finite; its norm and the factor that unscales and clips it."""
         pairs = list(zip(grads, variables, strict=True))
-        finite, factor = self._check_scaled([grad for grad, each in pairs if not is_overwritten(each)], loss_scale)
+        scaled = [grad for grad, each in pairs if not is_overwritten(each)]
+        finite, norm, factor = self._check_scaled(scaled, loss_scale)
         overwriting = [grad for grad, each in pairs if is_overwritten(each)]
         narrowed = [_fit(grad, each, factor) for grad, each in pairs if _narrows(grad, each, factor)]
         for others in (overwriting, narrowed):
             if others:
                 finite &= finite_when_unscaled(others)
-        return finite, factor
+        return finite, norm, factor
 
-    def _check_scaled(self, grads: list[Gradient], loss_scale: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor | None]:
+    def _check_scaled(
+        self, grads: list[Gradient], loss_scale: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         inverse = None if loss_scale is None else 1.0 / loss_scale
-        if self.max_norm is None:
-            return finite_when_unscaled(grads, loss_scale), inverse
+        if self.max_norm is None and self.guard is None:
+            return finite_when_unscaled(grads, loss_scale), None, inverse
         norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
+        finite = tf.math.is_finite(norm)
+        if self.max_norm is None:
+            return finite, norm, inverse
         clip = clip_factor(norm, self.max_norm)
-        return tf.math.is_finite(norm), clip if inverse is None else clip * tf.cast(inverse, clip.dtype)
+        return finite, norm, clip if inverse is None else clip * tf.cast(inverse, clip.dtype)
 
-    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], in_graph: Callable[..., Any]) -> Any:
+    def _apply_or_skip(
+        self, finite: tf.Tensor, norm: tf.Tensor | None, apply: Callable[[], Any], in_graph: Callable[..., Any]
+    ) -> Any:
         if tf.executing_eagerly():
             is_finite = bool(finite)
             with self._lock:
-                if is_finite:
-                    apply()
-                self._update_on_host(is_finite)
+                self._take_on_host(is_finite, norm, apply)
             return None
 
         self.is_traced = True
+        accepted = finite
+        if self.guard is not None and norm is not None:
+            accepted, *_ = self._exclusively(functools.partial(self.guard.judge_in_graph, finite, norm))
 
         def apply_all() -> tf.Tensor:
             with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
                 return tf.constant(True)
 
-        applied = tf.cond(finite, apply_all, lambda: tf.constant(False))
-        return in_graph(applied, *self._update_in_graph(finite))
+        applied = tf.cond(accepted, apply_all, lambda: tf.constant(False))
+        return in_graph(applied, *self._exclusively(functools.partial(self._update_in_graph, finite, accepted)))
 
-    def _update_on_host(self, is_finite: bool) -> None:
-        before = self.state.read_on_host()
-        after: ScaleState = self.policy.update(before, is_finite)
+    def _take_on_host(self, is_finite: bool, norm: tf.Tensor | None, apply: Callable[[], Any]) -> None:
+        judged = None
+        if is_finite and self.guard is not None and norm is not None:
+            judged = self.guard.judge_on_host(norm)
+        spiked = judged is not None and not judged.accepted
+        if is_finite and not spiked:
+            apply()
+        self._update_on_host(is_finite, spiked)
+        if judged is not None and self.guard is not None:
+            self.guard.remember(judged)
+
+    def _update_on_host(self, is_finite: bool, spiked: bool) -> None:
+        before: ScaleState = self.state.read_on_host()
+        after: ScaleState = before if spiked else self.policy.update(before, is_finite)
         self.state.assign_changed(before, after)
-        self.last_step = step_info(before, after)
+        self.last_step = step_info(before, after, spiked=spiked)
         check_overflow_streak(self.policy, after)
 
-    def _update_in_graph(self, finite: tf.Tensor) -> list[Any]:
-        """Update the state; a session, which keeps no order, may run several of these updates at a time."""
+    def _update_in_graph(self, finite: tf.Tensor, accepted: tf.Tensor) -> list[Any]:
+        before = self.state.read()
+        after = self.policy.update(before, finite, xp=tf)
+        if self.guard is not None:
+            after = select(accepted | ~finite, after, before)
+        return self.state.assign(after)
 
-        def update() -> list[Any]:
-            return self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
-
+    def _exclusively(self, update: Callable[[], list[Any]]) -> list[Any]:
+        """Return the results of `update`; of those that a session, which keeps no order, runs, one at a time."""
         if tf.compat.v1.executing_eagerly_outside_functions():
             return update()
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         lock = tf.raw_ops.MutexLock(mutex=mutex)
         with tf.control_dependencies([lock]):
-            updates = [tf.identity(each) for each in update()]
-        with tf.control_dependencies(updates):
-            return [tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)]
+            results = [tf.identity(each) for each in update()]
+        with tf.control_dependencies(results):
+            release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        with tf.control_dependencies([release]):
+            return [tf.identity(each) for each in results]
 
 
 def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
@@ -158,19 +189,24 @@ def _narrows(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> bool:
 
 
 def _decide_together(
-    finite: tf.Tensor, grads: list[Gradient], apply: Callable[..., Any], apply_or_skip: Callable[..., Any]
+    finite: tf.Tensor,
+    norm: tf.Tensor | None,
+    grads: list[Gradient],
+    apply: Callable[..., Any],
+    apply_or_skip: Callable[..., Any],
 ) -> Any:
-    """Call `apply_or_skip(flag, apply to grads)` once for all replicas, the flag combined over them."""
+    """Call `apply_or_skip(flag, norm, apply to grads)` once for all replicas; both are combined over them."""
     finite = all_replicas(finite)
+    norm = None if norm is None else mean_over_replicas(norm)
     if not merges_replicas():
-        return apply_or_skip(finite, lambda: apply(*grads))
+        return apply_or_skip(finite, norm, lambda: apply(*grads))
 
-    def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
-        flag = strategy.experimental_local_results(finite)[0]
+    def in_cross_replica_context(strategy: Any, finite: Any, norm: Any, *grads: Any) -> Any:
+        flag, size = (strategy.experimental_local_results(each)[0] for each in (finite, norm))
         results = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
-        return apply_or_skip(flag, lambda: strategy.experimental_local_results(results()))
+        return apply_or_skip(flag, size, lambda: strategy.experimental_local_results(results()))
 
-    return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
+    return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, norm, *grads))
 
 
 def merges_replicas() -> bool:

@@ -7,11 +7,14 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core import (
+    GuardState,
     ScaleState,
     ScalingPolicy,
+    SpikeGuard,
     StepInfo,
     check_overflow_streak,
     diagnose,
+    guard_state_from_dict,
     metrics,
     state_from_dict,
     state_to_dict,
@@ -38,15 +41,26 @@ class Wrapper:
     @property
     def scale_state(self) -> ScaleState:
         """The policy's state, as tensors of shape `()`."""
-        return self._step.state.read()
+        state: ScaleState = self._step.state.read()
+        return state
+
+    @property
+    def guard(self) -> SpikeGuard | None:
+        """The spike guard, frozen; None without one."""
+        return None if self._step.guard is None else self._step.guard.guard
+
+    @property
+    def guard_state(self) -> GuardState | None:
+        """The spike guard's state, as tensors of shape `()`; None without a guard."""
+        return None if self._step.guard is None else self._step.guard.state.read()
 
     def metrics(self) -> dict[str, tf.Tensor]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
-        return metrics(self.scale_state)
+        return metrics(self.scale_state, guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
-        return diagnose(self.policy, self._step.state.read_on_host())
+        return diagnose(self.policy, self._step.state.read_on_host(), guard=self._guard_on_host())
 
     def check_overflow_streak(self) -> None:
         """Compare the overflows in a row with the policy's limit, as eager steps do by themselves.
@@ -60,17 +74,17 @@ class Wrapper:
         check_overflow_streak(self.policy, self.scale_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale state and its policy as plain numbers, for checkpoints that another framework reads.
+        """Return the states of scale and guard, and the policy, as plain numbers, which another framework reads.
 
         `tf.train.Checkpoint` and Keras keep the state by themselves. Eagerly only: in a graph, run `scale_state` in a
         session and give it to `lossscale_core.state_to_dict`. Synchronises.
         """
-        return state_to_dict(self._step.state.read_on_host(), self.policy)
+        return state_to_dict(self._step.state.read_on_host(), self.policy, guard=self._guard_on_host())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
-        """Go on from a saved state. The policy stays this optimizer's.
+        """Go on from a saved state. The policy and the guard stay this optimizer's.
 
-        A `CheckpointWarning` names each difference to the saved policy.
+        A `CheckpointWarning` names each difference to the saved policy, and a guard's state that is missing.
 
         Args:
             saved: What `state_dict`, or `lossscale_core.state_to_dict` in any framework, returned.
@@ -82,8 +96,15 @@ class Wrapper:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
 
         """
-        assigned = self._step.state.assign(state_from_dict(saved, self.policy))
+        state = state_from_dict(saved, self.policy)
+        guard_state = None if self._step.guard is None else guard_state_from_dict(saved)
+        assigned = self._step.state.assign(state)
+        if self._step.guard is not None:
+            assigned += self._step.guard.state.assign(guard_state)
         return None if tf.executing_eagerly() else tf.group(*assigned)
+
+    def _guard_on_host(self) -> GuardState | None:
+        return None if self._step.guard is None else self._step.guard.state.read_on_host()
 
 
 def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -131,3 +152,9 @@ def require_clipnorm(global_clipnorm: float | None) -> None:
         return
     if not isinstance(global_clipnorm, int | float) or not 0.0 < global_clipnorm < float("inf"):
         raise PolicyError(f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip")
+
+
+def require_guard(guard: Any) -> None:
+    """Raise `PolicyError` for what is not a spike guard."""
+    if not isinstance(guard, SpikeGuard | None):
+        raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")

@@ -1,4 +1,7 @@
-"""One of two workers on loopback: trains with overflows on one of them at a time, and prints the bits it ends with."""
+"""One of two workers on loopback: trains with overflows, and spikes, on one of them at a time.
+
+It prints the bits it ends with.
+"""
 
 import sys
 
@@ -6,23 +9,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer, v1
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+GUARD = SpikeGuard(warmup=4)
 
 
-def _optimizer(kind: str):
+def _optimizer(kind: str, guard: SpikeGuard | None):
     if kind == "v1":
-        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY)
-    return LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY)
+        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY, guard=guard)
+    return LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, guard=guard)
 
 
 def _take_step(optimizer, variable, victim, sums: bool) -> None:
     """Take a step on this replica; with `sums`, the gradient is summed over replicas before it is applied."""
     context = tf.distribute.get_replica_context()
-    factor = tf.where(context.replica_id_in_sync_group == victim, float("inf"), 1.0)
+    bad = float("inf") if optimizer.guard is None else 1e4
+    factor = tf.where(context.replica_id_in_sync_group == victim, bad, 1.0)
     loss = lambda: tf.reduce_sum(variable**2) * factor  # noqa: E731
     if not sums:
         optimizer.minimize(loss, var_list=[variable])
@@ -31,17 +36,21 @@ def _take_step(optimizer, variable, victim, sums: bool) -> None:
     optimizer.apply_gradients(zip(grads, [variable], strict=True), experimental_aggregate_gradients=False)
 
 
-def _train(strategy, kind: str, steps: int, graph: bool, sums: bool) -> list:
+def _train(strategy, kind: str, steps: int, graph: bool, sums: bool, guard: SpikeGuard | None = None) -> list:
     """Return the bits of the variable and of the slots after so many steps, each of which was checked."""
     with strategy.scope():
-        variable, optimizer = tf.Variable([1.0, 2.0]), _optimizer(kind)
+        variable, optimizer = tf.Variable([1.0, 2.0]), _optimizer(kind, guard)
 
     def step(victim):
         strategy.run(_take_step, args=(optimizer, variable, victim, sums))
 
     step = tf.function(step, autograph=False) if graph else step
     victims = np.random.default_rng(0).integers(0, 5, steps)
-    expected = simulate(POLICY, list(victims >= 2))
+    if guard is None:
+        expected = simulate(POLICY, list(victims >= 2))
+    else:
+        victims[: guard.warmup] = 2
+        expected = simulate(POLICY, [True] * steps, norms=np.where(victims < 2, 1e4, 1.0), guard=guard)
     for n, victim in enumerate(victims):
         before = variable.numpy()
         step(tf.constant(int(victim)))
@@ -56,6 +65,7 @@ def main(kind: str) -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     for sums in (False, True) if kind == "keras" else (False,):
         print(_train(strategy, kind, 200, True, sums), _train(strategy, kind, 10, False, sums))
+        print(_train(strategy, kind, 60, True, sums, GUARD), _train(strategy, kind, 10, False, sums, GUARD))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two real processes under `MultiWorkerMirroredStrategy`: an overflow on either skips on both, over 200 steps."""
+"""Two real processes under `MultiWorkerMirroredStrategy`: an overflow or a spike on either skips on both."""
 
 import json
 import os

@@ -22,15 +22,18 @@ class _SavedLikeInner:
     """What a checkpoint keeps of a wrapper: the children of `inner`, under their names, and the loss scale.
 
     The scale is there twice: the whole state under `_scale_state`, and as tf_keras's wrapper keeps it under
-    `loss_scale`, if the policy grows; `on_restored` is called when that is restored. An older layout, in which the
-    wrapper's own children and `inner_optimizer` are beside each other, is restored as well.
+    `loss_scale`, if the policy grows; the step is told when that is restored. A spike guard's state is under
+    `_guard_state`. An older layout, in which the wrapper's own children and `inner_optimizer` are beside each other, is
+    restored as well.
     """
 
-    def __init__(self, inner: Any, state: Any, grows: bool, on_restored: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, step: Step, grows: bool) -> None:
         self._inner = inner
-        self._own = {"_scale_state": state}
+        self._own = {"_scale_state": step.state}
+        if step.guard is not None:
+            self._own["_guard_state"] = step.guard.state
         if grows:
-            self._own["loss_scale"] = _LossScale(state.loss_scale, state.growth_tracker, on_restored)
+            self._own["loss_scale"] = _LossScale(step.state.loss_scale, step.state.growth_tracker, step.restored)
         self._is_nested = False
 
     def children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class SavedAttributes:
         """Keep what TensorFlow's checkpoints hold in the layout of `inner`, an optimizer of tf_keras."""
         share_deferred_restorations(self, inner)
         is_dynamic = "growth_interval" in BaseScaling.of(step.policy).settings()
-        self._saved = _SavedLikeInner(inner, step.state, is_dynamic, step.restored)
+        self._saved = _SavedLikeInner(inner, step, is_dynamic)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         if self._saved is None or save_type != "checkpoint":

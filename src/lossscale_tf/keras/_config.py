@@ -1,27 +1,31 @@
 """The constructor's arguments, and configs: ours, Keras 3's, and those of `tf.keras.mixed_precision`'s two wrappers."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import keras
 
-from lossscale_core import ScalingPolicy, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core import ScalingPolicy, SpikeGuard, as_policy, policy_from_dict, policy_to_dict
 from lossscale_tf._documented import (
     documented_policy,
     policy_of_loss_scale,
     require_no_base_arguments,
     require_policy_or_number,
 )
-from lossscale_tf._wrapper import require_clipnorm
+from lossscale_tf._wrapper import require_clipnorm, require_guard
 from lossscale_tf.keras._inner import deserialized, require_optimizer, require_tensorflow
 
 
-def require_arguments(inner: Any, global_clipnorm: float | None, base_arguments: dict[str, Any]) -> None:
+def require_arguments(
+    inner: Any, global_clipnorm: float | None, guard: SpikeGuard | None, base_arguments: dict[str, Any]
+) -> None:
     """Raise the error that says which of the constructor's arguments cannot be."""
     require_tensorflow()
     require_optimizer(inner)
     require_no_base_arguments(base_arguments)
     require_clipnorm(global_clipnorm)
+    require_guard(guard)
 
 
 def policy_of_arguments(
@@ -39,7 +43,12 @@ def policy_of_arguments(
 
 
 def config_of(
-    name: str, inner: Any, policy: ScalingPolicy, max_norm: float | None, is_compiled: bool
+    name: str,
+    inner: Any,
+    policy: ScalingPolicy,
+    max_norm: float | None,
+    is_compiled: bool,
+    guard: SpikeGuard | None,
 ) -> dict[str, Any]:
     """Return what `arguments_of` needs, without the running state."""
     return {
@@ -48,6 +57,7 @@ def config_of(
         "policy": policy_to_dict(policy),
         "global_clipnorm": max_norm,
         "jit_compile": is_compiled,
+        **({} if guard is None else {"guard": dataclasses.asdict(guard)}),
     }
 
 
@@ -64,4 +74,6 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
         config["policy"] = policy_from_dict(config["policy"])
     elif loss_scale is not None:
         config["policy"] = as_policy(loss_scale)
+    if isinstance(config.get("guard"), dict):
+        config["guard"] = SpikeGuard(**config["guard"])
     return config

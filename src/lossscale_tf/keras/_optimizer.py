@@ -1,6 +1,5 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
-import functools
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale_core import SpikeGuard
+from lossscale_tf._guard import Guard
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, outside_of_replicas
 from lossscale_tf._verbs import Gradient, Tree
@@ -54,6 +55,9 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         policy: Anything `as_policy` takes, in the place of the four arguments before.
         global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
         jit_compile: Whether XLA compiles the update alone, which is called where the gradients are finite.
+        guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
+            scale and its counters as they were. The norm is that of the unscaled gradients before clipping. Eagerly,
+            its `max_streak` raises a `SpikeStreakError`.
         name: The optimizer's name.
         **base_arguments: The other arguments of Keras's optimizers, which must have their defaults.
 
@@ -74,20 +78,23 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         policy: Any = None,
         global_clipnorm: float | None = None,
         jit_compile: bool = False,
+        guard: SpikeGuard | None = None,
         name: str | None = None,
         optimizer: Any = None,
         **base_arguments: Any,
     ) -> None:
         inner = optimizer if inner_optimizer is None else inner_optimizer
-        require_arguments(inner, global_clipnorm, base_arguments)
+        require_arguments(inner, global_clipnorm, guard, base_arguments)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
         super().__init__(inner, name=name)
-        self._scale_state = StateVariables(
-            chosen, functools.partial(_add_variable, self)
-        )  # a checkpoint keeps it under this name
-        self._used_scale = _variable_of_each_replica()  # and this one
-        self._step = Step(chosen, self._scale_state, global_clipnorm)
+        # A checkpoint keeps these three under these names; without a guard it has no variables of one.
+        self._scale_state = StateVariables(chosen, lambda name, value: _add_variable(self, name, value))
+        if guard is not None:
+            self._guard_state = StateVariables(guard, lambda name, value: _add_variable(self, f"guard_{name}", value))
+        self._used_scale = _variable_of_each_replica()
+        guarding = None if guard is None else Guard(guard, self._guard_state)
+        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding)
         self._scaling = Scaling(self._step, self._used_scale)
         self._updates = Updates(inner, self._step, self._scaling, jit_compile)
         self._slots = Slots(inner)
@@ -253,7 +260,10 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
-        return config_of(self.name, self.inner_optimizer, self.policy, self._step.max_norm, self._updates.is_compiled)
+        step = self._step
+        return config_of(
+            self.name, self.inner_optimizer, self.policy, step.max_norm, self._updates.is_compiled, self.guard
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "LossScaleOptimizer":

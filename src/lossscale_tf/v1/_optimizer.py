@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import as_policy
+from lossscale_core import SpikeGuard, as_policy
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
+from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
 from lossscale_tf._records import Records, dependencies
 from lossscale_tf._state import StateVariables
@@ -20,6 +21,7 @@ from lossscale_tf._wrapper import (
     Wrapper,
     pairs_of,
     require_clipnorm,
+    require_guard,
     scales_already,
     share_deferred_restorations,
 )
@@ -40,11 +42,13 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         name: The name of the operations; the wrapped optimizer's if left out.
         loss_scale: Another name of `loss_scale_manager`.
         global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
+        guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
+            scale and its counters as they were.
 
     Raises:
         TypeError: `opt` is not such an optimizer, or scales the loss already.
         ValueError: `loss_scale_manager` and `loss_scale` are both given, or neither is; or `name` is malformed.
-        PolicyError: The loss scale or the norm is not valid.
+        PolicyError: The loss scale, the norm or the guard is not valid.
 
     """
 
@@ -57,6 +61,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         *,
         loss_scale: Any = None,
         global_clipnorm: float | None = None,
+        guard: SpikeGuard | None = None,
     ) -> None:
         _require_optimizer(opt)
         if (loss_scale_manager is None) == (loss_scale is None):
@@ -64,13 +69,17 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
         require_policy_or_number(chosen)
         require_clipnorm(global_clipnorm)
+        require_guard(guard)
         name = opt.get_name() if name is None else name
         _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
         self._optimizer = opt
         policy = DynamicLossScale() if isinstance(chosen, str) and chosen == "dynamic" else as_policy(chosen)
         with tf.name_scope(f"{name}_loss_scale"):
-            self._step = Step(policy, StateVariables(policy, _variable), global_clipnorm)
+            state = StateVariables(policy, _variable)
+        with tf.name_scope(f"{name}_spike_guard"):
+            guarding = None if guard is None else Guard(guard, StateVariables(guard, _variable))
+        self._step = Step(policy, state, global_clipnorm, guarding)
         self._records = Records()
         share_deferred_restorations(self, opt)
 
@@ -174,17 +183,22 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         return names
 
     def variables(self) -> list[tf.Variable]:
-        """Return the wrapped optimizer's variables, then those of the loss scale's state."""
-        return [*self._optimizer.variables(), *self._step.state.all]
+        """Return the wrapped optimizer's variables, then those of the states of loss scale and guard."""
+        return [*self._optimizer.variables(), *(each for state in self._states().values() for each in state.all)]
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the wrapped optimizer's own, under its names, and the state."""
-        return {**self._optimizer._trackable_children(*args, **kwargs), "loss_scale_state": self._step.state}
+        """Return what a checkpoint keeps: the wrapped optimizer's own, under its names, and the states."""
+        return {**self._optimizer._trackable_children(*args, **kwargs), **self._states()}
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "loss_scale_state":
-            return self._step.state
+        if name in self._states():
+            return self._states()[name]
         return self._optimizer._lookup_dependency(name, *args, **kwargs)
+
+    def _states(self) -> dict[str, StateVariables]:
+        """Return the states of loss scale and guard, under the names that a checkpoint has for them."""
+        guard = self._step.guard
+        return {"loss_scale_state": self._step.state, **({} if guard is None else {"spike_guard_state": guard.state})}
 
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
         self._optimizer._create_or_restore_slot_variable(*args, **kwargs)

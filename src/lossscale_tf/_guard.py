@@ -1,0 +1,45 @@
+"""A spike guard whose state is in variables, and its judgement eagerly and in graphs."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from lossscale_core import GuardState, SpikeGuard, check_spike_streak
+from lossscale_tf._state import StateVariables
+
+_LARGEST = float(tf.float32.max)
+
+
+class Judgement(NamedTuple):
+    """What a guard finds about the norm of an eager step, and its states before and after."""
+
+    accepted: bool
+    norm: float
+    before: GuardState
+    after: GuardState
+
+
+class Guard:
+    """A `SpikeGuard` and the variables of its state."""
+
+    def __init__(self, guard: SpikeGuard, state: StateVariables) -> None:
+        self.guard = guard
+        self.state = state
+
+    def judge_on_host(self, norm: tf.Tensor) -> Judgement:
+        """Judge a finite norm and change nothing yet. Synchronises with the host."""
+        number, before = min(float(norm), _LARGEST), self.state.read_on_host()
+        accepted, after = self.guard.judge(before, number)
+        return Judgement(bool(accepted), number, before, after)
+
+    def remember(self, judged: Judgement) -> None:
+        """Set the state to that after a step; raise `SpikeStreakError` where it has reached `max_streak`."""
+        self.state.assign_changed(judged.before, judged.after)
+        check_spike_streak(self.guard, judged.after, judged.norm)
+
+    def judge_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
+        """Return whether a step is finite and its norm accepted, and the assignments of the state after it."""
+        known = tf.cast(tf.minimum(norm, _LARGEST), tf.float32)
+        judged = tf.where(finite, known, float("inf"))  # infinity leaves the state as it is
+        accepted, after = self.guard.judge(self.state.read(), judged, xp=tf)
+        return [accepted, *self.state.assign(after)]

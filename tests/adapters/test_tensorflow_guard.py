@@ -1,0 +1,376 @@
+"""`LossScaleOptimizer(guard=)`: a spike skips a step as an overflow does, and the loss scale never learns of it."""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import functools
+import json
+import pickle
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from lossscale_core import DynamicScaling, SpikeGuard, step_info
+from lossscale_core.errors import CheckpointWarning, PolicyError, SpikeStreakError
+from lossscale_core.testing import simulate
+from lossscale_tf import LossScaleOptimizer, v1
+
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+GUARD = SpikeGuard(warmup=4, memory=8)
+STEPS = 48
+
+
+def _norms():
+    """Return a norm for each step, some of them spikes, and infinity for an overflow."""
+    random = np.random.default_rng(0)
+    norms = np.exp(0.3 * random.standard_normal(STEPS)).astype(np.float32)
+    norms[[10, 11, 20, 30, 40]] *= 50
+    norms[[3, 12, 21, 33, 34]] = np.inf
+    return norms
+
+
+NORMS = _norms()
+FINITE = list(np.isfinite(NORMS))
+EXPECTED = simulate(POLICY, FINITE, norms=NORMS, guard=GUARD)
+
+
+def _judged(norms):
+    """Return the guard's state after each of these norms, on the host."""
+    states = [GUARD.init_state()]
+    for norm in norms:
+        states.append(GUARD.judge(states[-1], norm)[1])
+    return states[1:]
+
+
+def _bits(tensors):
+    return [tf.convert_to_tensor(tensor).numpy().tobytes() for tensor in tensors]
+
+
+INNERS = {
+    "Keras 3": lambda: keras.optimizers.Adam(0.1),
+    "tf_keras, new": lambda: tf_keras.optimizers.Adam(0.1),
+    "tf_keras, legacy": lambda: tf_keras.optimizers.legacy.Adam(0.1),
+}
+
+
+class Loop:
+    """A loop over gradients of given norms."""
+
+    def __init__(self, way="eager", inner="Keras 3", **options):
+        self.variable = tf.Variable([0.5, -0.0])
+        self.optimizer = LossScaleOptimizer(INNERS[inner](), policy=POLICY, **{"guard": GUARD, **options})
+        self.optimizer.build([self.variable])
+        self.step = self._step
+        if way != "eager":
+            self.step = tf.function(self._step, autograph=False, jit_compile=way == "XLA")
+
+    def _step(self, norm):
+        self.optimizer.minimize(lambda: self.variable[0] * norm, [self.variable])
+
+    def bits(self):
+        """Return everything that a skipped step must leave alone, except the states of scale and guard."""
+        return _bits([self.variable, self.optimizer.iterations, *self.optimizer.weights])
+
+
+def _check_run(loop, exactly):
+    """Take every step, and compare it with the simulated one."""
+    for n, (norm, expected) in enumerate(zip(NORMS, _judged(NORMS), strict=True)):
+        before, state_before, spikes_before = loop.bits(), loop.optimizer.scale_state, loop.optimizer.guard_state.spikes
+        loop.step(tf.constant(norm))
+        state, guard_state = loop.optimizer.scale_state, loop.optimizer.guard_state
+        assert float(state.loss_scale) == EXPECTED.loss_scale_after[n]
+        assert (int(state.steps), int(state.skipped_steps)) == (EXPECTED.steps[n], EXPECTED.skipped_steps[n])
+        np.testing.assert_allclose([float(x) for x in guard_state], expected, rtol=0 if exactly else 1e-5)
+        is_skipped = bool(EXPECTED.skipped[n] or EXPECTED.spiked[n])
+        assert is_skipped == (loop.bits() == before)
+        info = step_info(state_before, state, spiked=guard_state.spikes > spikes_before)
+        outcome = (not is_skipped, not FINITE[n], EXPECTED.spiked[n])
+        assert (bool(info.applied), bool(info.overflowed), bool(info.spiked)) == outcome
+        last = loop.optimizer.last_step
+        assert last is None or (bool(last.applied), bool(last.overflowed), bool(last.spiked)) == outcome
+    assert int(loop.optimizer.metrics()["spikes"]) == EXPECTED.spiked.sum() == 5
+
+
+RUNS = [
+    ("eager", {}),
+    ("eager", {"global_clipnorm": 0.5}),
+    ("eager", {"inner": "tf_keras, new"}),
+    ("graph", {"global_clipnorm": 0.5}),
+    ("graph", {"jit_compile": True}),
+    ("graph", {"inner": "tf_keras, legacy"}),
+    ("XLA", {}),
+]
+
+
+@pytest.mark.parametrize(("way", "options"), RUNS, ids=str)
+def test_a_run_goes_as_simulated(way, options):
+    """A spike leaves variables, slots, iterations and the scale's state bit for bit, and nothing is traced twice."""
+    loop = Loop(way, **options)
+    _check_run(loop, exactly=way == "eager")
+    assert way == "eager" or loop.step.experimental_get_tracing_count() == 1
+    assert (loop.optimizer.last_step is None) == (way != "eager")
+    assert "The guard refused 5 spikes" in loop.optimizer.diagnose()
+
+
+def test_a_guard_that_refuses_nothing_changes_nothing():
+    """Clipped steps are those of an optimizer without a guard, bit for bit."""
+    ends = []
+    for guard in (SpikeGuard(warmup=STEPS), None):
+        loop = Loop("graph", guard=guard, global_clipnorm=0.5)
+        for norm in NORMS:
+            loop.step(tf.constant(norm))
+        ends.append((loop.bits(), _bits(loop.optimizer.scale_state)))
+    assert ends[0] == ends[1]
+
+
+def test_a_streak_of_spikes_ends_an_eager_loop():
+    """The error names norm and mean, after the step that was skipped."""
+    loop = Loop(guard=SpikeGuard(warmup=4, max_streak=2))
+    for norm in [1.0] * 4 + [100.0]:
+        loop.step(tf.constant(norm))
+    before = loop.bits()
+    with pytest.raises(SpikeStreakError, match=r"norm of 100 is the spike number 2 in a row.*the mean of the norms is"):
+        loop.step(tf.constant(100.0))
+    assert loop.bits() == before
+    assert int(loop.optimizer.guard_state.spikes) == 2
+
+
+def test_a_norm_beyond_float32_is_float32s_largest():
+    """Gradients of float64 are finite, and neither an overflow nor forgotten."""
+    for graph in (False, True):
+        variable = tf.Variable(tf.zeros(2, tf.float64))
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=1.0, guard=SpikeGuard(warmup=1))
+        optimizer.build([variable])
+        apply = lambda size: optimizer.apply_gradients([(tf.fill([2], size), variable)])  # noqa: B023, E731
+        apply = tf.function(apply, autograph=False) if graph else apply
+        with pytest.warns(UserWarning, match="not called before apply_gradients"):
+            apply(tf.constant(1.0, tf.float64))
+        apply(tf.constant(1e100, tf.float64))
+        assert (int(optimizer.guard_state.spikes), int(optimizer.scale_state.skipped_steps)) == (1, 0)
+
+
+ROWS, BATCHES = 4, 30
+SPIKES = [12, 13, 22]
+OVERFLOWS = [5, 18]
+
+
+def _data(without=()):
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(BATCHES, ROWS, 3)).astype(np.float32)
+    targets = inputs.sum(axis=2, keepdims=True) + 10.0
+    inputs[SPIKES, 0] *= 1e4
+    inputs[OVERFLOWS, -1] = np.inf
+    kept = [n for n in range(BATCHES) if n not in without]
+    return inputs[kept].reshape(-1, 3), targets[kept].reshape(-1, 1)
+
+
+def _model(optimizer, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")], name="model")
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+
+def _guarded(guard=GUARD):
+    return LossScaleOptimizer(keras.optimizers.Adam(0.01), policy=POLICY, global_clipnorm=1.0, guard=guard)
+
+
+def _fit(model, data, **options):
+    model.fit(*data, batch_size=ROWS, verbose=0, shuffle=False, **options)
+
+
+WAYS = {
+    "graph": {"jit_compile": False},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "two replicas": {"jit_compile": False},
+}
+
+
+@functools.cache
+def _clean_weights():
+    """Return the weights after the good batches alone, without a guard."""
+    model = _model(_guarded(None), jit_compile=False)
+    _fit(model, _data([*SPIKES, *OVERFLOWS]))
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fit_goes_as_if_the_bad_batches_had_not_been(way):
+    """In every way to run, on two replicas, too, where a spike on either skips on both."""
+    with STRATEGY.scope() if way == "two replicas" else tf.distribute.get_strategy().scope():
+        model = _model(_guarded(), **WAYS[way])
+    _fit(model, _data())
+    optimizer = model.optimizer
+    assert int(optimizer.guard_state.spikes) == len(SPIKES)
+    assert int(optimizer.scale_state.skipped_steps) == len(OVERFLOWS)
+    assert int(optimizer.scale_state.steps) == BATCHES - len(SPIKES)
+    assert int(tf.convert_to_tensor(optimizer.iterations)) == BATCHES - len(SPIKES) - len(OVERFLOWS)
+    if way == "two replicas":
+        for variable in (*model.variables, *optimizer.variables):
+            first, second = (copy.numpy() for copy in STRATEGY.experimental_local_results(variable.value))
+            assert first.tobytes() == second.tobytes(), variable.path
+    for ours, theirs in zip(model.get_weights(), _clean_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _whole(model, folder):
+    model.save(folder / "saved.keras")
+    return keras.models.load_model(folder / "saved.keras")
+
+
+def _weights(model, folder):
+    model.save_weights(folder / "saved.weights.h5")
+    other = _model(_guarded())
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(folder / "saved.weights.h5")
+    return other
+
+
+def _checkpoint(model, folder):
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "checkpoint")
+    other = _model(_guarded())
+    other.optimizer.build(other.trainable_variables)
+    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).expect_partial()
+    return other
+
+
+SAVED = {
+    ".keras": _whole,
+    ".weights.h5": _weights,
+    "Checkpoint": _checkpoint,
+    "pickle": lambda model, folder: pickle.loads(pickle.dumps(model)),
+}
+
+
+def _all_bits(model):
+    optimizer = model.optimizer
+    return _bits([*model.variables, *optimizer.weights, *optimizer.scale_state, *optimizer.guard_state])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+@pytest.mark.parametrize("way", SAVED)
+def test_training_goes_on(tmp_path, way):
+    """As if it had not been interrupted, the guard included."""
+    inputs, targets = _data()
+    model, half = _model(_guarded(), jit_compile=False), 13 * ROWS
+    _fit(model, (inputs[:half], targets[:half]))
+    other = SAVED[way](model, tmp_path)
+    assert other.optimizer.guard == GUARD
+    assert int(other.optimizer.guard_state.streak) == 1
+    for each in (model, other):
+        _fit(each, (inputs[half:], targets[half:]))
+    assert _all_bits(other) == _all_bits(model)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("way", [".weights.h5", "Checkpoint"])
+def test_what_was_saved_without_a_guard_loads_into_one_with(tmp_path, way, recwarn):
+    """Slots, scale and iterations go on, and the guard starts afresh; Keras's own files warn of it."""
+    model = _model(_guarded(None), jit_compile=False)
+    _fit(model, _data())
+    other = SAVED[way](model, tmp_path)
+    assert _bits([*other.variables, *other.optimizer.weights]) == _bits([*model.variables, *model.optimizer.weights])
+    assert _bits(other.optimizer.scale_state) == _bits(model.optimizer.scale_state)
+    assert float(other.optimizer.guard_state.count) == 0.0
+    warned = [each for each in recwarn if each.category is CheckpointWarning]
+    assert [("no state of a spike guard" in str(each.message)) for each in warned] == [True] * (way == ".weights.h5")
+    assert _whole(model, tmp_path).optimizer.guard is None
+
+
+def test_without_a_guard_nothing_is_added():
+    """Neither a variable nor an entry in the config, in the metrics or in the dict for other frameworks."""
+    without, with_guard = _guarded(None), _guarded()
+    assert len(with_guard.variables) == len(without.variables) + 5
+    assert [each.name for each in with_guard.variables[:-5]] == [each.name for each in without.variables]
+    assert without.guard is without.guard_state is None
+    for holds in (without.get_config(), without.metrics(), without.state_dict()):
+        assert not {"guard", "spikes"} & holds.keys()
+
+
+def test_the_config_goes_round():
+    """Through JSON, and it is left as it is."""
+    config = json.loads(json.dumps(_guarded().get_config()))
+    again = LossScaleOptimizer.from_config(config)
+    assert again.guard == GUARD
+    assert again.get_config() == config
+    with pytest.raises(PolicyError, match=r"guard=8\.0 must be a SpikeGuard"):
+        _guarded(8.0)
+
+
+def test_the_plain_dict_goes_round():
+    """Eagerly; without the guard's state a warning says that the guard starts afresh."""
+    loop, other = Loop(), Loop()
+    for norm in NORMS[:12]:
+        loop.step(tf.constant(norm))
+    saved = json.loads(json.dumps(loop.optimizer.state_dict()))
+    other.optimizer.load_state_dict(saved)
+    assert _bits(other.optimizer.guard_state) == _bits(loop.optimizer.guard_state)
+    del saved["guard"]
+    with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
+        other.optimizer.load_state_dict(saved)
+    assert float(other.optimizer.guard_state.count) == 0.0
+
+
+@pytest.mark.parametrize("inner", ["tf_keras, new", "tf_keras, legacy"])
+def test_a_checkpoint_around_tf_keras_goes_on(tmp_path, inner):
+    """It holds the guard's state beside the scale's, in the bare optimizer's layout."""
+    loop, other = Loop("graph", inner), Loop("graph", inner)
+    for norm in NORMS[:12]:
+        loop.step(tf.constant(norm))
+    path = tf.train.Checkpoint(variable=loop.variable, optimizer=loop.optimizer).save(tmp_path / "checkpoint")
+    tf.train.Checkpoint(variable=other.variable, optimizer=other.optimizer).restore(path).assert_consumed()
+    for norm in NORMS[12:]:
+        for each in (loop, other):
+            each.step(tf.constant(norm))
+    assert other.bits() == loop.bits()
+    assert _bits(other.optimizer.guard_state) == _bits(loop.optimizer.guard_state)
+
+
+def test_a_session_of_v1_goes_as_simulated(tmp_path):
+    """A `Saver` keeps the guard's variables, and several steps in one run are judged one after another."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.Variable([0.5, 0.0], use_resource=True)
+        norm = tf.compat.v1.placeholder(tf.float32, ())
+        global_step = tf.compat.v1.train.get_or_create_global_step()
+        optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.1), POLICY, guard=GUARD)
+        train_op = optimizer.minimize(variable[0] * norm, global_step)
+        others = [optimizer.minimize(variable[0] * norm, global_step) for _ in range(3)]
+        session.run(tf.compat.v1.global_variables_initializer())
+        saver = tf.compat.v1.train.Saver()
+        states = optimizer.scale_state, optimizer.guard_state
+        for n, (size, expected) in enumerate(zip(NORMS, _judged(NORMS), strict=True)):
+            if n == 11:
+                saver.save(session, str(tmp_path / "saved"))
+                session.run(tf.compat.v1.global_variables_initializer())
+                saver.restore(session, str(tmp_path / "saved"))
+            session.run(train_op, {norm: size})
+            state, guard_state = session.run(states)
+            assert (state.loss_scale, state.steps) == (EXPECTED.loss_scale_after[n], EXPECTED.steps[n])
+            np.testing.assert_allclose(guard_state, expected, rtol=1e-5)
+        applied = STEPS - EXPECTED.spiked.sum() - EXPECTED.skipped.sum()
+        assert session.run(global_step) == applied
+        session.run(others, {norm: 1e6})
+        assert session.run(optimizer.guard_state).spikes == 8
+        assert session.run(global_step) == applied
+
+
+def test_v1_eagerly(tmp_path):
+    """A spike skips the step, and a `Checkpoint` keeps the guard's state."""
+    variable = tf.Variable([0.5, 0.0])
+
+    def made():
+        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.1), POLICY, guard=GUARD)
+
+    optimizer, other = made(), made()
+    for n, norm in enumerate(NORMS[:12]):
+        before = _bits([variable])
+        optimizer.minimize(lambda norm=norm: variable[0] * norm, var_list=[variable])
+        assert (before == _bits([variable])) == bool(EXPECTED.spiked[n] or EXPECTED.skipped[n])
+        assert bool(optimizer.last_step.spiked) == EXPECTED.spiked[n]
+    path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "checkpoint")
+    tf.train.Checkpoint(optimizer=other).restore(path)
+    assert _bits(other.guard_state) == _bits(optimizer.guard_state) == _bits(_judged(NORMS[:12])[-1])
+    other.load_state_dict(optimizer.state_dict())
+    assert int(other.guard_state.spikes) == 2
