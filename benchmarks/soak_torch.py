@@ -232,7 +232,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
-    runs = [(2, 60, 2, 0)] if arguments.quick else [(2, 400, 8, 0), (2, 400, 8, 1), (4, 400, 8, 2), (4, 400, 8, 3)]
+    runs = [(2, 60, 2, 0)] if arguments.quick else [(2, 400, 8, 0), (2, 400, 8, 1), (4, 200, 4, 2), (4, 200, 4, 3)]
     print("| processes | steps | overflows | spikes | skipped | kills | differences |\n|---|---|---|---|---|---|---|")
     worst = 0
     for run in runs:

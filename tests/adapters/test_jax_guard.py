@@ -320,7 +320,7 @@ def test_without_a_guard_the_state_is_as_before():
     guarded = optimizer.init(PARAMS)._replace(**opt_state._asdict())
     assert isinstance(guarded, GuardedLossScaledState)
     _, after = optimizer.update(PARAMS, guarded, PARAMS)
-    assert after.guard_state.count == 1
+    assert after.guard_state.norms == 1
 
 
 def test_a_step_with_a_guard_is_exported():
@@ -332,7 +332,7 @@ def test_a_step_with_a_guard_is_exported():
     step = jax.jit(lambda opt_state: optimizer.apply_gradients(PARAMS, opt_state, PARAMS)[1].guard_state)
     exported = jax.export.export(step)(opt_state)
     with_step = jax.export.deserialize(exported.serialize())
-    assert with_step.call(opt_state).count == 1
+    assert with_step.call(opt_state).norms == 1
 
 
 def test_what_does_not_fit_is_refused():
