@@ -18,6 +18,8 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import is_dtensor
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class Guards:
     """A `SpikeGuard` and its state for each optimizer, in the order in which they were first judged.
@@ -47,9 +49,12 @@ class Guards:
             norm = norm.item()
         if isinstance(norm, Tensor) or isinstance(self._states[place].mean, Tensor):
             return self._judge_on_device(self.guard, place, norm)
-        accepted, self._states[place] = self.guard.judge(self._states[place], norm)
+        is_finite = math.isfinite(norm)
+        # A norm that float32 cannot hold is a spike and not an overflow.
+        known = min(norm, _LARGEST) if is_finite else norm
+        accepted, self._states[place] = self.guard.judge(self._states[place], known)
         self._last_norm = norm
-        return math.isfinite(norm) and not accepted
+        return is_finite and not accepted
 
     def check(self) -> None:
         """Raise `SpikeStreakError` where a state on the host has reached the guard's `max_streak`."""
@@ -112,10 +117,12 @@ class Guards:
         state = self._states[place]
         if not isinstance(state.mean, Tensor):
             state = self._states[place] = _placed(state, norm.device)
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=state.mean.device)
+        norm = torch.as_tensor(norm, device=state.mean.device)
+        is_finite = torch.isfinite(norm)
+        norm = torch.where(is_finite, norm.clamp(max=_LARGEST), norm).float()
         accepted, after = guard.judge(state, norm, xp=torch)
         torch._foreach_copy_(list(state), list(after))
-        return torch.isfinite(norm) & ~accepted
+        return is_finite & ~accepted
 
 
 def _placed(state: GuardState, device: torch.device) -> GuardState[Tensor]:

@@ -203,6 +203,16 @@ def test_copies_go_on_alone(copied):
     assert other.state_dict()["guard"] != scaler.state_dict()["guard"]
 
 
+def test_a_norm_beyond_float32_is_a_spike():
+    """It is finite in float64, so that the loss scale does not hear of it; float32's largest number is judged."""
+    scaler = GradScaler("cpu", init_scale=2.0, guard=GUARD)
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    infos = [info for _, info, _ in _run([1.0] * 8 + [1e300, 1.0], [True] * 10, scaler=scaler, param=param)]
+    assert [info.spiked for info in infos] == [False] * 8 + [True, False]
+    assert not any(info.overflowed for info in infos)
+    assert scaler.state_dict()["guard"]["spikes"] == 1
+
+
 def test_a_streak_of_spikes_raises_where_the_host_knows():
     """At the guard's `max_streak`; the error names norm and mean."""
     scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=2))
