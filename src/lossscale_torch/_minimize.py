@@ -91,7 +91,7 @@ class Minimization:
             self._scaler.step(self._optimizer)
         else:
             self._scaler.clip_and_step(self._optimizer, self._max_norm)
-        return self._scaler._end_step()
+        return self._scaler._update()
 
     def _accumulate(self) -> StepInfo | None:
         """Add up the gradients of micro-batches, each at a scale at which their sum is finite.
@@ -153,7 +153,7 @@ class Minimization:
             record = self._scaler._records.of(self._optimizer, "minimize")
             record.flag = known_on_host(record)
             record["stage"] = STEPPED
-        return self._scaler._end_step()
+        return self._scaler._update()
 
     def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""

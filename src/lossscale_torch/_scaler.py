@@ -278,8 +278,9 @@ class GradScaler(TorchNames):
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and the host knows.
 
         """
-        info = self._end_step(new_scale)
-        self._require_no_streak()
+        info = self._update(new_scale)
+        if self._enabled and self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
+            check_overflow_streak(self.policy, self._state.read())
         return info
 
     @_not_compiled
@@ -319,7 +320,8 @@ class GradScaler(TorchNames):
 
         """
         info = Minimization(self, optimizer, loss_fn, retries, max_norm).run()
-        self._require_no_streak()
+        if self._enabled and self._state.is_on_host:
+            check_overflow_streak(self.policy, self._state.read())
         return info
 
     @property
@@ -451,22 +453,12 @@ class GradScaler(TorchNames):
             self._has_begun = True
             warn_if_resumed(optimizer, self._state)
 
-    def _end_step(self, new_scale: float | Tensor | None = None) -> StepInfo:
-        if self._enabled:
-            info = self._update(new_scale)
-        else:
+    def _update(self, new_scale: float | Tensor | None = None) -> StepInfo:
+        """Update as `update` does, without an error for a streak of overflows."""
+        if not self._enabled:
             skipped, self._skipped = self._skipped, set()
-            info = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
-        self._last_step = info
-        if self._protection is not None:
-            self._protection.end_step(info)
-        return info
-
-    def _require_no_streak(self) -> None:
-        if self._enabled and self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
-            check_overflow_streak(self.policy, self._state.read())
-
-    def _update(self, new_scale: float | Tensor | None) -> StepInfo:
+            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
+            return self._last_step
         device, records = self._require_scale("update").device, self._records
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
@@ -484,7 +476,10 @@ class GradScaler(TorchNames):
             info = self._state.update(finite)
         else:
             info = self._state.stay()
-        return with_optimizers(info, records.end())
+        self._last_step = with_optimizers(info, records.end())
+        if self._protection is not None:
+            self._protection.end_step(self._last_step)
+        return self._last_step
 
 
 def _is_available(device: str) -> bool:
