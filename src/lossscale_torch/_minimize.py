@@ -275,8 +275,8 @@ class _WeightsAndState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Put them back."""
-        for param, before in self._params:
-            param.copy_(before)
+        for param, values in self._params:
+            param.copy_(values)
         self._optimizer.state.clear()
         self._optimizer.state.update((key, _cloned(value)) for key, value in self._state.items())
         for group, before in zip(self._all(), self._groups, strict=True):
