@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Module
 
 from lossscale_torch._gradients import Bucket, buckets, is_dtensor, moved
 
 
 class _Slot(NamedTuple):
-    """A buffer in its module, and the memory that holds its values."""
+    """A buffer in its module."""
 
     module: Any
     name: str
     buffer: Tensor
-    values: Tensor
 
     def is_in_place(self) -> bool:
         """Return whether the module still holds the tensor that it held at the copy."""
@@ -35,16 +35,11 @@ class _Slot(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Some buffers of one device and dtype, and their values at the copy, one after the other."""
+    """Some buffers of one device and dtype, their dense, local values, and a copy of these, one after the other."""
 
     slots: list[_Slot]
+    values: list[Tensor]
     flat: Tensor
-
-    def pieces(self) -> list[Tensor]:
-        """Return the values of each buffer, in its shape."""
-        sizes = [slot.values.numel() for slot in self.slots]
-        parts = self.flat.split(sizes)
-        return [part.view(slot.values.shape) for part, slot in zip(parts, self.slots, strict=True)]
 
 
 class SavedBuffers:
@@ -63,11 +58,19 @@ class SavedBuffers:
     @torch.no_grad()
     def save(self, modules: Iterable[Module]) -> None:
         """Copy the buffers of modules, but for buffers that were copied before."""
-        slots = [slot for module in modules for slot in self._new_slots(module)]
-        if slots:
-            by_values = {id(slot.values): slot for slot in slots}
-            for bucket in buckets(slot.values for slot in slots):
-                self._copies.append(_Copy([by_values[id(values)] for values in bucket], _joined(bucket)))
+        slots: dict[int, _Slot] = {}  # by the id of what holds the values
+        values: list[Tensor] = []
+        for module in modules:
+            if module._buffers:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in self._tensors:
+                        self._tensors.add(id(buffer))
+                        local = _writable(buffer)
+                        if local is not None:
+                            slots[id(local)] = _Slot(module, name, buffer)
+                            values.append(local)
+        for bucket in buckets(values):
+            self._copies.append(_Copy([slots[id(each)] for each in bucket], bucket, _flattened(bucket)))
 
     def seal(self) -> None:
         """Note that the step has ended: a buffer that is written to from now on, by hand, is not put back any more."""
@@ -77,70 +80,79 @@ class SavedBuffers:
     def put_back(self) -> None:
         """Write the saved values to the buffers."""
         for copy in reversed(self._copies):
-            back, targets = [], []
-            for slot, piece in zip(copy.slots, copy.pieces(), strict=True):
-                if self._is_edited(slot):
-                    continue
+            targets, back = [], []
+            for slot, values, before in self._unedited(copy):
                 if not slot.is_in_place():
                     if not slot.is_replaced_alike():
                         continue
                     setattr(slot.module, slot.name, slot.buffer)
-                back.append(piece)
-                targets.append(slot.values)
+                targets.append(values)
+                back.append(before)
             _write(targets, back)
 
     @torch.no_grad()
     def keep_where(self, applied: Tensor) -> None:
         """Write the saved values to the buffers where `applied`, bool of shape `()`, is False; waits for no device."""
         for copy in reversed(self._copies):
-            slots: list[tuple[_Slot, Tensor]] = []
             flag = moved(applied, copy.flat.device)
-            for slot, piece in zip(copy.slots, copy.pieces(), strict=True):
-                if self._is_edited(slot):
-                    continue
+            targets, back = [], []
+            for slot, values, before in self._unedited(copy):
                 if slot.is_in_place():
-                    slots.append((slot, piece))
+                    targets.append(values)
+                    back.append(before)
                 elif slot.is_replaced_alike():
                     now = getattr(slot.module, slot.name)
-                    setattr(slot.module, slot.name, torch.where(flag, now, piece))
-            targets = [slot.values for slot, _ in slots]
+                    setattr(slot.module, slot.name, torch.where(flag, now, before))
             if targets:
-                chosen = torch.where(flag, _joined(targets), _joined([piece for _, piece in slots]))
-                parts = chosen.split([each.numel() for each in targets])
-                _write(targets, [part.view(each.shape) for part, each in zip(parts, targets, strict=True)])
+                chosen = torch.where(flag, _flattened(targets), _flattened(back))
+                _write(targets, _unflatten_dense_tensors(chosen, targets))
 
-    def _new_slots(self, module: Module) -> list[_Slot]:
-        slots = []
-        for name, buffer in module._buffers.items() if module._buffers else ():
-            if buffer is None or id(buffer) in self._tensors:
-                continue
-            values = _writable(buffer)
-            if values is not None:
-                self._tensors.add(id(buffer))
-                slots.append(_Slot(module, name, buffer, values))
-        return slots
+    def _unedited(self, copy: _Copy) -> Iterable[tuple[_Slot, Tensor, Tensor]]:
+        """Yield each buffer that was not written to by hand since the step ended, its values, and those of the copy."""
+        before = _unflatten_dense_tensors(copy.flat, copy.values)
+        for slot, values, saved in zip(copy.slots, copy.values, before, strict=True):
+            if self._versions is None or self._versions[id(slot)] == slot.buffer._version:
+                yield slot, values, saved
 
-    def _is_edited(self, slot: _Slot) -> bool:
-        return self._versions is not None and self._versions[id(slot)] != slot.buffer._version
+
+def unknown_modules(module: Module, known: dict[int, Module]) -> list[Module]:
+    """Return a module and those within it that are not in `known`, by their ids, and enter them there."""
+    unknown, waiting = [], [module]  # faster than `Module.modules`, which makes up a name for each
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in known:
+            known[id(each)] = each
+            unknown.append(each)
+            if each._modules:
+                waiting.extend(each._modules.values())  # type: ignore[arg-type]  # None is passed over
+    return unknown
 
 
 def _writable(buffer: Tensor) -> Tensor | None:
     """Return the dense, local values of a buffer, in its own memory; None where they cannot be written in place."""
-    if is_dtensor(buffer):
+    if type(buffer) is not Tensor:
+        if not is_dtensor(buffer):
+            return None
         buffer = buffer.to_local()  # type: ignore[attr-defined]
-    if type(buffer) is not Tensor or buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_inference():
+    if buffer.layout is not torch.strided or buffer.is_inference() or buffer.is_quantized:
         return None
-    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
-        return None
-    # Without the version counter: BatchNorm writes its statistics without it, too, and the graph of another loss that
-    # is still to run backward may hold them: https://github.com/pytorch/pytorch/issues/22095
-    return buffer.data
+    if buffer.is_contiguous():
+        return buffer
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return None if is_expanded else buffer
 
 
-def _joined(bucket: Bucket) -> Tensor:
-    return torch.cat([each.reshape(-1) for each in bucket])
+def _flattened(bucket: Bucket) -> Tensor:
+    """Return a copy of all values, one after the other."""
+    flat = _flatten_dense_tensors(bucket)
+    return flat.clone() if len(bucket) == 1 else flat  # one alone is not copied
 
 
-def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+def _write(targets: list[Tensor], values: Iterable[Tensor]) -> None:
+    """Write values in place, without counting it as a change.
+
+    BatchNorm does not count it when it writes its statistics, either. The graph of a loss that is still to run backward
+    may hold them, and would refuse to: https://github.com/pytorch/pytorch/issues/22095
+    """
     if targets:
-        torch._foreach_copy_(targets, values)
+        torch._foreach_copy_([each.data for each in targets], list(values))

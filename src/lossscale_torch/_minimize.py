@@ -4,9 +4,9 @@ import functools
 import inspect
 import operator
 import re
-import threading
 import warnings
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale_core import BaseScaling, tree
 from lossscale_core.errors import CallOrderError, SyncError
-from lossscale_torch._buffers import SavedBuffers
+from lossscale_torch._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._decision import READY, STEPPED, known_on_host
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._step_info import StepInfo
@@ -91,7 +91,7 @@ class Minimization:
             self._scaler.step(self._optimizer)
         else:
             self._scaler.clip_and_step(self._optimizer, self._max_norm)
-        return self._scaler._end_step()
+        return self._scaler._update()
 
     def _accumulate(self) -> StepInfo | None:
         """Add up the gradients of micro-batches, each at a scale at which their sum is finite.
@@ -153,16 +153,16 @@ class Minimization:
             record = self._scaler._records.of(self._optimizer, "minimize")
             record.flag = known_on_host(record)
             record["stage"] = STEPPED
-        return self._scaler._end_step()
+        return self._scaler._update()
 
     def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""
         # Autocast keeps float16 weights until its context ends; around several steps they would be those of the first.
         torch.clear_autocast_cache()
         group = self._scaler._records.ranks.process_group
-        with _Watch(points, are_ranks_free=self._retries > 0 and group is None):
+        with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
             for module in self._protected:
-                _see(points, module)
+                watch.see(module)
             loss = loss_fn()
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {loss!r}; return the loss, a tensor, without scaling it")
@@ -188,7 +188,8 @@ class _Point:
     def __init__(self, optimizer: Any, may_go_back: bool) -> None:
         self.buffers = SavedBuffers()
         self._may_go_back = may_go_back
-        self._modules: dict[int, Module] = {}  # by their ids, which stay theirs while the modules are kept alive
+        self.modules: dict[int, Module] = {}
+        """Those that were seen, by their ids, which stay theirs while the modules are kept alive."""
         self._other_gradients: list[tuple[Tensor, Tensor | None]] = []
         if may_go_back:
             self._random = _RandomState()
@@ -196,10 +197,7 @@ class _Point:
 
     def see(self, module: Module) -> None:
         """Copy what a module and its submodules hold, before the first of them runs."""
-        if id(module) in self._modules:
-            return
-        new = [each for each in module.modules() if id(each) not in self._modules]
-        self._modules.update((id(each), each) for each in new)
+        new = unknown_modules(module, self.modules)
         self.buffers.save(new)
         if self._may_go_back:
             others = (param for each in new for param in each._parameters.values() if id(param) not in self._own)
@@ -277,8 +275,8 @@ class _WeightsAndState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Put them back."""
-        for param, before in self._params:
-            param.copy_(before)
+        for param, values in self._params:
+            param.copy_(values)
         self._optimizer.state.clear()
         self._optimizer.state.update((key, _cloned(value)) for key, value in self._state.items())
         for group, settings in zip(self._all(), self._groups, strict=True):
@@ -294,26 +292,45 @@ class _Watch:
     """Has points see each module that runs in this thread, before its forward."""
 
     def __init__(self, points: list[_Point], are_ranks_free: bool) -> None:
-        self.points, self.are_ranks_free = points, are_ranks_free
-        """Whether the ranks decide without hearing of each other."""
+        self._points = points
+        self._are_ranks_free = are_ranks_free  # whether the ranks decide without hearing of each other
+        self.seen = points[-1].modules
+        """The modules that every point has seen, by their ids: the last point is the newest."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_Watch":
         if ("ignore", re.compile(_FIRES_TWICE, re.IGNORECASE), UserWarning, None, 0) not in warnings.filters:
             warnings.filterwarnings("ignore", _FIRES_TWICE, UserWarning)
-        self._outer = _watches.get(threading.get_ident())
-        _watches[threading.get_ident()] = self
+        self._outer = _watches.get(get_ident())
+        _watches[get_ident()] = self
         _add_hook()
+        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._outer is None:
-            del _watches[threading.get_ident()]
+            del _watches[get_ident()]
         else:
-            _watches[threading.get_ident()] = self._outer
+            _watches[get_ident()] = self._outer
         if not _watches:
             _add_hook().remove()
 
+    def see(self, module: Module) -> None:
+        """Show the points a module, unless they have seen it."""
+        if id(module) in self.seen:
+            return
+        if self._are_ranks_free and any(_is_unsynchronised(each) for each in module.modules()):
+            raise SyncError(
+                "under no_sync() each rank makes gradients of its own, and would retry alone; make the scaler with "
+                "process_group=, or pass retries=0"
+            )
+        for point in self._points:
+            point.see(module)
+
 
 _watches: dict[int, _Watch] = {}  # by the thread in which a loss runs
+
+
+def _is_unsynchronised(module: Module) -> bool:
+    return vars(module).get("require_backward_grad_sync") is False
 
 
 @functools.cache
@@ -335,20 +352,9 @@ def _add_hook() -> RemovableHandle:
 def _before_forward(module: Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    watch = _watches.get(threading.get_ident())
-    if watch is None:
-        return
-    if watch.are_ranks_free and vars(module).get("require_backward_grad_sync") is False:
-        raise SyncError(
-            "under no_sync() each rank makes gradients of its own, and would retry alone; make the scaler with "
-            "process_group=, or pass retries=0"
-        )
-    _see(watch.points, module)
-
-
-def _see(points: list[_Point], module: Module) -> None:
-    for point in points:
-        point.see(module)
+    watch = _watches.get(get_ident())
+    if watch is not None and id(module) not in watch.seen:
+        watch.see(module)
 
 
 @functools.cache

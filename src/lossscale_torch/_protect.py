@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
-from lossscale_torch._buffers import SavedBuffers
+from lossscale_torch._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._gradients import moved
 from lossscale_torch._step_info import StepInfo
 
@@ -29,9 +29,7 @@ class _Guarded:
         if self.saved is None or self.updates:
             self.saved, self.updates, self._known = SavedBuffers(), 0, {}
         if id(module) not in self._known:
-            modules = [each for each in module.modules() if id(each) not in self._known]
-            self._known.update((id(each), each) for each in modules)
-            self.saved.save(modules)
+            self.saved.save(unknown_modules(module, self._known))
 
     def end_step(self, applied: bool | Tensor) -> None:
         """Put the buffers back where the step was not applied.

@@ -284,7 +284,7 @@ class GradScaler(TorchNames):
             SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
 
         """
-        info = self._end_step(new_scale)
+        info = self._update(new_scale)
         self._require_no_streak()
         return info
 
@@ -478,23 +478,21 @@ class GradScaler(TorchNames):
             self._has_begun = True
             warn_if_resumed(optimizer, self._state)
 
-    def _end_step(self, new_scale: float | Tensor | None = None) -> StepInfo:
-        if self._enabled:
-            info = self._update(new_scale)
-        else:
-            skipped, self._skipped = self._skipped, set()
-            info = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
-        self._last_step = info
-        if self._protection is not None:
-            self._protection.end_step(info)
-        return info
-
     def _require_no_streak(self) -> None:
         self._records.guards.check()
-        if self._enabled and self._state.is_on_host and BaseScaling.of(self.policy).max_overflow_streak is not None:
+        if (
+            self._enabled
+            and self._state.is_on_host
+            and BaseScaling.of(self._state.policy).max_overflow_streak is not None
+        ):
             check_overflow_streak(self.policy, self._state.read())
 
-    def _update(self, new_scale: float | Tensor | None) -> StepInfo:
+    def _update(self, new_scale: float | Tensor | None = None) -> StepInfo:
+        """Update as `update` does, without an error for a streak."""
+        if not self._enabled:
+            skipped, self._skipped = self._skipped, set()
+            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
+            return self._last_step
         device, records = self._require_scale("update").device, self._records
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
@@ -512,7 +510,10 @@ class GradScaler(TorchNames):
             info = self._state.update(finite, spiked)
         else:
             info = self._state.stay()
-        return with_optimizers(info, records.end())
+        self._last_step = with_optimizers(info, records.end())
+        if self._protection is not None:
+            self._protection.end_step(self._last_step)
+        return self._last_step
 
 
 def _is_available(device: str) -> bool:

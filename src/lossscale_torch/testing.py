@@ -104,9 +104,9 @@ class _PlantingScaler(GradScaler):
             return torch.utils._pytree.tree_map(lambda each: each * torch.inf, scaled)
         return scaled
 
-    def _end_step(self, new_scale: Any = None) -> StepInfo:
+    def _update(self, new_scale: Any = None) -> StepInfo:
         self.updates += 1
-        return super()._end_step(new_scale)
+        return super()._update(new_scale)
 
 
 class _Run:

@@ -392,6 +392,8 @@ class _Statistics(torch.nn.Module):
         self.register_buffer("sparse", torch.eye(2).to_sparse())
         self.register_buffer("none", None)
         self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+        self.length = 0  # what the cache and the table were made for
         self.other = torch.nn.Module()  # written to, but never called
         self.other.register_buffer("total", torch.zeros(()))
 
@@ -403,8 +405,8 @@ class _Statistics(torch.nn.Module):
         self.float16 += 1
         self.complex64 += 1j
         self.other.total += 1
-        if len(self.cache) < len(x):
-            self.cache = torch.zeros(len(x))
+        if self.length < len(x):
+            self.length, self.cache, self.table = len(x), torch.zeros(len(x)), torch.full((1,), float(len(x)))
         return (x * self.weight).sum()
 
     def written(self):
@@ -422,7 +424,7 @@ def test_buffers_of_every_kind_are_put_back(fused, retries):
     assert not scaler.minimize(optimizer, lambda: module(torch.ones(3)) * math.inf, retries=retries).applied
     _same({n: v.to_dense() for n, v in before.items()}, {n: v.to_dense() for n, v in module.written().items()})
     assert module.mean is same
-    assert len(module.cache) == 3
+    assert (module.length, len(module.cache), module.table.item()) == (3, 3, 3.0)
     assert scaler.minimize(optimizer, lambda: module(torch.ones(3)), retries=retries).applied
     assert (module.count.item(), module.other.total.item(), module.assigned.tolist()) == (1, 1.0, [1.0] * 3)
 
