@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 import lossscale_core
-from lossscale_core import DynamicScaling, dump_policy, load_policy, state_from_dict, state_to_dict
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    TolerantScaling,
+    dump_policy,
+    load_policy,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core.dialects import from_peer, peers
 
 
@@ -42,6 +50,17 @@ def test_demo_prints_a_table_and_leaves_a_picture_and_a_trace(demo):
     record = json.loads((folder / "out/deep/trace.json").read_text())
     assert (record["steps"], record["seed"], len(record["overflow"])) == (30, 1, 30)
     assert len(record["accuracy_by_loss_weight"]["float32"]) == 7
+
+
+def test_the_demos_table_fits_a_phone(tmp_path, monkeypatch):
+    """On 40 columns each result of each regime is there, and no line is longer or cut."""
+    monkeypatch.setenv("COLUMNS", "40")
+    printed = _succeed("demo", "--steps", 2, cwd=tmp_path)
+    table = printed[printed.index("Digits in") : printed.index("wrote")]
+    assert "…" not in table
+    assert all(len(line) <= 40 for line in table.splitlines())
+    for word in ("accuracy", "flushed", "skipped", "final scale"):
+        assert table.count(f"│ {word} ") == 4
 
 
 @pytest.mark.parametrize("option", ["--overflow", "--gradient-max"])
@@ -127,12 +146,18 @@ def test_policy_commands(tmp_path):
     assert json.loads((tmp_path / "schema.json").read_text()) == schema
 
 
-def test_policy_show_explains_every_setting(tmp_path):
-    """Each setting has its meaning beside its allowed values, and powers of two are powers of two."""
-    dump_policy(DynamicScaling(), tmp_path / "p.toml")
+@pytest.mark.parametrize("policy", [FixedScaling(2.0), DynamicScaling(), TolerantScaling()], ids=lambda each: each.kind)
+def test_policy_show_explains_every_setting(tmp_path, policy):
+    """Each setting has its meaning beside its allowed values."""
+    dump_policy(policy, tmp_path / "p.toml")
     settings = json.loads(_succeed("policy", "show", "p.toml", "--json", cwd=tmp_path))["settings"]
-    assert settings["growth_factor"]["meaning"] == "Multiplies the scale when it grows; above 1."
+    assert settings
     assert all(setting["meaning"] and setting["allowed"] for setting in settings.values())
+
+
+def test_policy_show_writes_powers_of_two_as_such(tmp_path):
+    """A scale reads as 2**16, and a factor as 2."""
+    dump_policy(DynamicScaling(), tmp_path / "p.toml")
     shown = _succeed("policy", "show", "p.toml", cwd=tmp_path)
     assert "Multiplies the scale when it grows" in shown
     assert "2**16" in shown
