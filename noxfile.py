@@ -152,6 +152,15 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build what is published, and check that a package index can show it: `nox -s release`."""
+    session.install(*_group("release"))
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
     session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"))

@@ -1,8 +1,33 @@
-"""The `lossscale` command and its demo. The library itself is `lossscale_core` with an adapter for each framework.
+"""Loss scaling for float16 training, with one policy, state and checkpoint format for every framework.
 
-The command runs as `lossscale` or as `python -m lossscale`; no other package imports this one.
+`lossscale` has the names of `lossscale_core`: policies, states and the five verbs on NumPy. It also finds the class or
+function that trains in each framework: `lossscale.GradScaler` for PyTorch, `lossscale.loss_scaled` for JAX and
+`lossscale.LossScaleOptimizer` for TensorFlow and Keras. Their packages, `lossscale_torch`, `lossscale_jax` and
+`lossscale_tf`, have the rest. `lossscale` is also a command: `python -m lossscale`.
 """
 
-from lossscale_core import __version__
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+import lossscale_core
+
+if TYPE_CHECKING:
+    from lossscale_core import *  # noqa: F403
+
+__all__: list[str] = []
+__all__ += lossscale_core.__all__
+_IN_FRAMEWORKS = {"GradScaler": "lossscale_torch", "loss_scaled": "lossscale_jax", "LossScaleOptimizer": "lossscale_tf"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name of the core, or import the package of the framework that has the name."""
+    if name in _IN_FRAMEWORKS:
+        return getattr(importlib.import_module(_IN_FRAMEWORKS[name]), name)
+    if name in __all__:
+        return getattr(lossscale_core, name)
+    raise AttributeError(f"module 'lossscale' has no attribute {name!r}; see dir(lossscale_core) for the public names")
+
+
+def __dir__() -> list[str]:
+    """List the public names that need no framework."""
+    return sorted({*globals(), *__all__})

@@ -1,25 +1,34 @@
-"""The entry point of the `lossscale` command, which names the `demo` extra if it is not installed."""
+"""The entry point of the `lossscale` command, which names the extra that a subcommand needs if it is not installed."""
 
 import sys
 
-_DEMO_EXTRA = {"click", "matplotlib", "rich", "sklearn", "threadpoolctl"}
+from lossscale._install import how_to_install
+from lossscale_core import __version__
+
+_EXTRAS = {"click": "cli", "rich": "cli", "matplotlib": "plot", "sklearn": "demo", "threadpoolctl": "demo"}
 
 
 def main() -> None:
     """Run the `lossscale` command on `sys.argv`.
 
+    `lossscale --version` needs no extra.
+
     Raises:
         SystemExit: The command is done; the status is 2, after a message on stderr, for invalid input.
     """
+    if sys.argv[1:] == ["--version"]:
+        print(f"lossscale, version {__version__}")
+        return
     try:
         from lossscale.cli import run
 
         run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _DEMO_EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
         print(
-            f"lossscale: this command needs {error.name}, which is not installed; run: pip install 'lossscale[demo]'",
+            f"lossscale: this command needs {error.name}, which is not installed; {how_to_install(_EXTRAS[package])}",
             file=sys.stderr,
         )
         sys.exit(2)

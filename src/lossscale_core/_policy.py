@@ -221,6 +221,7 @@ class FixedScaling(BaseScaling):
 
     kind = "fixed"
     init_scale: float
+    """The loss scale of every step."""
 
     def bounds(self) -> tuple[float, float]:
         """Return `init_scale` as both bounds."""

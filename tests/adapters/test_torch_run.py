@@ -11,6 +11,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, dump_policy
 from lossscale_core.testing import simulate
+from tests.command.sessions import replay, sections
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ACCELERATE_LAUNCH = [
@@ -254,3 +255,9 @@ def test_nothing_is_replaced_without_the_command(folder):
     paths = [f"{site}/site", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", check], env=environment, check=True, cwd=folder)
+
+
+def test_the_session_on_the_commands_page_is_real(tmp_path, monkeypatch):
+    """The page's script, its trace and its picture print what the page shows."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert replay(sections()["Running a script as it is"], tmp_path) == 3

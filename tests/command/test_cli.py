@@ -5,9 +5,19 @@ import subprocess
 import sys
 
 import jsonschema
+import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, dump_policy, load_policy, state_from_dict, state_to_dict
+import lossscale_core
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    TolerantScaling,
+    dump_policy,
+    load_policy,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core.dialects import from_peer, peers
 
 
@@ -40,6 +50,17 @@ def test_demo_prints_a_table_and_leaves_a_picture_and_a_trace(demo):
     record = json.loads((folder / "out/deep/trace.json").read_text())
     assert (record["steps"], record["seed"], len(record["overflow"])) == (30, 1, 30)
     assert len(record["accuracy_by_loss_weight"]["float32"]) == 7
+
+
+def test_the_demos_table_fits_a_phone(tmp_path, monkeypatch):
+    """On 40 columns each result of each regime is there, and no line is longer or cut."""
+    monkeypatch.setenv("COLUMNS", "40")
+    printed = _succeed("demo", "--steps", 2, cwd=tmp_path)
+    table = printed[printed.index("Digits in") : printed.index("wrote")]
+    assert "…" not in table
+    assert all(len(line) <= 40 for line in table.splitlines())
+    for word in ("accuracy", "flushed", "skipped", "final scale"):
+        assert table.count(f"│ {word} ") == 4
 
 
 @pytest.mark.parametrize("option", ["--overflow", "--gradient-max"])
@@ -79,7 +100,7 @@ def test_simulate_reads_overflows_as_people_write_them(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     printed = _succeed("simulate", "dynamic", "--overflow", name, cwd=tmp_path)
     assert "skipped: 25.0% of 4 steps" in printed
-    assert "final scale: 32768" in printed
+    assert "final scale: 2**15" in printed
     assert (tmp_path / "simulation.png").exists()
 
 
@@ -125,9 +146,91 @@ def test_policy_commands(tmp_path):
     assert json.loads((tmp_path / "schema.json").read_text()) == schema
 
 
+@pytest.mark.parametrize("policy", [FixedScaling(2.0), DynamicScaling(), TolerantScaling()], ids=lambda each: each.kind)
+def test_policy_show_explains_every_setting(tmp_path, policy):
+    """Each setting has its meaning beside its allowed values."""
+    dump_policy(policy, tmp_path / "p.toml")
+    settings = json.loads(_succeed("policy", "show", "p.toml", "--json", cwd=tmp_path))["settings"]
+    assert settings
+    assert all(setting["meaning"] and setting["allowed"] for setting in settings.values())
+
+
+def test_policy_show_writes_powers_of_two_as_such(tmp_path):
+    """A scale reads as 2**16, and a factor as 2."""
+    dump_policy(DynamicScaling(), tmp_path / "p.toml")
+    shown = _succeed("policy", "show", "p.toml", cwd=tmp_path)
+    assert "Multiplies the scale when it grows" in shown
+    assert "2**16" in shown
+    assert "2**32" in shown
+
+
+def test_policy_check_as_json_says_what_is_wrong(tmp_path):
+    """A program reads the verdict, and still gets the status and the line on stderr."""
+    (tmp_path / "good.toml").write_text('kind = "dynamic"')
+    (tmp_path / "bad.toml").write_text('kind = "dynamic"\ngrowth_factor = 1.0')
+    good = json.loads(_succeed("policy", "check", "good.toml", "--json", cwd=tmp_path))
+    assert good == {"file": "good.toml", "valid": True, "kind": "dynamic"}
+    done = _run("policy", "check", "bad.toml", "--json", cwd=tmp_path)
+    bad = json.loads(done.stdout)
+    assert (bad["valid"], done.returncode) == (False, 2)
+    assert done.stderr == f"lossscale: {bad['error']}\n"
+
+
+def test_simulate_as_json_has_every_stretch_and_draws_only_if_told(tmp_path):
+    """The counts, the final scale and the diagnosis are values, and there is no picture without --plot."""
+    (tmp_path / "t.txt").write_text("01" * 50)
+    found = json.loads(_succeed("simulate", "dynamic", "--overflow", "t.txt", "--json", cwd=tmp_path))
+    assert (found["steps"], found["skipped_steps"], found["first_applied_step"]) == (100, 50, 0)
+    assert [row["loss_scale"] for row in found["stretches"][:3]] == [65536.0, 32768.0, 16384.0]
+    assert sum(row["applied"] + row["skipped"] for row in found["stretches"]) == 100
+    assert found["diagnosis"].startswith("skipping too often")
+    assert [each.name for each in tmp_path.iterdir()] == ["t.txt"]
+
+
+def test_checkpoint_show_as_json_has_state_policy_and_diagnosis(tmp_path):
+    """The state is what `state_from_dict` reads; another tool's checkpoint has no number of steps to diagnose."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    own = _write_json(tmp_path / "own.json", state_to_dict(state, DynamicScaling()))
+    found = json.loads(_succeed("checkpoint", "show", own, "--json", cwd=tmp_path))
+    assert state_from_dict(found["state"]) == state
+    assert found["policy"]["kind"] == "dynamic"
+    assert found["diagnosis"].startswith("calibrating")
+    apex = _write_json(tmp_path / "apex.json", APEX)
+    found = json.loads(_succeed("checkpoint", "show", apex, "--json", cwd=tmp_path))
+    assert (found["source"], found["diagnosis"]) == ("the scaler of apex", None)
+
+
+def test_report_has_versions_policy_state_and_diagnosis_and_no_path(tmp_path):
+    """The report is what a bug report needs, and names neither the file nor its folder."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    _write_json(tmp_path / "secret.json", {"name": "secret", "scaler": state_to_dict(state)})
+    arguments = ("report", "secret.json", "--policy", "dynamic")
+    printed = _succeed(*arguments, cwd=tmp_path)
+    for line in (
+        f"lossscale: {lossscale_core.__version__}",
+        f"numpy: {np.__version__}",
+        "policy: growth_interval: 2000",
+        "loss_scale: 2**15",
+    ):
+        assert f"\n{line}\n" in f"\n{printed}"
+    assert "\ndiagnosis: calibrating: 1 of 1 steps skipped" in printed
+    assert "secret" not in printed
+    assert str(tmp_path) not in printed
+    assert json.loads(_succeed(*arguments, "--json", cwd=tmp_path))["versions"]["numpy"] == np.__version__
+    assert "policy: init_scale: 128\n" in _succeed("report", "--policy", 128)
+
+
+def test_the_help_of_from_says_where_the_tools_are_listed():
+    """Each `--from` leads to the one list, which names every tool."""
+    for command in (("checkpoint", "show"), ("checkpoint", "convert"), ("report",)):
+        assert "lossscale policy convert --help" in " ".join(_succeed(*command, "--help").split())
+    listed = "".join(_succeed("policy", "convert", "--help").split())  # a line may end at the hyphen of a name
+    assert all(peer.name in listed for peer in peers())
+
+
 COMMANDS = [
     *((), ("demo",), ("simulate",), ("run",), ("plot",)),
-    *(("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema")),
+    *(("policy",), ("policy", "check"), ("policy", "show"), ("policy", "schema"), ("report",)),
 ]
 
 
@@ -191,7 +294,7 @@ def test_checkpoint_show_tells_what_is_in_a_file(tmp_path):
     state = DynamicScaling().update(DynamicScaling().init_state(), False)
     _write_json(tmp_path / "ours.json", {"scaler": state_to_dict(state, DynamicScaling())})
     printed = _succeed("checkpoint", "show", "ours.json", cwd=tmp_path)
-    for words in ("a state of this library", "32768", "policy: growth_interval", "2000", "1 of 1 steps skipped"):
+    for words in ("a state of this library", "2**15", "policy: growth_interval", "2000", "1 of 1 steps skipped"):
         assert words in printed.replace("\n", " ")
     _write_json(tmp_path / "jmp.json", {"loss_scale": 8.0, "counter": 7})
     printed = _succeed("checkpoint", "show", "jmp.json", cwd=tmp_path)
@@ -200,8 +303,11 @@ def test_checkpoint_show_tells_what_is_in_a_file(tmp_path):
 
 
 BAD_INPUT = [
-    (("demo", "--framework", "jax"), "pip install --upgrade 'lossscale[jax]'"),
-    (("demo", "--framework", "tensorflow"), "pip install --upgrade 'lossscale[tensorflow]'"),
+    (("demo", "--framework", "jax"), "pip install 'lossscale[jax]', or in a clone: pip install -e '.[jax]'"),
+    (
+        ("demo", "--framework", "tensorflow"),
+        "run: pip install 'lossscale[tensorflow]', or in a clone",
+    ),
     (("demo", "--framework", "caffe"), "caffe"),
     (("demo", "--steps", "0"), "--steps"),
     (("demo", "--steps", "many"), "many"),

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import lossscale
 import lossscale_core
 
@@ -40,13 +42,70 @@ def test_python_m_lossscale_core_says_where_the_command_is():
 
 
 def test_the_command_without_its_extra_says_what_to_install():
-    """One sentence and status 2, no traceback."""
-    code = (
-        "import sys; sys.modules['click'] = None; sys.argv = ['lossscale', 'demo']; "
-        "from lossscale.__main__ import main; main()"
-    )
-    done = _python("-c", code)
+    """One sentence with the form for a package index and the form for a clone, status 2, no traceback."""
+    done = _python("-c", _without("click", "demo"))
     assert done.returncode == 2
     assert done.stderr == (
-        "lossscale: this command needs click, which is not installed; run: pip install 'lossscale[demo]'\n"
+        "lossscale: this command needs click, which is not installed; "
+        "run: pip install 'lossscale[cli]', or in a clone: pip install -e '.[cli]'\n"
     )
+
+
+def _without(packages, *arguments):
+    """Return a program that runs the command where packages, apart by spaces, are not installed."""
+    return (
+        f"import sys; sys.modules.update(dict.fromkeys({packages.split()})); sys.argv = ['lossscale', *{arguments}]; "
+        "from lossscale.__main__ import main; main()"
+    )
+
+
+def test_the_version_needs_no_extra():
+    """`lossscale --version` runs where only the core's requirements are installed."""
+    done = _python("-c", _without("click rich matplotlib sklearn threadpoolctl", "--version"))
+    assert (done.stdout, done.stderr) == (f"lossscale, version {lossscale_core.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("policy", "check", "p.toml"),
+        ("policy", "show", "p.toml"),
+        ("policy", "convert", "--from", "torch", "torch.json"),
+        ("simulate", "p.toml", "--overflow", "t.txt", "--json"),
+        ("report", "--policy", "p.toml"),
+        ("--help",),
+    ],
+    ids=" ".join,
+)
+def test_the_cli_extra_is_enough_without_pictures(tmp_path, monkeypatch, arguments):
+    """Without the packages for pictures and the demo these subcommands work."""
+    (tmp_path / "p.toml").write_text('kind = "dynamic"')
+    (tmp_path / "t.txt").write_text("0010")
+    (tmp_path / "torch.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    done = _python("-c", _without("matplotlib sklearn threadpoolctl", *arguments))
+    assert done.returncode == 0, done.stderr
+
+
+def test_simulate_without_matplotlib_prints_its_table_and_says_what_is_missing(tmp_path, monkeypatch):
+    """A picture is drawn if it can be, and one that is asked for is refused with the name of the extra."""
+    (tmp_path / "t.txt").write_text("0010")
+    monkeypatch.chdir(tmp_path)
+    simulate = ("simulate", "dynamic", "--overflow", "t.txt")
+    done = _python("-c", _without("matplotlib sklearn threadpoolctl", *simulate))
+    assert done.returncode == 0, done.stderr
+    assert "skipped: 25.0% of 4 steps" in done.stdout
+    assert "no picture: matplotlib is not installed; run: pip install 'lossscale[plot]', or in a clone" in done.stdout
+    asked = _python("-c", _without("matplotlib sklearn threadpoolctl", *simulate, "--plot", "s.png"))
+    assert asked.returncode == 2
+    assert "this command needs matplotlib.figure, which is not installed" in asked.stderr
+
+
+def test_lossscale_has_the_names_of_the_core():
+    """A user who writes `import lossscale` finds policies, states and verbs, the same objects as in the core."""
+    assert set(lossscale.__all__) == set(lossscale_core.__all__)
+    for name in lossscale.__all__:
+        assert getattr(lossscale, name) is getattr(lossscale_core, name)
+        assert name in dir(lossscale)
+    with pytest.raises(AttributeError, match=r"has no attribute 'GradScalar'; see dir\(lossscale_core\)"):
+        lossscale.GradScalar  # noqa: B018

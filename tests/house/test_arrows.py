@@ -54,11 +54,12 @@ class Drawn(NamedTuple):
 
 COMMAND = {
     "__init__": Drawn(set(), set(), set()),
-    "__main__": Drawn({"cli"}, set(), set()),
+    "_install": Drawn(set(), set(), set()),
+    "__main__": Drawn({"_install", "cli"}, set(), set()),
     "demo": Drawn(set(), set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
     "tracing": Drawn(set(), set(), {"torch", "lossscale_torch"}),
     "cli": Drawn(
-        {"demo", "tracing"},
+        {"_install", "demo", "tracing"},
         {"_config", "_files", "_settings", "_words"},
         {"click", "matplotlib", "numpy", "rich", "torch", "tensorboard"},
     ),

@@ -1,7 +1,7 @@
 """The `lossscale` command: a demo, a simulator, runs of scripts, pictures, and conversion of policies and checkpoints.
 
-The command needs the `demo` extra. For invalid input it prints one sentence and exits with status 2. Each subcommand is
-a module of this package that is listed in `_SUBCOMMANDS`.
+The command needs the `cli` extra, its pictures need `plot`, and its demo needs `demo`. For invalid input it prints one
+sentence and exits with status 2. Each subcommand is a module of this package that is listed in `_SUBCOMMANDS`.
 """
 
 import io
@@ -9,11 +9,12 @@ import sys
 
 import click
 
-from lossscale.cli import checkpoint, demo, plot, policy, run_script, simulate
+from lossscale.cli import checkpoint, demo, plot, policy, report, run_script, simulate
 from lossscale.cli._shared import example, help_if_alone
+from lossscale_core import __version__
 from lossscale_core.errors import LossScaleError
 
-_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint)
+_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint, report)
 
 
 @click.group(
@@ -21,7 +22,7 @@ _SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint)
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(package_name="lossscale")
+@click.version_option(__version__)
 @click.pass_context
 def command(context: click.Context) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""

@@ -1,17 +1,21 @@
 """Options, checks and texts that several subcommands use."""
 
 import contextlib
+import json
 import math
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 FILE = click.Path(path_type=Path)
 _PICTURES = (".png", ".pdf", ".svg")
+TOOLS_HELP = "`lossscale policy convert --help` lists the tools."
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
 
 
@@ -54,10 +58,20 @@ def number_or_text(text: str) -> float | str:
         return text
 
 
-def scale_text(scale: float) -> str:
-    """Return a scale as text, a large or tiny power of two as `2**n`."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and not -9 < exponent <= 17 else f"{scale:g}"
+def print_json(content: Any) -> None:
+    """Print what a subcommand found as one JSON value."""
+    click.echo(json.dumps(content, indent=2))
+
+
+def number_text(number: float) -> str:
+    """Return a number as text, a power of two from 2**10 up or from 2**-10 down as `2**n`."""
+    mantissa, exponent = math.frexp(number)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
+
+
+def value_text(value: Any) -> str:
+    """Return the value of a setting or counter as text."""
+    return number_text(value) if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from lossscale._install import how_to_install
 from lossscale_core.errors import CheckpointError
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -21,7 +22,7 @@ def read_pickle(path: Path) -> Any:
         import torch  # imported late: only these files need torch
     except ImportError:
         raise CheckpointError(
-            f"reading {path} needs torch, which is not installed; run: pip install 'lossscale[torch]'"
+            f"reading {path} needs torch, which is not installed; {how_to_install('torch')}"
         ) from None
     _require_safe(path, torch.__version__)
     with path.open("rb") as file:

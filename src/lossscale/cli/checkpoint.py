@@ -1,15 +1,26 @@
 """The subcommand `lossscale checkpoint`: show and convert saved scalers of this library and other tools."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.table import Table
 
 from lossscale.cli._foreign_files import read_checkpoint
-from lossscale.cli._shared import FILE, console, example, help_if_alone, require_new, scale_text, warnings_as_lines
+from lossscale.cli._shared import (
+    AS_JSON,
+    FILE,
+    TOOLS_HELP,
+    console,
+    example,
+    help_if_alone,
+    print_json,
+    require_new,
+    value_text,
+    warnings_as_lines,
+)
 from lossscale_core import (
     ScalingPolicy,
     diagnose,
@@ -26,7 +37,7 @@ from lossscale_core.errors import LossScaleError
 
 _OPTIONS = (
     click.argument("file", type=FILE),
-    click.option("--from", "peer", metavar="TOOL", help="Whose checkpoint it is; guessed when left out."),
+    click.option("--from", "peer", metavar="TOOL", help=f"Whose checkpoint it is; guessed when left out. {TOOLS_HELP}"),
     click.option("--policy", "policy_file", type=FILE, help="The policy (.toml or .json) that will go on with it."),
     click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
 )
@@ -47,18 +58,20 @@ def command(context: click.Context) -> None:
 
 @command.command(epilog=example("lossscale checkpoint show scaler.pt"))
 @_with_options
-def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None) -> None:
+@AS_JSON
+def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
     """Show the saved scaler in FILE: JSON, or what torch.save wrote (needs torch 2.10 or later)."""
-    source, state, scaling = _read_state(file, peer, policy_file, key)
-    click.echo(f"{file}: {source}")
+    found = read_state(file, peer, _loaded(policy_file), key)
+    if as_json:
+        print_json({"file": str(file), **found.as_dict()})
+        return
+    click.echo(f"{file}: {found.source}")
     table = Table("field", "value")
-    for name, value in state_to_dict(state).items():
-        table.add_row(name, scale_text(value) if name == "loss_scale" else f"{value:g}")
-    for name, value in ({} if scaling is None else policy_to_dict(scaling)).items():
-        table.add_row(f"policy: {name}", scale_text(value) if name.endswith("_scale") else str(value))
+    for name, value in found.rows():
+        table.add_row(name, value)
     console().print(table)
-    if scaling is not None and state.steps > 0:  # other tools do not save the number of steps
-        console().print(diagnose(scaling, state), soft_wrap=True, highlight=False)
+    if found.diagnosis is not None:
+        console().print(found.diagnosis, soft_wrap=True, highlight=False)
 
 
 @command.command(epilog=example("lossscale checkpoint convert scaler.pt --to state.json"))
@@ -70,7 +83,7 @@ def convert(file: Path, peer: str | None, policy_file: Path | None, key: str | N
     The policy is saved too if --policy names it or the checkpoint contains all of it.
     """
     require_new(out)
-    source, state, scaling = _read_state(file, peer, policy_file, key)
+    source, state, scaling = read_state(file, peer, _loaded(policy_file), key)
     text = json.dumps(state_to_dict(state, scaling), indent=2)
     if out is None:
         click.echo(text)
@@ -79,21 +92,53 @@ def convert(file: Path, peer: str | None, policy_file: Path | None, key: str | N
         click.echo(f"wrote {out}: {source}, {'with' if scaling is not None else 'without'} its policy")
 
 
-def _read_state(
-    file: Path, peer: str | None, policy_file: Path | None, key: str | None
-) -> tuple[str, Any, ScalingPolicy | None]:
-    """Return a description of a checkpoint file, its state, and the policy that is given or saved in it."""
+class SavedScaler(NamedTuple):
+    """What a checkpoint file holds."""
+
+    source: str
+    state: Any
+    policy: ScalingPolicy | None
+    """The policy that is given or saved in the file."""
+
+    @property
+    def diagnosis(self) -> str | None:
+        """What `diagnose` says; None without a policy or steps, whose number other tools do not save."""
+        return None if self.policy is None or self.state.steps == 0 else diagnose(self.policy, self.state)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content for JSON."""
+        policy = None if self.policy is None else policy_to_dict(self.policy)
+        return {
+            "source": self.source,
+            "state": state_to_dict(self.state),
+            "policy": policy,
+            "diagnosis": self.diagnosis,
+        }
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and the value of each field of the state and of the policy, as text."""
+        for name, value in state_to_dict(self.state).items():
+            yield name, value_text(value)
+        for name, value in ({} if self.policy is None else policy_to_dict(self.policy)).items():
+            yield f"policy: {name}", value_text(value)
+
+
+def read_state(file: Path, peer: str | None, scaling: ScalingPolicy | None, key: str | None) -> SavedScaler:
+    """Return what a checkpoint file holds. Raises `LossScaleError`, `UsageError` and `OSError`."""
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
-        scaling = None if policy_file is None else load_policy(policy_file)
         place = f" at {shown(where)}" if where else ""
         if peer is None and "version" in saved:
             scaling = _saved_policy(saved) if scaling is None else scaling
-            return f"a state of this library{place}", state_from_dict(saved, scaling), scaling
+            return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)
         peer = _guessed(file, saved) if peer is None else peer
         state = dialects.state_from_peer(peer, saved, scaling)
         scaling = dialects.policy_in(peer, saved) if scaling is None else scaling
-        return f"the scaler of {peer}{place}", state, scaling
+        return SavedScaler(f"the scaler of {peer}{place}", state, scaling)
+
+
+def _loaded(policy_file: Path | None) -> ScalingPolicy | None:
+    return None if policy_file is None else load_policy(policy_file)
 
 
 def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new, scale_text
+from lossscale._install import how_to_install
+from lossscale.cli._shared import FILE, OVERWRITE, console, example, number_text, require_new
 from lossscale_core import load_policy
 from lossscale_core._config import policy_to_toml
 from lossscale_core._files import write_whole
@@ -23,6 +24,8 @@ _ADAPTERS = {
     "jax": "lossscale_jax",
     "tensorflow": "lossscale_tf",
 }
+_COLUMNS = ("accuracy", "flushed", "skipped", "final scale")
+_TABLE_WIDTH = 72
 _RESULTS = ("demo.png", "trace.json", "policy.toml")
 
 
@@ -55,8 +58,7 @@ def command(
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
     if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
         raise click.UsageError(
-            f"--framework {framework} needs its adapter, which this installation lacks; "
-            f"run: pip install --upgrade 'lossscale[{framework}]'"
+            f"--framework {framework} needs its adapter, which this installation lacks; {how_to_install(framework)}"
         )
     from lossscale import demo  # imported late, since scikit-learn and matplotlib take seconds
     from lossscale.cli._pictures import experiment_as_png
@@ -70,7 +72,7 @@ def command(
     terminal = console()
     with _progress(terminal) as progress:
         experiment = demo.run_experiment(settings, lambda name, total: _advancing(progress, name, total))
-    terminal.print(_results_table(experiment))
+    terminal.print(_results_table(experiment, is_narrow=terminal.width < _TABLE_WIDTH))
     contents: dict[str, str | bytes] = {
         "demo.png": experiment_as_png(experiment),
         "trace.json": json.dumps(demo.as_json(experiment), indent=1) + "\n",
@@ -101,14 +103,19 @@ def _advancing(progress: Progress, name: str, total: int) -> Callable[[], Any]:
     return lambda: progress.advance(task)
 
 
-def _results_table(experiment: Any) -> Table:
+def _results_table(experiment: Any, is_narrow: bool) -> Table:
+    """Return the table of the results, where it is narrow with the results of a regime below each other."""
     settings = experiment.settings
     table = Table(title=f"Digits in float16: loss × {settings.weight:g}, {settings.steps} steps, seed {settings.seed}")
-    table.add_column("regime", no_wrap=True)
-    for column in ("accuracy", "flushed", "skipped", "final scale"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("regime", no_wrap=not is_narrow)
+    for column in ("result",) if is_narrow else _COLUMNS:
+        table.add_column(column, justify="left" if is_narrow else "right", no_wrap=True)
     for name, run in experiment.runs.items():
         flushed, skipped = f"{run.flushed:.1%}", str(run.skipped_steps)
-        table.add_row(name, f"{run.accuracy:.1%}", flushed, skipped, scale_text(run.final_scale))
+        results = (f"{run.accuracy:.1%}", flushed, skipped, number_text(run.final_scale))
+        if is_narrow:
+            table.add_row(name, "\n".join(map(" ".join, zip(_COLUMNS, results, strict=True))), end_section=True)
+        else:
+            table.add_row(name, *results)
     table.caption = "accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed"
     return table

@@ -1,17 +1,34 @@
 """The subcommand `lossscale policy`: check, show and convert policy files."""
 
+import ast
+import contextlib
+import inspect
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
 
 from lossscale.cli._foreign_files import read_config
-from lossscale.cli._shared import FILE, console, example, help_if_alone, require_new, warnings_as_lines
+from lossscale.cli._shared import (
+    AS_JSON,
+    FILE,
+    console,
+    example,
+    help_if_alone,
+    print_json,
+    require_new,
+    value_text,
+    warnings_as_lines,
+)
 from lossscale_core import dialects, load_policy, policy_schema, policy_to_dict
 from lossscale_core._config import policy_as_text, policy_to_toml
 from lossscale_core._files import write_whole
 from lossscale_core._settings import rules_of
+from lossscale_core.errors import PolicyError
 
 
 @click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)
@@ -23,21 +40,64 @@ def command(context: click.Context) -> None:
 
 @command.command(epilog=example("lossscale policy check policy.toml"))
 @click.argument("file", type=FILE)
-def check(file: Path) -> None:
+@AS_JSON
+def check(file: Path, as_json: bool) -> None:
     """Check that FILE holds a valid policy."""
-    kind = policy_to_dict(load_policy(file))["kind"]
-    click.echo(f"{file}: a valid policy of kind {kind!r}")
+    try:
+        kind = policy_to_dict(load_policy(file))["kind"]
+    except PolicyError as error:
+        if as_json:
+            print_json({"file": str(file), "valid": False, "error": str(error)})
+        raise
+    if as_json:
+        print_json({"file": str(file), "valid": True, "kind": kind})
+    else:
+        click.echo(f"{file}: a valid policy of kind {kind!r}")
 
 
 @command.command(epilog=example("lossscale policy show policy.toml"))
 @click.argument("file", type=FILE)
-def show(file: Path) -> None:
-    """Show every setting of the policy in FILE, defaults included, with its rule."""
+@AS_JSON
+def show(file: Path, as_json: bool) -> None:
+    """Show every setting of the policy in FILE, defaults included, with its meaning and its allowed values."""
     scaling = load_policy(file)
-    table = Table("setting", "value", "rule", title=f"{file}: {type(scaling).__name__}")
-    for field, rule in rules_of(scaling):
-        table.add_row(field.name, str(getattr(scaling, field.name)), rule.text)
+    meanings = _meanings(type(scaling))
+    settings = {
+        field.name: {
+            "value": getattr(scaling, field.name),
+            "meaning": meanings.get(field.name, ""),
+            "allowed": rule.text,
+        }
+        for field, rule in rules_of(scaling)
+    }
+    if as_json:
+        print_json({"file": str(file), "kind": policy_to_dict(scaling)["kind"], "settings": settings})
+        return
+    table = Table("setting", "value", "meaning and allowed values", title=f"{file}: {type(scaling).__name__}")
+    table.show_lines = True
+    for name, setting in settings.items():
+        allowed = f"Allowed: {setting['allowed']}."
+        table.add_row(name, value_text(setting["value"]), f"{setting['meaning']}\n{allowed}".lstrip())
     console().print(table)
+
+
+def _meanings(policy_type: type[Any]) -> dict[str, str]:
+    """Return the texts below the fields of a policy class and its bases, by field; none where there is no source."""
+    found: dict[str, str] = {}
+    for base in reversed(policy_type.__mro__[:-1]):
+        # A method knows its file. A class only knows `__module__`, which is the public module, not the private one.
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            lines, _ = inspect.findsource(base.update)
+            for node in ast.parse("".join(lines)).body:
+                if isinstance(node, ast.ClassDef) and node.name == base.__name__:
+                    found |= dict(_documented_fields(node.body))
+    return found
+
+
+def _documented_fields(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            yield ast.unparse(field.target), inspect.cleandoc(str(text.value.value)).replace("\n", " ")
 
 
 @command.command(epilog=example("lossscale policy schema lossscale-policy.schema.json"))
@@ -55,7 +115,7 @@ def schema(file: Path | None) -> None:
 
 @command.command(epilog=example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=FILE)
-@click.option("--from", "peer", required=True, metavar="TOOL", help="The tool that reads the config; see below.")
+@click.option("--from", "peer", required=True, metavar="TOOL", help="The tool that reads the config, as listed above.")
 @click.option("--to", "out", type=FILE, help="A new .toml or .json file for the policy; printed when left out.")
 def convert(file: Path, peer: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.

@@ -1,0 +1,22 @@
+"""The page that helps to decide quotes the benchmarks as they were measured."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "do-i-need-this.md").read_text(encoding="utf-8")
+MEASURED = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "benchmarks").glob("*.md")))
+
+
+@pytest.mark.parametrize("ratio", re.findall(r"\b\d\.\d\d ×", PAGE))
+def test_each_ratio_is_one_that_was_measured(ratio):
+    """A benchmark that is measured anew changes the page, too."""
+    assert f"| {ratio} " in MEASURED
+
+
+def test_the_page_quotes_some_ratios_and_says_what_is_not_known():
+    """Each of the measured pages says that no GPU was measured, and so does this one."""
+    assert len(re.findall(r"\b\d\.\d\d ×", PAGE)) >= 4
+    assert "not on a GPU" in PAGE

@@ -1,0 +1,68 @@
+"""The files by which others join the project say what the project does."""
+
+import datetime
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lossscale_core
+
+ROOT = Path(__file__).parents[2]
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+
+
+def _text(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_each_release_in_the_changelog_has_a_date():
+    """Unreleased stands first, and each version below it has the day of its release, the newest first."""
+    first, *releases = re.findall(r"^## (.+)$", _text("CHANGELOG.md"), flags=re.MULTILINE)
+    assert first == "[Unreleased]"
+    dates = [datetime.date.fromisoformat(re.fullmatch(r"\[\d+\.\d+\.\d+\] - (\S+)", each)[1]) for each in releases]
+    assert dates == sorted(dates, reverse=True)
+
+
+def test_the_citation_is_of_this_version():
+    """CITATION.cff names the version of the package."""
+    assert re.findall(r"^version: (.+)$", _text("CITATION.cff"), flags=re.MULTILINE) == [lossscale_core.__version__]
+
+
+def test_pre_commit_runs_the_linter_of_ci():
+    """The pinned ruff of `nox -s lint`, for both of its commands."""
+    pins = re.findall(r'additional_dependencies: \["([^"]+)"\]', _text(".pre-commit-config.yaml"))
+    assert pins == GROUPS["lint"] * 2
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_the_public_workflows_run_sessions_that_exist(name):
+    """Each session that a workflow names is a function of noxfile.py."""
+    text = _text(f".github/workflows/{name}")
+    listed = re.findall(r"^ {10}- ([a-z]\S*)$", text, flags=re.MULTILINE)
+    asked = {*listed, *re.findall(r"nox -s (\w+)", text)}
+    defined = set(re.findall(r"^def ([a-z]\w*)\(session", _text("noxfile.py"), flags=re.MULTILINE))
+    assert asked
+    assert {re.split(r"[-(]", session)[0] for session in asked} <= defined
+
+
+def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
+    """What the README's command runs, framework by framework, and what is for the night."""
+    text = _text(".github/workflows/ci.yml")
+    frameworks = ("numpy", "torch", "jax", "tensorflow")
+    for session in ("lint", "typing", "conformance", "docs", "build"):
+        assert f"- {session}\n" in text
+    for framework in frameworks:
+        assert f"- tests(framework='{framework}')\n" in text
+        assert f"- oldest(framework='{framework}')\n" in text
+    for python in ("3.12", "3.13"):
+        for framework in set(frameworks) - {"torch"}:
+            assert f"- versions-{python}(framework='{framework}')\n" in text
+
+
+def test_a_bug_report_asks_for_the_output_of_the_command():
+    """The template names `lossscale report`, and says that it holds no data."""
+    template = _text(".github/ISSUE_TEMPLATE/bug_report.yml")
+    assert "lossscale report" in template
+    assert "no data" in template
