@@ -198,6 +198,11 @@ class ScaledLosses:
             _require_same(1.0, past.scale)
         return Origin(past, record, is_same_step=True)
 
+    def optimizer(self, key: int) -> Any:
+        """Return the optimizer with this id, if it is known and alive."""
+        reference = self._known.get(key)
+        return None if reference is None else reference()
+
     def moment(self) -> tuple[int, int | None]:
         """Return a mark that stays the same while no operation is recorded and no scaled loss runs backward."""
         return torch.autograd._get_sequence_nr(), self._backwards.last  # type: ignore[attr-defined]

@@ -64,6 +64,7 @@ class Minimization:
         return info
 
     def _run(self, attempt: Callable[[], StepInfo]) -> StepInfo:
+        """Try until the optimizer's step is applied or no retry is left; a step is skipped for an overflow alone."""
         while True:
             info = attempt()
             applied = info.applied_of(self._optimizer)
@@ -159,15 +160,19 @@ class Minimization:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""
         # Autocast keeps float16 weights until its context ends; around several steps they would be those of the first.
         torch.clear_autocast_cache()
-        group = self._scaler._records.ranks.process_group
-        with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
-            for module in self._protected:
-                watch.see(module)
-            loss = loss_fn()
+        loss = self._watched(loss_fn, points) if self._scaler.is_enabled() else loss_fn()
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {loss!r}; return the loss, a tensor, without scaling it")
         self._scaler.scale(loss).backward()
         return loss.detach()
+
+    def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
+        """Run a loss, and copy the buffers of each module before it runs."""
+        group = self._scaler._records.ranks.process_group
+        with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
+            for module in self._protected:
+                watch.see(module)
+            return loss_fn()
 
     def _require_untouched(self) -> None:
         record = self._scaler._records.by_id.get(id(self._optimizer))

@@ -22,6 +22,7 @@ class _Guarded:
         self.saved: SavedBuffers | None = None
         self.updates = 0
         """The updates since the copy."""
+        self._was_own = False  # whether the first of these was of a step of the module's own parameters
         self._known: dict[int, Module] = {}  # by their ids, which stay theirs while the modules are kept alive
 
     def before_forward(self, module: Module) -> None:
@@ -31,22 +32,29 @@ class _Guarded:
         if id(module) not in self._known:
             self.saved.save(unknown_modules(module, self._known))
 
-    def end_step(self, applied: bool | Tensor) -> None:
+    def end_step(self, applied: bool | Tensor, stepped: set[int], is_same_step: bool) -> None:
         """Put the buffers back where the step was not applied.
 
-        The copy stays for one more update without a forward between: of a second optimizer with the same forward.
+        A copy serves one more update that no forward came before: of another optimizer after the same loss, and of a
+        step of the module's own parameters, where the first was another's. A generator's forward serves both.
         """
         if self.saved is None:
             return
-        if isinstance(applied, Tensor):
-            self.saved.keep_where(applied)
-        elif not applied:
-            self.saved.put_back()
+        if self.updates == 0 or is_same_step or not self._was_own:
+            if isinstance(applied, Tensor):
+                self.saved.keep_where(applied)
+            elif not applied:
+                self.saved.put_back()
         if self.updates:
             self.saved = None
         else:
             self.saved.seal()
-            self.updates = 1
+            self.updates, self._was_own = 1, self._has_any(stepped)
+
+    def _has_any(self, params: set[int]) -> bool:
+        """Return whether one of the parameters, by their ids, is the module's; True where it has none."""
+        own = [id(param) for each in self._known.values() for param in each._parameters.values() if param is not None]
+        return not own or not params.isdisjoint(own)
 
 
 class Protection:
@@ -69,11 +77,15 @@ class Protection:
         """Return the modules that are still alive."""
         return [module for guarded in self._guarded if (module := guarded.module()) is not None]
 
-    def end_step(self, info: StepInfo) -> None:
-        """Put buffers back where the step that `info` tells of was not applied. Does not synchronise."""
+    def end_step(self, info: StepInfo, stepped: set[int], is_same_step: bool) -> None:
+        """Put buffers back where the step that `info` tells of was not applied. Does not synchronise.
+
+        `stepped` are the parameters that had a step, by their ids; `is_same_step` says whether the update before was
+        after the same loss.
+        """
         self._last_step = info
         for guarded in self._guarded:
-            guarded.end_step(info.applied)
+            guarded.end_step(info.applied, stepped, is_same_step)
 
     def before_forward(self, number: int, module: Module) -> None:
         """Copy what the forward of a module may write, if it trains."""

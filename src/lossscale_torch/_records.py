@@ -9,7 +9,7 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._captured import ScaledLosses
 from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host, reduce_max
-from lossscale_torch._gradients import Gradients, grads_of
+from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
 from lossscale_torch._state import CapturedScale, ScalerState
@@ -116,6 +116,12 @@ class OptimizerRecords:
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""
         return all(record["stage"] is READY for record in self.by_id.values())
+
+    def stepped_params(self) -> set[int]:
+        """Return the parameters, by their ids, of the optimizers that were stepped or skipped since the last update."""
+        keys = [key for key, record in self.by_id.items() if record["stage"] is STEPPED]
+        optimizers = [optimizer for key in keys if (optimizer := self.losses.optimizer(key)) is not None]
+        return {id(param) for optimizer in optimizers for param in params_of(optimizer)}
 
     def end(self) -> dict[int, Any]:
         """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""

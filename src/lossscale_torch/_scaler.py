@@ -498,7 +498,7 @@ class GradScaler(TorchNames):
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
         records.ranks.end_step()
-        self._had_no_gradients = not found
+        self._had_no_gradients, is_same_step = not found, self._state.is_mid_step()
         checked = [record for record in found if not record.is_rehearsal]
         if records.are_flags_shared:
             for record in checked:
@@ -510,9 +510,10 @@ class GradScaler(TorchNames):
             info = self._state.update(finite, spiked)
         else:
             info = self._state.stay()
+        stepped = None if self._protection is None else records.stepped_params()
         self._last_step = with_optimizers(info, records.end())
         if self._protection is not None:
-            self._protection.end_step(self._last_step)
+            self._protection.end_step(self._last_step, stepped, is_same_step)
         return self._last_step
 
 

@@ -121,6 +121,10 @@ class ScalerState:
         """Say that the next update belongs to another step than the last."""
         self._before = self._finite = None
 
+    def is_mid_step(self) -> bool:
+        """Return whether the next update belongs to the same step as the last."""
+        return self._before is not None
+
     def update(self, grads_finite: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
         """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise.
 

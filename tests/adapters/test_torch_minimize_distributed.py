@@ -119,14 +119,35 @@ def _unsynchronised_shards(rank, world_size):
         scaler.minimize(optimizer, [lambda: loss(False), lambda: loss(True)], retries=2)
 
 
-def _without_synchronisation(rank, world_size):
+def _synchronised_shards(rank, world_size):
+    """Each micro-batch reduces its gradients, and the second overflows on rank 1 above a scale."""
+    ours, plain = _model(world_size, "fsdp2"), _model(world_size, "fsdp2")
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, plain))
+    scaler, calls = GradScaler("cpu", init_scale=8.0), []
+
+    def loss(number):
+        calls.append(number)
+        spoils = rank == 1 and calls.count(1) in {1, 2} and number == 1
+        return ours(_inputs(rank, number)).square().mean() * (math.inf if spoils else 1.0)
+
+    assert scaler.minimize(first, [partial(loss, 0), partial(loss, 1), partial(loss, 2)], retries=3).applied
+    assert calls == [0, 1, 1, 1, 2]
+    for number in range(3):
+        plain(_inputs(rank, number)).square().mean().backward()
+    second.step()
+    assert all(torch.equal(a, b) for a, b in zip(_local(ours), _local(plain), strict=True))
+    scaler.check_sync()
+
+
+def _accumulate(rank, world_size):
     _micro_batches(rank, world_size)
+    _synchronised_shards(rank, world_size)
     _unsynchronised_shards(rank, world_size)
 
 
-def test_micro_batches_that_do_not_synchronise():
-    """With `process_group` both ranks retry the one that overflowed; without it, and by shards, the call is refused."""
-    _on_ranks(2, _without_synchronisation)
+def test_micro_batches_on_ranks():
+    """Both ranks retry the one that overflowed; without synchronisation only with `process_group`, and never shards."""
+    _on_ranks(2, _accumulate)
 
 
 def _protect(rank, world_size):

@@ -164,6 +164,37 @@ def test_a_forward_that_two_updates_follow(fused):
 
 
 @EITHER_KIND
+@pytest.mark.parametrize("minimizes", [False, True])
+def test_a_step_in_evaluation_mode_takes_nothing_back(minimizes, fused):
+    """What an applied step wrote stays where the next step, whose forward writes nothing, is skipped."""
+    loop = _Loop(fused)
+    assert loop.step().applied
+    before = _buffers(loop.model)
+    loop.model.eval()
+    if minimizes:
+        assert not loop.scaler.minimize(loop.optimizer, lambda: loop.model(X * math.inf).mean()).applied
+    else:
+        assert not loop.step(is_bad=True).applied
+    assert _same(before, _buffers(loop.model))
+
+
+@EITHER_KIND
+def test_two_updates_after_one_loss(fused):
+    """An overflow in the second optimizer puts back what the forward for both has written."""
+    model = _model()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1, fused=fused) for part in model)
+    scaler = GradScaler("cpu", init_scale=8.0, protect=[model])
+    before = _buffers(model)
+    scaler.scale(model(X).square().mean()).backward()
+    model[1].weight.grad[0] = math.inf
+    scaler.step(first)
+    assert scaler.update().applied
+    scaler.step(second)
+    assert not scaler.update().applied
+    assert _same(before, _buffers(model))
+
+
+@EITHER_KIND
 def test_an_edit_by_hand_after_an_update_stays(fused):
     """A module that no forward has run since, and whose statistics were set, is not put back by another's skip."""
     frozen, trained = _model(), _model()
@@ -211,10 +242,8 @@ def test_protecting_waits_no_more_than_the_step_does(fused):
 def test_protecting_runs_where_nothing_can_be_read():
     """On the `meta` device, which has no values."""
     model = _model().to("meta")
-    average = AveragedModel(model)
     optimizer = _FusedOnMeta(model.parameters())
     scaler = GradScaler("meta", policy="dynamic", protect=[model])
-    assert average is not None
     for _ in range(3):
         scaler.scale(model(torch.ones(8, 4, device="meta")).sum()).backward()
         scaler.step(optimizer)
