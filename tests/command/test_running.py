@@ -109,3 +109,14 @@ def test_lossscale_has_the_names_of_the_core():
         assert name in dir(lossscale)
     with pytest.raises(AttributeError, match=r"has no attribute 'GradScalar'; see dir\(lossscale_core\)"):
         lossscale.GradScalar  # noqa: B018
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_can_complete_the_command(shell, monkeypatch):
+    """The line on the command's page prints a script for each shell, and `pol` completes to `policy`."""
+    monkeypatch.setenv("_LOSSSCALE_COMPLETE", f"{shell}_source")
+    assert "_LOSSSCALE_COMPLETE" in _python("-m", "lossscale").stdout
+    monkeypatch.setenv("_LOSSSCALE_COMPLETE", f"{shell}_complete")
+    monkeypatch.setenv("COMP_WORDS", "lossscale pol")
+    monkeypatch.setenv("COMP_CWORD", "pol" if shell == "fish" else "1")
+    assert "policy" in _python("-m", "lossscale").stdout

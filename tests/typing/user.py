@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, assert_type
 import numpy as np
 from numpy.typing import NDArray
 
+import lossscale
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -47,6 +48,13 @@ def report_tolerant(before: TolerantScaleState, after: TolerantScaleState) -> li
     """Do the same with the state that has two counters more."""
     policy = TolerantScaling()
     return [diagnose(policy, after), metrics(after), step_info(before, after), state_to_dict(after), scale(1.0, after)]
+
+
+def by_the_short_name() -> str:
+    """Use the names of the core under the name of the project."""
+    policy = lossscale.DynamicScaling()
+    assert_type(policy, DynamicScaling)
+    return lossscale.diagnose(policy, policy.init_state())
 
 
 def start() -> list[Any]:

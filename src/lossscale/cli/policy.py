@@ -84,10 +84,11 @@ def show(file: Path, as_json: bool) -> None:
 def _meanings(policy_type: type[Any]) -> dict[str, str]:
     """Return the texts below the fields of a policy class and its bases, by field; none where there is no source."""
     found: dict[str, str] = {}
-    for base in reversed(policy_type.__mro__[:-1]):
+    for base in reversed(policy_type.__mro__):
         # A method knows its file. A class only knows `__module__`, which is the public module, not the private one.
-        with contextlib.suppress(OSError, TypeError, AttributeError):
-            lines, _ = inspect.findsource(base.update)
+        method = vars(base).get("update")
+        with contextlib.suppress(OSError):
+            lines = inspect.findsource(method)[0] if inspect.isfunction(method) else []
             for node in ast.parse("".join(lines)).body:
                 if isinstance(node, ast.ClassDef) and node.name == base.__name__:
                     found |= dict(_documented_fields(node.body))
