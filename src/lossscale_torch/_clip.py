@@ -90,16 +90,18 @@ def unscale_and_clip(
         return None
     scale, may_be_below_one = records.scale_of(ours[0])[:2]
     meshes = meshes_of(optimizers)
-    dtypes, are_complex = _kinds_of(optimizers) if meshes else (gradients.dtypes, gradients.are_complex)
+    if meshes and not has_float64(scale.device):
+        return None
+    params = [param for optimizer in optimizers for param in params_of(optimizer)] if meshes else []
+    dtypes, are_complex = _kinds_of(params) if meshes else (gradients.dtypes, gradients.are_complex)
     on_host = (scale.is_cpu and not is_being_recorded()) or not all(map(is_fused, optimizers))
     can_wait = not may_be_below_one and can_stay_on_device(dtypes, how.norm_type, scale.device)
-    if how.needs_torchs(are_complex) or not (on_host or can_wait) or (meshes and not has_float64(scale.device)):
+    if how.needs_torchs(are_complex) or not (on_host or can_wait):
         return None
     agreed = None
     if meshes:
-        params = [param for optimizer in optimizers for param in params_of(optimizer)]
-        waits = not can_wait or (on_host and scale.is_cpu)
-        norms = local_norms(gradients, params, meshes, scale, how.norm_type, stays_on_device=not waits)
+        is_fast_on_host = on_host and scale.is_cpu
+        norms = local_norms(gradients, params, meshes, scale, how.norm_type, can_wait and not is_fast_on_host)
         agreed = records.agreed(optimizers, meshes, norms, how.norm_type)
     clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred, agreed)
     spiked = records.guards.judge(optimizers[0], clipped.norm if clipped.value is None else clipped.value)
@@ -131,9 +133,9 @@ def _note(
         record.grad_scale = clipped.grad_scale
 
 
-def _kinds_of(optimizers: list[Any]) -> tuple[set[torch.dtype], bool]:
+def _kinds_of(params: list[Tensor]) -> tuple[set[torch.dtype], bool]:
     """Return the dtypes of parameters, as those of `Gradients`, and whether some are complex."""
-    dtypes = {param.dtype for optimizer in optimizers for param in params_of(optimizer)}
+    dtypes = {param.dtype for param in params}
     return {each.to_real() for each in dtypes}, any(each.is_complex for each in dtypes)
 
 
