@@ -41,7 +41,7 @@ class Clipping(NamedTuple):
         norm = norm.full_tensor() if is_dtensor(norm) else norm
         if not self.is_measuring:
             torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-        return norm  # type: ignore[no-any-return]
+        return norm
 
     def raise_nonfinite(self) -> None:
         """Raise torch's error for a norm that is not finite."""

@@ -37,9 +37,9 @@ def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 def _flattened_groups(mesh: Any) -> list[Any]:
     """Return the process groups of exactly the ranks of a mesh that exist already; making one would be a collective."""
-    if mesh.size() == torch.distributed.get_world_size():
-        return [torch.distributed.group.WORLD]
+    covers_all = mesh.size() == torch.distributed.get_world_size()
     # `mesh._flatten()` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
     flattened = [each for each in mesh._get_root_mesh()._flatten_mapping.values() if each.size() == mesh.size()]
     ranks = set(mesh.mesh.flatten().tolist()) if flattened else set()
-    return [each.get_group() for each in flattened if set(each.mesh.tolist()) == ranks]
+    groups = [each.get_group() for each in flattened if set(each.mesh.tolist()) == ranks]
+    return [torch.distributed.group.WORLD, *groups] if covers_all else groups
