@@ -205,7 +205,8 @@ class Ranks:
 
     def groups_of(self, optimizer: Any) -> tuple[Any, ...]:
         """Return what an optimizer's flags are combined over: process groups, or the scaler's part in `Join`."""
-        return tuple(dict.fromkeys((*mesh_groups(optimizer), *self.own_groups())))
+        groups = mesh_groups(optimizer)
+        return groups if self.process_group is None else tuple(dict.fromkeys((*groups, *self.own_groups())))
 
     def own_groups(self) -> tuple[Any, ...]:
         """Return what all flags are combined over besides meshes: `process_group`, or the scaler's part in `Join`."""

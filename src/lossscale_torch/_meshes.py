@@ -32,7 +32,8 @@ def groups_over(mesh: Any) -> list[Any]:
 
 def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
-    return tuple(dict.fromkeys(group for mesh in meshes_of([optimizer]) for group in groups_over(mesh)))
+    meshes = meshes_of([optimizer])
+    return tuple(dict.fromkeys(group for mesh in meshes for group in groups_over(mesh))) if meshes else ()
 
 
 def _flattened_groups(mesh: Any) -> list[Any]:
