@@ -1,5 +1,6 @@
 """Clipping sharded gradients: norm and decision of all ranks in one collective for each mesh, on gloo ranks."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -69,19 +70,20 @@ def _whole(params):
 
 
 def _clip(params, norm_type=2.0, *, fused=False, calls=1, max_norm=0.5, how="clip", **kwargs):
-    """Clip and step; return the norm and whether the step was applied, having counted the collectives."""
+    """Clip and step; return the norm and whether the step was applied, having counted the collectives if `calls`."""
     make = _FusedSGD if fused else torch.optim.SGD
     optimizers = [make([param], lr=1.0) for param in params] if how == "joint" else [make(params, lr=1.0)]
     scaler = kwargs.pop("kind", GradScaler)("cpu", init_scale=SCALE, **kwargs)
     scaler.scale(torch.ones(()))
-    with CommDebugMode() as collectives:
+    collectives = CommDebugMode()
+    with nullcontext() if calls is None else collectives:
         if how == "deferred":
             norm = scaler.clip_and_step(optimizers[0], max_norm, norm_type)
         else:
             norm = scaler.unscale_and_clip_(optimizers[0] if how == "clip" else optimizers, max_norm, norm_type)
             for optimizer in optimizers:
                 scaler.step(optimizer)
-    assert collectives.get_total_counts() == calls, collectives.get_comm_counts()
+    assert calls is None or collectives.get_total_counts() == calls, collectives.get_comm_counts()
     assert type(norm) is torch.Tensor
     applied = bool(scaler.update().applied)
     scaler.check_sync()
@@ -143,6 +145,9 @@ def _shard_over_two(rank, world_size):
     for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "deferred", "joint")):
         _require_torchs(uneven(), norm_type, fused=fused, how=how)
     _require_torchs(uneven(), 20.0)
+    for how in ("clip", "deferred"):  # beside no dispatch mode, under which nothing is read on the host
+        _require_torchs(uneven(), 2.0, fused=True, how=how, calls=None)
+        _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how=how, calls=None)
     for culprit, by, fused, how in product((0, 1), (INF, NAN), (False, True), ("clip", "deferred")):
         _require_skipped(uneven(), rank, culprit, by=by, fused=fused, how=how)
     for fused, norm_type in product((False, True), (2.0, 3.0)):
@@ -167,10 +172,9 @@ def _overflow_nothing(params, norm_type, fused):
 
 def _lack_gradients(params, rank, norm_type, fused):
     """Clip on a rank without gradients, which joins the others and learns what they found."""
-    for param in params:
-        expected = torch.nn.utils.get_total_norm(_whole(params), norm_type).item()
-        if rank == 1 and param.shape[0] == 1:  # of which this rank holds nothing
-            param.grad = None
+    expected = torch.nn.utils.get_total_norm(_whole(params), norm_type).item()
+    if rank == 1:
+        params[1].grad = None  # of which this rank holds nothing
     norm, applied = _clip(params, norm_type, fused=fused)
     assert applied
     assert norm == pytest.approx(expected, rel=1e-5)
