@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from lossscale_core import LARGEST_SCALE
-from lossscale_torch._decision import OptimizerRecord, found_inf, mesh_groups, with_spike
-from lossscale_torch._gradients import Gradients, params_of
-from lossscale_torch._norm import can_stay_on_device, norm_on_device, unscaled_norm
+from lossscale_torch._decision import OptimizerRecord, found_inf, with_spike
+from lossscale_torch._gradients import Gradients, is_dtensor, params_of
+from lossscale_torch._meshes import meshes_of
+from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_device, unscaled_norm
 from lossscale_torch._optimizers import is_being_recorded, is_fused
 from lossscale_torch._records import OptimizerRecords
+from lossscale_torch._sharded_norm import Agreed, local_norms
 
 
 class Clipping(NamedTuple):
@@ -27,17 +29,19 @@ class Clipping(NamedTuple):
         """Whether the norm is wanted only, and the gradients stay as they are."""
         return math.isinf(self.max_norm)
 
-    def needs_torchs(self, gradients: Gradients) -> bool:
+    def needs_torchs(self, are_complex: bool) -> bool:
         """Return whether the norm proves nothing, or is that of complex numbers and not of their parts."""
-        return not self.norm_type > 0.0 or (self.norm_type != 2.0 and gradients.are_complex)
+        return not self.norm_type > 0.0 or (self.norm_type != 2.0 and are_complex)
 
     def apply_torchs(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
-        """Clip gradients that are unscaled already, as torch does."""
+        """Clip gradients that are unscaled already, as torch does; return their norm, on every rank the whole."""
         params = [param for optimizer in optimizers for param in params_of(optimizer)]
-        if self.is_measuring:
-            grads = [param.grad for param in params if param.grad is not None]
-            return torch.nn.utils.get_total_norm(grads, self.norm_type, self.error_if_nonfinite)
-        return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
+        grads = [param.grad for param in params if param.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(grads, self.norm_type, self.error_if_nonfinite)
+        norm = norm.full_tensor() if is_dtensor(norm) else norm
+        if not self.is_measuring:
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+        return norm
 
     def raise_nonfinite(self) -> None:
         """Raise torch's error for a norm that is not finite."""
@@ -78,31 +82,61 @@ def unscale_and_clip(
     """Unscale and clip with one read, and note what was found; return the norm, or None where one read cannot do it.
 
     That is where it cannot both take the norm and tell whether the gradients are finite. With `is_deferred` a fused
-    optimizer is left to multiply.
+    optimizer is left to multiply. Ranks that share a mesh come to the same answer, whatever gradients each of them has.
     """
     ours: list[OptimizerRecord] = [records.by_id[id(optimizer)] for optimizer in optimizers]
     gradients = Gradients.to_unscale(optimizers, allow_half)  # refuses before any of them is unscaled
-    if any(record.captured is not ours[0].captured for record in ours) or any(map(mesh_groups, optimizers)):
+    if any(record.captured is not ours[0].captured for record in ours):
         return None
     scale, may_be_below_one = records.scale_of(ours[0])[:2]
-    on_host = (scale.is_cpu and not is_being_recorded()) or not all(map(is_fused, optimizers))
-    can_wait = not may_be_below_one and can_stay_on_device(gradients, how.norm_type, scale.device)
-    if how.needs_torchs(gradients) or not (on_host or can_wait):
+    meshes = meshes_of(optimizers)
+    if meshes and not has_float64(scale.device):
         return None
-    clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred)
+    params = [param for optimizer in optimizers for param in params_of(optimizer)] if meshes else []
+    dtypes, are_complex = _kinds_of(params) if meshes else (gradients.dtypes, gradients.are_complex)
+    on_host = (scale.is_cpu and not is_being_recorded()) or not all(map(is_fused, optimizers))
+    can_wait = not may_be_below_one and can_stay_on_device(dtypes, how.norm_type, scale.device)
+    if how.needs_torchs(are_complex) or not (on_host or can_wait):
+        return None
+    agreed = None
+    if meshes:
+        is_fast_on_host = on_host and scale.is_cpu
+        norms = local_norms(gradients, params, meshes, scale, how.norm_type, can_wait and not is_fast_on_host)
+        agreed = records.agreed(optimizers, meshes, norms, how.norm_type)
+    clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred, agreed)
     spiked = records.guards.judge(optimizers[0], clipped.norm if clipped.value is None else clipped.value)
-    flag = clipped.found_inf if spiked is False else with_spike(clipped.found_inf, spiked)
-    known = None if clipped.value is None or isinstance(spiked, Tensor) else math.isfinite(clipped.value) and not spiked
-    for optimizer, record in zip(optimizers, ours, strict=True):
-        found = {scale.device: flag.clone()} if gradients.buckets else {}
-        records.note(optimizer, record, found, known)
-        record.is_judged = True
-        if known is False and not record.is_combined:
-            record.spiked = spiked is True
-        record.grad_scale = clipped.grad_scale
+    _note(records, optimizers, clipped, spiked, has_none=not gradients.buckets, agreed=agreed)
     if how.error_if_nonfinite and bool(clipped.found_inf):
         how.raise_nonfinite()
     return clipped.norm
+
+
+def _note(
+    records: OptimizerRecords,
+    optimizers: list[Any],
+    clipped: Clipped,
+    spiked: bool | Tensor,
+    has_none: bool,
+    agreed: Agreed | None,
+) -> None:
+    """Note for each optimizer what was found, and what is left to a fused one."""
+    flag = clipped.found_inf if spiked is False else with_spike(clipped.found_inf, spiked)
+    known = None if clipped.value is None or isinstance(spiked, Tensor) else math.isfinite(clipped.value) and not spiked
+    for place, optimizer in enumerate(optimizers):
+        record: OptimizerRecord = records.by_id[id(optimizer)]
+        if agreed is None:
+            found = {} if has_none else {flag.device: flag.clone()}
+            records.note(optimizer, record, found, known, spiked is True)
+        else:
+            records.note_agreed(optimizer, record, agreed, place, flag, has_none, known, spiked is True)
+        record.is_judged = True
+        record.grad_scale = clipped.grad_scale
+
+
+def _kinds_of(params: list[Tensor]) -> tuple[set[torch.dtype], bool]:
+    """Return the dtypes of parameters, as those of `Gradients`, and whether some are complex."""
+    dtypes = {param.dtype for param in params}
+    return {each.to_real() for each in dtypes}, any(each.is_complex for each in dtypes)
 
 
 def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: Clipping) -> Tensor:
@@ -117,9 +151,11 @@ def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: 
     return norm
 
 
-def _clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+def _clip_on_host(
+    gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool, agreed: Agreed | None
+) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Synchronises with the host once."""
-    norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type)
+    norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type) if agreed is None else agreed.read(scale)
     finite, grad_scale = math.isfinite(norm), None
     if finite:
         factor = min(1.0, how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
@@ -132,9 +168,11 @@ def _clip_on_host(gradients: Gradients, scale: Tensor, how: Clipping, is_deferre
     return Clipped(torch.tensor(norm, dtype=dtype, device=scale.device), found, norm, grad_scale)
 
 
-def _clip_on_device(gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool) -> Clipped:
+def _clip_on_device(
+    gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool, agreed: Agreed | None
+) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Does not synchronise."""
-    norm = norm_on_device(gradients, how.norm_type, scale.device) / scale
+    norm = norm_on_device(gradients, how.norm_type, scale.device) / scale if agreed is None else agreed.norm
     finite = torch.isfinite(norm)
     factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
     grad_scale = None

@@ -1,7 +1,6 @@
 """One answer for all: flags of devices, ranks, mesh axes and joint optimizers become one decision on a step."""
 
 import math
-import sys
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +10,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from lossscale_core.errors import SyncError
-from lossscale_torch._gradients import is_dtensor, moved, params_of
+from lossscale_torch._gradients import moved, params_of
 from lossscale_torch._join import JoinedScaler
+from lossscale_torch._meshes import mesh_groups
 from lossscale_torch._optimizers import weak_reference
 
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
@@ -67,11 +67,11 @@ class OptimizerRecord(dict[str, Any]):
         """Return the record of an optimizer that was not touched since the last update."""
         return cls(stage=READY, found_inf_per_device={})
 
-    def note(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
+    def note(self, found: dict[Any, Tensor], finite: bool | None = None, spiked: bool = False) -> None:
         """Take over the flags of a check, and forget what an earlier one has found."""
         self["found_inf_per_device"] = found
         self["stage"] = UNSCALED
-        self.finite, self.spiked, self.is_judged, self.grad_scale = finite, False, False, None
+        self.finite, self.spiked, self.is_judged, self.grad_scale = finite, spiked, False, None
 
     def raise_spike(self, spiked: bool | Tensor) -> None:
         """Raise the flags of gradients that are finite where a guard, which has judged them, refuses their norm."""
@@ -157,20 +157,23 @@ class Order:
         self._met: dict[int, Tensor] = {}
         self._count = 0
 
-    def combine(
-        self, optimizer: Any, found: dict[Any, Tensor], counts: bool, groups: Iterable[Any], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return a check's flags, and whether its step counts, combined over the ranks of each group, on `device`.
+    def message(self, optimizer: Any, flag: Tensor, counts: bool) -> Tensor:
+        """Return what this rank tells others of a check, on the device of its flag: the largest of each number counts.
+
+        float32, of the shape `(6,)`.
+        """
+        message = self._message_of(optimizer, flag.device).clone()
+        message[0] = flag
+        if not counts:
+            message[1] = 0.0
+        return message
+
+    def combine(self, optimizer: Any, message: Tensor, groups: Iterable[Any]) -> tuple[Tensor, Tensor]:
+        """Return the flag of a message, and whether its step counts, combined in place over the ranks of each group.
 
         All ranks of a group must call. The flag is infinite where ranks check different optimizers. Does not
         synchronise.
         """
-        flags = [moved(flag, device) for flag in found.values()]
-        flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
-        message = self._message_of(optimizer, device).clone()
-        message[0] = flag
-        if not counts:
-            message[1] = 0.0
         for group in groups:
             reduce_max(message[0] if isinstance(group, JoinedScaler) else message, [group])
         differs, pair = message[2] != -message[3], message[4:]
@@ -203,22 +206,28 @@ class Ranks:
     def groups_of(self, optimizer: Any) -> tuple[Any, ...]:
         """Return what an optimizer's flags are combined over: process groups, or the scaler's part in `Join`."""
         groups = mesh_groups(optimizer)
+        return groups if self.process_group is None else tuple(dict.fromkeys((*groups, *self.own_groups())))
+
+    def own_groups(self) -> tuple[Any, ...]:
+        """Return what all flags are combined over besides meshes: `process_group`, or the scaler's part in `Join`."""
         if self.process_group is None:
-            return groups
+            return ()
         require_member(self.process_group)
         is_joined = self.joined is not None and self.joined.is_enabled()
-        return (*groups, self.joined if is_joined else self.process_group)
+        return (self.joined if is_joined else self.process_group,)
 
     def end_step(self) -> None:
         """Tell ranks that have run out of inputs that no more flags come in this step."""
         if self.joined is not None and self.joined.is_enabled():
             self.joined.end_step()
 
-    def combine(
-        self, optimizer: Any, found: dict[Any, Tensor], counts: bool, groups: tuple[Any, ...], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return a check's flags, and whether its step counts, combined over the groups; see `Order.combine`."""
-        return self._order.combine(optimizer, found, counts, groups, device)
+    def message(self, optimizer: Any, flag: Tensor, counts: bool) -> Tensor:
+        """Return what this rank tells others of a check; see `Order.message`."""
+        return self._order.message(optimizer, flag, counts)
+
+    def combine(self, optimizer: Any, message: Tensor, groups: Iterable[Any]) -> tuple[Tensor, Tensor]:
+        """Return a message's flag, and whether its step counts, combined over the groups; see `Order.combine`."""
+        return self._order.combine(optimizer, message, groups)
 
 
 def require_member(group: Any) -> None:
@@ -243,12 +252,3 @@ def _number_of_shapes(optimizer: Any) -> float:
     """Return a number made of the class of an optimizer and its parameters' shapes, which float32 holds exactly."""
     text = repr((type(optimizer).__name__, [tuple(param.shape) for param in params_of(optimizer)]))
     return float(zlib.crc32(text.encode()) & 0xFFFFFF)
-
-
-def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
-    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
-        return ()  # a device mesh needs DTensor and several processes
-    params: list[Any] = [*params_of(optimizer)]
-    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
-    return tuple(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))

@@ -28,9 +28,15 @@ class Gradients:
             self.buckets = [grads]
         else:
             self.are_complex = any(grad.is_complex() for grad in grads)
-            self.buckets = buckets(
-                [_writable_values(param) for optimizer in optimizers for param in params_of(optimizer)]
-            )
+            self.buckets = buckets(_writable_values(param) for each in optimizers for param in params_of(each))
+
+    @classmethod
+    def of_params(cls, params: Iterable[Tensor]) -> "Gradients":
+        """Return the gradients of some parameters."""
+        gradients = cls(())
+        gradients.buckets = buckets(map(_writable_values, params))
+        gradients.are_complex = any(param.grad is not None and param.grad.is_complex() for param in params)
+        return gradients
 
     @classmethod
     def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":

@@ -41,9 +41,17 @@ def unscaled_norm(gradients: Gradients, scale: Tensor, norm_type: float) -> Unsc
     return UnscaledNorm(norm / loss_scale, loss_scale)
 
 
-def can_stay_on_device(gradients: Gradients, norm_type: float, device: torch.device) -> bool:
-    """Return whether `norm_on_device` is finite if and only if every gradient is: float64 must exist and have room."""
-    if device.type not in _HAVE_FLOAT64 or torch.float64 in gradients.dtypes:
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device can compute in float64."""
+    return device.type in _HAVE_FLOAT64
+
+
+def can_stay_on_device(dtypes: set[torch.dtype], norm_type: float, device: torch.device) -> bool:
+    """Return whether `norm_on_device` is finite if and only if every gradient is: float64 must exist and have room.
+
+    `dtypes` are those of the gradients.
+    """
+    if not has_float64(device) or torch.float64 in dtypes:
         return False
     return math.isinf(norm_type) or norm_type <= _LARGEST_ORDER
 

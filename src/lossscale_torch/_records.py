@@ -1,6 +1,7 @@
 """What is known of each optimizer since the last update: whose gradients it holds, and what was found of them."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._captured import ScaledLosses
 from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host, reduce_max
-from lossscale_torch._gradients import Gradients, grads_of, params_of
+from lossscale_torch._gradients import Gradients, grads_of, moved, params_of
 from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
+from lossscale_torch._sharded_norm import Agreed, agree
 from lossscale_torch._state import CapturedScale, ScalerState
 
 
@@ -65,23 +67,80 @@ class OptimizerRecords:
         """Return the loss scale that a record's gradients were made with."""
         return self.losses.scale_of(record, self._state)
 
-    def note(self, optimizer: Any, record: OptimizerRecord, found: dict[Any, Tensor], known: Any = None) -> None:
+    def note(
+        self,
+        optimizer: Any,
+        record: OptimizerRecord,
+        found: dict[Any, Tensor],
+        known: bool | None = None,
+        spiked: bool = False,
+    ) -> None:
         """Record what a check found, combined over the ranks that must decide alike; nothing found leaves it ready.
 
-        `known` is what the host knows of it already: True if every gradient is finite.
+        `known` is what the host knows of it already: True if every gradient is finite and no spike; `spiked` is why
+        they are refused.
         """
         groups = self.ranks.groups_of(optimizer)
-        record.had_none, record.moment, record.is_combined = not found, self.losses.moment(), bool(groups)
-        may_rehearse = bool(found or groups) and has_zero_rates(optimizer) and not is_being_recorded()
-        counts = not (may_rehearse and Gradients([optimizer]).are_zero())
         if groups:
-            device = self._state.device
-            flag, any_counts = self.ranks.combine(optimizer, found, counts, groups, device)
-            found, known, counts = {device: flag}, None, counts or bool(any_counts)
-        record.is_rehearsal = not counts
+            flags = [moved(flag, self.device) for flag in found.values()]
+            flag = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=self.device)
+            self._note_message(optimizer, record, self._message(optimizer, flag), groups, had_none=not found)
+            return
+        record.had_none, record.moment, record.is_combined = not found, self.losses.moment(), False
+        record.is_rehearsal = bool(found) and _is_rehearsal(optimizer)
         if found:
-            record.note(found, known)
-        if groups and device.type == "cpu":
+            record.note(found, known, spiked)
+
+    def agreed(self, optimizers: list[Any], meshes: list[Any], norms: list[Tensor], norm_type: float) -> Agreed:
+        """Return what the ranks of the meshes know together; `norms` is what this rank adds to the norm on each mesh.
+
+        The norm is NaN where ranks clip different optimizers at once: `note_agreed` tells.
+        """
+        no_flag = torch.zeros((), dtype=torch.float32, device=self.device)
+        messages = torch.stack([self._message(optimizer, no_flag) for optimizer in optimizers])
+        agreed = agree(norms, messages, meshes, norm_type)
+        flags = [self.ranks.combine(*each, groups=())[0] for each in zip(optimizers, agreed.messages, strict=True)]
+        return agreed._replace(norm=torch.where(torch.isinf(torch.stack(flags)).any(), torch.nan, agreed.norm))
+
+    def note_agreed(
+        self,
+        optimizer: Any,
+        record: OptimizerRecord,
+        agreed: Agreed,
+        place: int,
+        flag: Tensor,
+        has_none: bool,
+        known: bool | None,
+        spiked: bool,
+    ) -> None:
+        """Record what the ranks of an optimizer's meshes found together; its message is the one at `place`."""
+        message = agreed.messages[place].clone()
+        message[0] = flag
+        groups = [group for group in self.ranks.own_groups() if group not in agreed.groups]
+        if groups or not (known or spiked):
+            known = None  # the flag tells of an overflow elsewhere, or of ranks that differ
+        self._note_message(optimizer, record, message, groups, has_none, known, spiked and known is False)
+
+    def _message(self, optimizer: Any, flag: Tensor) -> Tensor:
+        """Return what this rank tells the others of a check; see `Order.message`."""
+        return self.ranks.message(optimizer, flag, counts=not _is_rehearsal(optimizer))
+
+    def _note_message(
+        self,
+        optimizer: Any,
+        record: OptimizerRecord,
+        message: Tensor,
+        groups: Iterable[Any],
+        had_none: bool,
+        known: bool | None = None,
+        spiked: bool = False,
+    ) -> None:
+        """Record what ranks found together, once their messages are combined over the groups, too; see `note`."""
+        record.had_none, record.moment, record.is_combined = had_none, self.losses.moment(), True
+        flag, counts = self.ranks.combine(optimizer, message, groups)
+        record.is_rehearsal = _may_rehearse(optimizer) and not bool(counts)
+        record.note({self.device: flag}, known, spiked)
+        if known is None and self.device.type == "cpu":
             known_on_host(record)  # reading costs no wait here, so ranks that differ are told at once
 
     def judge(self, optimizers: list[Any], norm: Tensor) -> None:
@@ -153,3 +212,12 @@ class OptimizerRecords:
 def new_records() -> defaultdict[int, Any]:
     """Return the records of no optimizer yet."""
     return defaultdict(OptimizerRecord.fresh)
+
+
+def _may_rehearse(optimizer: Any) -> bool:
+    return has_zero_rates(optimizer) and not is_being_recorded()
+
+
+def _is_rehearsal(optimizer: Any) -> bool:
+    """Return whether a step would move nothing on this rank, and so may only make the optimizer allocate its state."""
+    return _may_rehearse(optimizer) and Gradients([optimizer]).are_zero()

@@ -178,7 +178,8 @@ class GradScaler(TorchNames):
         In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The read that yields the norm proves the gradients
         finite; where they are not, neither is the norm, the gradients stay as they are and the step will be skipped.
         Synchronises with the host once for an ordinary optimizer, for a fused one on a CUDA device only if
-        `error_if_nonfinite`. Disabled, it clips.
+        `error_if_nonfinite`. The norm of parameters on device meshes is that of all ranks; norm and decision take one
+        collective for each mesh, and every rank of it must call. Disabled, it clips.
 
         Args:
             optimizer: One, or several to clip by the norm of all their gradients together; then an overflow in one of

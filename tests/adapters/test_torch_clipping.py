@@ -111,7 +111,7 @@ def test_the_norm_on_a_device_is_the_norm_on_the_host(norm_type, size, dtype):
     """Finite exactly where the gradients are, without a second look."""
     grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
     gradients = Gradients([torch.optim.SGD(_params(*grads))])
-    assert can_stay_on_device(gradients, norm_type, torch.device("cpu"))
+    assert can_stay_on_device(gradients.dtypes, norm_type, torch.device("cpu"))
     on_device = norm_on_device(gradients, norm_type, torch.device("cpu")).item()
     on_host = unscaled_norm(gradients, torch.ones(()), norm_type).value
     assert on_device == pytest.approx(on_host, rel=1e-5, nan_ok=True)

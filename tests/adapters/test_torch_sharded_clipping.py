@@ -1,0 +1,379 @@
+"""Clipping sharded gradients: norm and decision of all ranks in one collective for each mesh, on gloo ranks."""
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lossscale_core import SpikeGuard
+from lossscale_core.errors import SyncError
+from lossscale_torch import GradScaler
+from tests.adapters.test_torch_distributed import _local, _on_ranks
+
+INF, NAN = float("inf"), float("nan")
+SCALE = 8.0
+ORDERS = (2.0, 1.0, 3.0, INF)
+
+
+class _HookedScaler(GradScaler):
+    """A scaler with an unscaling of its own, as frameworks have it; it is clipped by torch's functions."""
+
+    def _unscale_grads_(self, *args, **kwargs):
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+class _FusedSGD(torch.optim.SGD):
+    """SGD that takes the factor and the flag itself; torch's fused kernels refuse parameters of several meshes."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Subtract the gradients where the flag is down."""
+        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        for param, grad in zip(_local_of(params), _local_of([param.grad for param in params]), strict=True):
+            grad = grad if self.grad_scale is None else grad / self.grad_scale
+            param.sub_(torch.where(self.found_inf == 0.0, grad, 0.0))
+
+
+def _shards(*sizes, mesh, placements, seed=0):
+    """Return parameters of these sizes; every process draws the same gradients, multiplied by the loss scale."""
+    torch.manual_seed(seed)
+    params = []
+    for size in sizes:
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(size), mesh, placements))
+        param.grad = distribute_tensor(torch.randn(size) * SCALE, mesh, placements)
+        params.append(param)
+    return params
+
+
+def _plain(*sizes):
+    params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    for param in params:
+        param.grad = torch.arange(1.0, param.numel() + 1.0).view_as(param) * SCALE
+    return params
+
+
+def _whole(params):
+    """Return the unscaled gradients, whole and copied."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return [(each.full_tensor() if isinstance(each, DTensor) else each).clone() / SCALE for each in grads]
+
+
+def _clip(params, norm_type=2.0, *, fused=False, calls=1, max_norm=0.5, how="clip", **kwargs):
+    """Clip and step; return the norm and whether the step was applied, having counted the collectives if `calls`."""
+    make = _FusedSGD if fused else torch.optim.SGD
+    optimizers = [make([param], lr=1.0) for param in params] if how == "joint" else [make(params, lr=1.0)]
+    scaler = kwargs.pop("kind", GradScaler)("cpu", init_scale=SCALE, **kwargs)
+    scaler.scale(torch.ones(()))
+    collectives = CommDebugMode()
+    with nullcontext() if calls is None else collectives:
+        if how == "deferred":
+            norm = scaler.clip_and_step(optimizers[0], max_norm, norm_type)
+        else:
+            norm = scaler.unscale_and_clip_(optimizers[0] if how == "clip" else optimizers, max_norm, norm_type)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+    assert calls is None or collectives.get_total_counts() == calls, collectives.get_comm_counts()
+    assert type(norm) is torch.Tensor
+    applied = bool(scaler.update().applied)
+    scaler.check_sync()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (norm.item(), applied))
+    assert len({repr(each) for each in everyone}) == 1, everyone
+    return norm.item(), applied
+
+
+def _require_torchs(params, norm_type, **kwargs):
+    """Clip; the norm is that of the whole gradients, and the step has moved each parameter by them, clipped to 0.5."""
+    grads, before = _whole(params), [each.clone() for each in _local_of(params)]
+    expected = torch.nn.utils.get_total_norm(grads, norm_type).item()
+    parts = [each.clone() / SCALE for each in _local_of([_summed(param.grad) for param in params])]
+    norm, applied = _clip(params, norm_type, **kwargs)
+    assert applied
+    assert norm == pytest.approx(expected, rel=1e-5)
+    factor = min(1.0, 0.5 / expected)
+    for after, grad, was in zip(_local_of(params), parts, before, strict=True):
+        torch.testing.assert_close(was - after, factor * grad, rtol=1e-4, atol=1e-6)
+
+
+def _summed(grad):
+    is_partial = isinstance(grad, DTensor) and grad.placements == (Partial(),)
+    return grad.redistribute(placements=[Replicate()]) if is_partial else grad
+
+
+def _local_of(tensors):
+    return [each.to_local() if isinstance(each, DTensor) else each for each in (t.detach() for t in tensors)]
+
+
+def _require_skipped(params, rank, culprit, **kwargs):
+    """Clip gradients of which one rank's are spoiled: nobody steps, and nothing has changed."""
+    before = [each.clone() for each in _local_of(params)]
+    if rank == culprit:
+        next(grad for grad in _local_of([param.grad for param in params]) if grad.numel()).flatten()[0] = kwargs.pop(
+            "by"
+        )
+    kwargs.pop("by", None)
+    grads = [each.clone() for each in _local_of([param.grad for param in params])]
+    norm, applied = _clip(params, **kwargs)
+    assert not applied
+    assert not torch.isfinite(torch.tensor(norm))
+    if kwargs.get("kind") is None:
+        for now, was in zip(_local_of([param.grad for param in params]), grads, strict=True):
+            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, _local_of(params), strict=True))
+
+
+# --- one mesh of one dimension
+
+
+def _shard_over_two(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def uneven():
+        return _shards((5, 3), (1, 2), mesh=mesh, placements=[Shard(0)])  # rank 1 has two rows and none
+
+    for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "deferred", "joint")):
+        _require_torchs(uneven(), norm_type, fused=fused, how=how)
+    _require_torchs(uneven(), 20.0)
+    for how in ("clip", "deferred"):  # beside no dispatch mode, under which nothing is read on the host
+        _require_torchs(uneven(), 2.0, fused=True, how=how, calls=None)
+        _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how=how, calls=None)
+    for culprit, by, fused, how in product((0, 1), (INF, NAN), (False, True), ("clip", "deferred")):
+        _require_skipped(uneven(), rank, culprit, by=by, fused=fused, how=how)
+    for fused, norm_type in product((False, True), (2.0, 3.0)):
+        _overflow_nothing(uneven(), norm_type, fused)
+        _lack_gradients(uneven(), rank, norm_type, fused)
+    _mix_with_others(mesh, rank)
+    _train_modules(mesh, rank)
+    _fall_back(uneven, rank)
+    _guard(uneven)
+    _clip_different_optimizers(uneven, rank)
+
+
+def _overflow_nothing(params, norm_type, fused):
+    """Clip large finite gradients, whose powers overflow float32."""
+    for param in params:
+        param.grad = param.grad.sign() * 1e30
+    whole = [grad.double() for grad in _whole(params)]
+    norm, applied = _clip(params, norm_type, fused=fused)
+    assert applied
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(whole, norm_type).item(), rel=1e-5)
+
+
+def _lack_gradients(params, rank, norm_type, fused):
+    """Clip on a rank without gradients, which joins the others and learns what they found."""
+    expected = torch.nn.utils.get_total_norm(_whole(params), norm_type).item()
+    if rank == 1:
+        params[1].grad = None  # of which this rank holds nothing
+    norm, applied = _clip(params, norm_type, fused=fused)
+    assert applied
+    assert norm == pytest.approx(expected, rel=1e-5)
+    for param in params:
+        param.grad = None if rank == 1 else torch.full_like(param, NAN)
+    assert not _clip(params, norm_type, fused=fused)[1]
+    for param in params:
+        param.grad = None
+    assert _clip(params, norm_type, fused=fused) == (0.0, True)
+
+
+def _mix_with_others(mesh, rank):
+    """Clip replicated, plain and partial gradients beside sharded ones: each counts once, partial ones as their sum."""
+    for fused, norm_type in product((False, True), ORDERS):
+        shards = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
+        copies = _shards((3, 2), mesh=mesh, placements=[Replicate()], seed=1)
+        _require_torchs([*shards, *copies, *_plain(2)], norm_type, fused=fused)
+    for fused in (False, True):
+        shards = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
+        summed = _shards((3,), mesh=mesh, placements=[Replicate()])
+        summed[0].grad = DTensor.from_local(torch.full((3,), SCALE * (1 + rank)), mesh, [Partial()])
+        _require_torchs([*shards, *summed], 2.0, fused=fused, calls=2)  # the sum itself is one
+        _require_skipped([*shards, *_plain(2)], rank, 1, by=NAN, fused=fused)
+    grouped = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
+    _require_torchs(grouped, 2.0, process_group=dist.group.WORLD)  # the same ranks are not asked twice
+    grouped = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    _require_torchs(grouped, 2.0, process_group=alone, calls=2)
+
+
+def _train_modules(mesh, rank):
+    """Train under `fully_shard`, offloaded to the host or not; one rank's overflow skips on both."""
+    for kwargs, fused in product(({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}), (False, True)):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
+        fully_shard(module, mesh=mesh, **kwargs)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
+        scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=100)
+        for step in range(4):
+            optimizer.zero_grad()
+            images = torch.full((2, 5), INF if step == 2 and rank == 1 else 1.0 + rank)
+            scaler.scale(module(images).square().mean()).backward()
+            expected = torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in module.parameters()])
+            before = [each.clone() for each in _local(module)]
+            with CommDebugMode() as collectives:
+                norm = scaler.unscale_and_clip_(optimizer, 1.0)
+                scaler.step(optimizer)
+            assert collectives.get_total_counts() == 1
+            assert bool(scaler.update().applied) == (step != 2)
+            assert any(map(torch.equal, before, _local(module))) == (step == 2) or rank == 1
+            if step < 2:
+                assert norm.item() == pytest.approx(expected.item() / SCALE, rel=1e-5)
+            scaler.check_sync()
+
+
+def _fall_back(make, rank):
+    """Clip what one read cannot: through torch's functions, and with the same result."""
+    for fused in (False, True):
+        _require_torchs(make(), 2.0, fused=fused, kind=_HookedScaler, calls=2)
+        _require_skipped(make(), rank, 1, by=NAN, fused=fused, kind=_HookedScaler, calls=2)
+
+
+def _guard(make):
+    """Let the guard judge the norm of all ranks, which asks nobody anew."""
+    for fused in (False, True):
+        guard = SpikeGuard(warmup=2)
+        params = make()
+        optimizer = (_FusedSGD if fused else torch.optim.SGD)(params, lr=1e-3)
+        scaler = GradScaler("cpu", init_scale=SCALE, guard=guard)
+        for step in range(5):
+            for param, fresh in zip(params, make(), strict=True):
+                param.grad = fresh.grad * (1e4 if step == 4 else 1.0)
+            scaler.scale(torch.ones(()))
+            with CommDebugMode() as collectives:
+                scaler.step(optimizer)
+            assert collectives.get_total_counts() == 1
+            assert bool(scaler.update().applied) == (step != 4)
+        assert scaler.metrics()["skipped_steps"] == 0
+        scaler.check_sync()
+
+
+def _clip_different_optimizers(make, rank):
+    """Clip different optimizers at once: every rank raises, as where ranks step different ones."""
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in make()]
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.ones(()))
+    for optimizer in optimizers:
+        scaler.unscale_and_clip_(optimizer, 1.0)
+        scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(SyncError, match="different optimizers at the same time"):
+        scaler.unscale_and_clip_(optimizers[rank], 1.0)
+
+
+def test_one_collective_clips_what_two_ranks_share():
+    """It brings the norm of DTensor's own clip, and the decision: one rank's overflow skips on both."""
+    _on_ranks(2, _shard_over_two)
+
+
+# --- meshes of two dimensions, and several of them
+
+
+def _shard_over_four(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placements, fused in product(([Replicate(), Shard(0)], [Shard(0), Shard(1)]), (False, True)):
+        for norm_type in ORDERS:
+            _require_torchs(_shards((5, 3), (1, 2), mesh=mesh, placements=placements), norm_type, fused=fused)
+        for culprit in (0, 3):
+            params = _shards((5, 3), mesh=mesh, placements=placements)
+            _require_skipped(params, rank, culprit, by=INF, fused=fused)
+    _shard_hybrid(mesh, rank)
+    _mix_meshes(mesh, rank)
+    _reach_by_each_dimension(rank)
+
+
+def _shard_hybrid(mesh, rank):
+    """Train a module sharded in one dimension and replicated in the other, clipped or not."""
+    for fused, is_clipped in product((False, True), (False, True)):
+        torch.manual_seed(0)
+        module = fully_shard(torch.nn.Linear(5, 3), mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        for step in range(3):
+            optimizer.zero_grad()
+            images = torch.full((2, 5), NAN if step == 1 and rank == 2 else 1.0 + rank)
+            scaler.scale(module(images).square().mean()).backward()
+            expected = torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in module.parameters()])
+            with CommDebugMode() as collectives:
+                if is_clipped:
+                    norm = scaler.unscale_and_clip_(optimizer, 1.0)
+                    assert step or norm.item() == pytest.approx(expected.item() / SCALE, rel=1e-5)
+                scaler.step(optimizer)
+            assert collectives.get_total_counts() == 1
+            assert bool(scaler.update().applied) == (step != 1)
+            scaler.check_sync()
+
+
+def _mix_meshes(mesh, rank):
+    """Clip tensor parallel layers, layers sharded over `dp` alone, experts and plain layers: one collective a mesh."""
+    experts = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("efsdp", "ep"))
+
+    def two_meshes():
+        return [
+            *_shards((4, 4), mesh=mesh, placements=[Shard(0), Shard(1)]),
+            *_shards((3, 2), mesh=mesh["dp"], placements=[Shard(0)], seed=1),
+            *_plain(2),
+        ]
+
+    for norm_type, fused in product(ORDERS, (False, True)):
+        _require_torchs(two_meshes(), norm_type, fused=fused, calls=2)
+        params = [*two_meshes(), *_shards((6, 2), mesh=experts, placements=[Shard(1), Shard(0)], seed=2)]
+        _require_torchs(params, norm_type, fused=fused, calls=3, how="joint")
+    for culprit, fused in product(range(4), (False, True)):
+        params = two_meshes()[1:]  # first comes a gradient of a mesh that two other ranks do not share
+        params += _shards((4, 4), mesh=mesh, placements=[Shard(0), Shard(1)])
+        _require_skipped(params, rank, culprit, by=NAN, fused=fused, calls=2)
+
+
+def _reach_by_each_dimension(rank):
+    """Clip over a mesh without a group of all its ranks: that costs a collective for each of its dimensions."""
+    apart = {"a": "cpu:gloo", "b": "cpu:gloo"}  # the group of all processes has more backends
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override=apart)
+    for fused, norm_type in product((False, True), ORDERS):
+        for placements in ([Replicate(), Shard(0)], [Shard(1), Shard(0)]):
+            _require_torchs(_shards((5, 3), mesh=mesh, placements=placements), norm_type, fused=fused, calls=2)
+    for culprit in range(4):
+        params = _shards((5, 3), mesh=mesh, placements=[Replicate(), Shard(0)])
+        _require_skipped(params, rank, culprit, by=NAN, calls=2)
+    mesh._flatten(backend_override="cpu:gloo")
+    _require_torchs(_shards((5, 3), mesh=mesh, placements=[Replicate(), Shard(0)]), 2.0)
+
+
+def test_one_collective_for_each_mesh_of_four_ranks():
+    """Hybrid, tensor parallel and expert shards count once each, over all ranks that hold them."""
+    _on_ranks(4, _shard_over_four)
+
+
+# --- synchronisations
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_clipping_shards_costs_a_fused_optimizer_no_synchronisation(shape):
+    """A whole step runs on torch's `meta` device, which has no values to read."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", shape)
+        params = _shards((4, 4), mesh=mesh, placements=[Shard(dim) for dim in range(len(shape))])
+        params += _shards((4, 4), mesh=mesh, placements=[Replicate()] * len(shape))
+        params = [torch.nn.Parameter(param.detach().to("meta")) for param in params]
+        optimizer = _FusedSGD(params, lr=0.1)
+        scaler = GradScaler("meta", policy="dynamic")
+        for call in (scaler.unscale_and_clip_, scaler.clip_and_step):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            scaler.scale(torch.ones((), device="meta"))
+            assert call(optimizer, 1.0).is_meta
+            if call == scaler.unscale_and_clip_:
+                scaler.step(optimizer)
+            assert scaler.update().applied.is_meta
+    finally:
+        dist.destroy_process_group()
