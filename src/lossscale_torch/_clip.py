@@ -94,7 +94,9 @@ def unscale_and_clip(
         return None
     params = [param for optimizer in optimizers for param in params_of(optimizer)] if meshes else []
     dtypes, are_complex = _kinds_of(params) if meshes else (gradients.dtypes, gradients.are_complex)
-    on_host = (scale.is_cpu and not is_being_recorded()) or not all(map(is_fused, optimizers))
+    # A guard judges anew at each replay of a graph, where the host reads nothing.
+    is_replayed = records.guards.guard is not None and is_being_recorded()
+    on_host = (scale.is_cpu and not is_replayed) or not all(map(is_fused, optimizers))
     can_wait = not may_be_below_one and can_stay_on_device(dtypes, how.norm_type, scale.device)
     if how.needs_torchs(are_complex) or not (on_host or can_wait):
         return None

@@ -766,4 +766,4 @@ def test_a_policy_that_counts_in_python_numbers():
     scaler = GradScaler("cpu", policy=Counting())
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
-    assert scaler.update() == (True, 8.0, 8.0, 0)
+    assert scaler.update() == (True, 8.0, 8.0, 0, False, False)
