@@ -21,7 +21,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 from measuring import Row, interleaved, resnet50_shapes, run
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_jax import all_finite, loss_scaled
 
 ADAM = optax.adam(1e-6)
@@ -52,9 +52,9 @@ def plain(optimizer: Any) -> tuple[Step, Any]:
     return step, (params, optimizer.init(params))
 
 
-def ours() -> tuple[Step, Any]:
+def ours(**settings: Any) -> tuple[Step, Any]:
     """Return our step that updates and applies in one go, and what it carries."""
-    optimizer = loss_scaled(ADAM, OURS)
+    optimizer = loss_scaled(ADAM, OURS, **settings)
 
     def step(carry: Any, grads: Any) -> Any:
         params, opt_state = carry
@@ -103,6 +103,8 @@ def step_rows(quick: bool) -> list[Row]:
     contenders = {
         "ours": ours(),
         "ours, in two": plain(loss_scaled(ADAM, OURS)),
+        "ours, clipped": ours(max_norm=1.0),
+        "ours, guarded": ours(max_norm=1.0, guard=SpikeGuard()),
         "no scaling": plain(ADAM),
         "jmp": with_jmp(),
         "flax DynamicScale": with_flax(),
@@ -122,6 +124,12 @@ def step_rows(quick: bool) -> list[Row]:
         *(Row(f"apply_gradients, Adam, {WHERE}", f"× {name}", times["ours"] / times[name], 0.6) for name in peers),
         Row(f"update and apply, Adam, {WHERE}", "× no scaling", times["ours, in two"] / times["no scaling"], 1.15),
         *(Row(f"update and apply, Adam, {WHERE}", f"× {n}", times["ours, in two"] / times[n], 0.6) for n in peers),
+        Row(
+            f"apply_gradients with max_norm and a spike guard, Adam, {WHERE}",
+            "× the same without a guard",
+            times["ours, guarded"] / times["ours, clipped"],
+            1.03,
+        ),
         Row(f"compiling it, {WHERE}", "× no scaling", compile_time["ours"] / compile_time["no scaling"], 4.0),
         Row(f"compiling it, {WHERE}", "× jmp", compile_time["ours"] / compile_time["jmp"], 0.3),
     ]

@@ -22,6 +22,7 @@ import tensorflow as tf
 import tf_keras
 from measuring import Row, interleaved, resnet50_shapes, run
 
+from lossscale_core import SpikeGuard
 from lossscale_tf import LossScaleOptimizer, all_finite, v1
 
 tf1 = tf.compat.v1
@@ -143,11 +144,17 @@ def graph_rows(quick: bool) -> list[Row]:
                 contenders["no scaling"] = lambda: keras_step(
                     Parameters(of_resnet), keras.optimizers.Adam(RATE, global_clipnorm=1.0)
                 )
+                contenders["guarded"] = lambda: keras_step(
+                    Parameters(of_resnet),
+                    LossScaleOptimizer(adam["Keras 3"](), "dynamic", global_clipnorm=1.0, guard=SpikeGuard()),
+                )
             times, tracing = timed(contenders, quick)
             work = f"{'clip + ' if clip else ''}Adam, graph, {WHERE}"
             rows.append(Row(work, f"× {peer}'s LossScaleOptimizer", times["ours"] / times["theirs"], bar))
             if "no scaling" in times:
                 rows.append(Row(work, "× the same without scaling", times["ours"] / times["no scaling"], 1.05))
+                guarded = times["guarded"] / times["ours"]
+                rows.append(Row(f"with a spike guard, {work}", "× the same without a guard", guarded, 1.03))
             if clip is None and peer == "Keras 3":
                 rows.append(Row(f"tracing it, {WHERE}", "× Keras 3's", tracing["ours"] / tracing["theirs"], 1.1))
     return rows
