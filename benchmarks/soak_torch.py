@@ -179,12 +179,12 @@ def train(folder: Path, processes: int, seed: int, steps: int, victims: list[tup
 def _wait(running: list[Any], victim: int) -> None:
     """Wait for all, or for the one that is killed, and end the others, which wait for it."""
     if victim >= 0:
-        code = running[victim].wait(timeout=300)
+        _, errors = running[victim].communicate(timeout=300)
         for each in running:
             each.kill()
-            each.wait()
-        if code != KILLED:
-            raise RuntimeError(f"rank {victim} was to be killed and ended with {code}")
+            each.communicate()
+        if running[victim].returncode != KILLED:
+            raise RuntimeError(f"rank {victim} was to be killed: {errors.decode()[-2000:]}")
         return
     for each in running:
         _, errors = each.communicate(timeout=300)

@@ -490,7 +490,7 @@ def test_what_the_host_knows_is_plain_numbers():
     scaler.step(optimizer)
     info = scaler.update()
     assert info.applied is True
-    assert json.loads(json.dumps(info)) == [True, 1024.0, 1024.0, 0]
+    assert json.loads(json.dumps(info)) == [True, 1024.0, 1024.0, 0, False, False]
     assert json.loads(json.dumps(scaler.metrics()))["applied_steps"] == 1
     assert {type(number) for number in scaler.metrics().values()} == {int, float}
 

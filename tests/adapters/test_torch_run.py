@@ -46,7 +46,7 @@ def _command(folder, script, *launcher, options=("--policy", "policy.toml")):
 
 def _run(folder, script, *launcher, **options):
     command = _command(folder, script, *launcher, **options)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
 def _rows(path):
