@@ -98,7 +98,9 @@ def test_the_simulated_run_tells_something():
 
 
 @pytest.mark.parametrize(
-    ("way", "settings"), [(_in_two, {}), (_in_one, {"max_norm": 0.5}), (_in_one, {"keep_dtypes": True})], ids=str
+    ("way", "settings"),
+    [(_in_two, {}), (_in_one, {"max_norm": 0.5}), (_in_one, {"keep_dtypes": True})],
+    ids=["in two", "in one, clipped", "in one, keep_dtypes"],
 )
 def test_a_compiled_run_goes_as_simulated(way, settings):
     """One compilation with everything donated; a spike leaves parameters, inner state and scale state bit for bit."""
