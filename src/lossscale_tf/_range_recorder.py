@@ -45,11 +45,12 @@ class Variables:
         for variable in _all_variables():
             try:
                 handle = variable.handle
+                if not hasattr(handle, "numpy"):  # of a graph, which a report cannot run
+                    continue
                 value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
             except (AttributeError, ValueError, RuntimeError, tf.errors.OpError):
-                continue  # of another graph, not initialized, or distributed, whose components are variables, too
-            if hasattr(handle, "numpy"):
-                self._values[handle._id] = (handle, value)
+                continue  # not initialized, or distributed, whose components are variables, too
+            self._values[handle._id] = (handle, value)
         return self
 
     def __exit__(self, *_: object) -> None:

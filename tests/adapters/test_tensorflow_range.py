@@ -533,3 +533,13 @@ def test_it_costs_at_most_thirty_steps():
         return min(measured)
 
     assert seconds(lambda: range_report(model, lambda: _square(model, x))) <= 30 * seconds(step)
+
+
+def test_variables_of_graphs_are_no_hindrance():
+    """A program may hold some of `tf.compat.v1`; the report leaves them alone."""
+    with tf.Graph().as_default():
+        kept = [tf.Variable([1.0, 2.0]), tf.compat.v1.get_variable("kept", [2], use_resource=False)]
+    weight = tf.Variable(tf.ones([4], tf.float16))
+    report = range_report(tf.Module(), lambda: tf.reduce_sum(weight * weight))
+    assert report.forward_finite
+    assert len(kept) == 2
