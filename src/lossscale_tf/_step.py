@@ -117,7 +117,11 @@ class Step:
         self.is_traced = True
         accepted = finite
         if self.guard is not None and norm is not None:
-            accepted, *_ = self._exclusively(functools.partial(self.guard.judge_in_graph, finite, norm))
+            # Not under the lock of the update: two locks a step can wait for each other where a session runs several
+            # steps at a time. Those may be judged by the same norms before them.
+            judged, *assignments = self.guard.judge_in_graph(finite, norm)
+            with tf.control_dependencies(assignments):
+                accepted = tf.identity(judged)
 
         def apply_all() -> tf.Tensor:
             with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
