@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import (
-    GuardState,
-    SpikeGuard,
-    check_spike_streak,
-    guard_state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import GuardState, SpikeGuard, check_spike_streak, guard_state_from_dict, state_to_dict
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import is_dtensor
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
@@ -33,7 +27,7 @@ class Guards:
         self._states: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}
         self._kept = saved  # what a checkpoint holds for a scaler that has no guard
-        self._last_norm = math.nan
+        self._norms: dict[int, float] = {}  # the last one of each state on the host, for an error to name
 
     def judge(self, optimizer: Any, norm: Any) -> bool | Tensor:
         """Return whether a norm, a number or a tensor, is a spike: a bool, or a bool tensor of shape `()`.
@@ -47,21 +41,20 @@ class Guards:
             norm = norm.full_tensor()
         if isinstance(norm, Tensor) and norm.is_cpu and not is_being_recorded():
             norm = norm.item()
+        if not isinstance(norm, Tensor) and math.isfinite(norm):
+            norm = min(norm, _LARGEST)  # what float32 cannot hold is a spike and not an overflow
         if isinstance(norm, Tensor) or isinstance(self._states[place].mean, Tensor):
             return self._judge_on_device(self.guard, place, norm)
-        is_finite = math.isfinite(norm)
-        # A norm that float32 cannot hold is a spike and not an overflow.
-        known = min(norm, _LARGEST) if is_finite else norm
-        accepted, self._states[place] = self.guard.judge(self._states[place], known)
-        self._last_norm = norm
-        return is_finite and not accepted
+        accepted, self._states[place] = self.guard.judge(self._states[place], norm)
+        self._norms[place] = norm
+        return math.isfinite(norm) and not accepted
 
     def check(self) -> None:
         """Raise `SpikeStreakError` where a state on the host has reached the guard's `max_streak`."""
         if self.guard is not None and self.guard.max_streak is not None:
-            for state in self._states:
-                if not isinstance(state.mean, Tensor):
-                    check_spike_streak(self.guard, state, self._last_norm)
+            for place, norm in self._norms.items():
+                if not isinstance(self._states[place].mean, Tensor):
+                    check_spike_streak(self.guard, self._states[place], norm)
 
     def first(self) -> GuardState | None:
         """Return the state of the optimizer that was judged first, where it is. Does not synchronise."""

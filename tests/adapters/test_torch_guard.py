@@ -220,6 +220,26 @@ def test_a_streak_of_spikes_raises_where_the_host_knows():
         list(_run([1.0] * 5 + [100.0] * 3, [True] * 8, scaler=scaler))
 
 
+def test_a_streak_names_the_norm_of_its_own_optimizer():
+    """And not that of the optimizer that was judged last."""
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params]
+    scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=1))
+
+    def step(norm):
+        scaler.scale((params[0] * (norm / 2)).sum() + params[1].sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    for _ in range(6):
+        step(1.0)
+    with pytest.raises(SpikeStreakError, match=r"norm of 100 "):
+        step(100.0)
+
+
 def test_without_scaling_the_guard_decides_alone():
     """As for bfloat16: `policy="none"` still skips spikes and overflows."""
     scaler = GradScaler("cpu", policy="none", guard=GUARD)
