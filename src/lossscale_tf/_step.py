@@ -128,7 +128,7 @@ class Step:
                 return tf.constant(True)
 
         applied = tf.cond(accepted, apply_all, lambda: tf.constant(False))
-        return in_graph(applied, *self._exclusively(functools.partial(self._update_in_graph, finite, accepted)))
+        return in_graph(applied, *self._update_in_graph(finite, accepted))
 
     def _take_on_host(self, is_finite: bool, norm: tf.Tensor | None, apply: Callable[[], Any]) -> None:
         judged = None
@@ -149,24 +149,23 @@ class Step:
         check_overflow_streak(self.policy, after)
 
     def _update_in_graph(self, finite: tf.Tensor, accepted: tf.Tensor) -> list[Any]:
-        before = self.state.read()
-        after = self.policy.update(before, finite, xp=tf)
-        if self.guard is not None:
-            after = select(accepted | ~finite, after, before)
-        return self.state.assign(after)
+        """Update the state; a session, which keeps no order, may run several of these updates at a time."""
 
-    def _exclusively(self, update: Callable[[], list[Any]]) -> list[Any]:
-        """Return the results of `update`; of those that a session, which keeps no order, runs, one at a time."""
+        def update() -> list[Any]:
+            before = self.state.read()
+            after = self.policy.update(before, finite, xp=tf)
+            if self.guard is not None:
+                after = select(accepted | ~finite, after, before)
+            return self.state.assign(after)
+
         if tf.compat.v1.executing_eagerly_outside_functions():
             return update()
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         lock = tf.raw_ops.MutexLock(mutex=mutex)
         with tf.control_dependencies([lock]):
-            results = [tf.identity(each) for each in update()]
-        with tf.control_dependencies(results):
-            release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
-        with tf.control_dependencies([release]):
-            return [tf.identity(each) for each in results]
+            updates = [tf.identity(each) for each in update()]
+        with tf.control_dependencies(updates):
+            return [tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)]
 
 
 def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
