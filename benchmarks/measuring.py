@@ -48,16 +48,18 @@ def interleaved(
 ) -> list[float]:
     """Return each function's median seconds a call; the functions take turns, so that noise hits all alike.
 
-    `before` is called ahead of each turn and is not timed.
+    Each round begins with another one, so that none always follows the same. `before` is called ahead of each turn and
+    is not timed.
     """
     times: list[list[float]] = [[] for _ in functions]
-    for _ in range(repetitions):
-        for function, of_function in zip(functions, times, strict=True):
+    for first in range(repetitions):
+        for turn in range(len(functions)):
+            number = (first + turn) % len(functions)
             before()
             start = time.perf_counter()
             for _ in range(calls):
-                function()
-            of_function.append((time.perf_counter() - start) / calls)
+                functions[number]()
+            times[number].append((time.perf_counter() - start) / calls)
     return [statistics.median(of_function) for of_function in times]
 
 

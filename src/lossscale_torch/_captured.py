@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
+from lossscale_torch._compiling import not_compiled
 from lossscale_torch._decision import OptimizerRecord
 from lossscale_torch._gradients import grads_of
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
@@ -43,7 +44,7 @@ class Backwards:
         """The number of the latest backward of such a loss; None before the first."""
         self._next: int | None = None  # the number of the first backward after the update; None before the update
 
-    @torch.compiler.disable  # else Dynamo breaks its graph at it where a compiled function calls backward
+    @not_compiled  # else Dynamo breaks its graph at it where a compiled function calls backward
     def note(self, _: Tensor) -> None:
         """Note that backward of a scaled loss begins; after an update it is an error, as with torch's own scaler."""
         if self._next is not None:
@@ -112,8 +113,6 @@ class ScaledLosses:
         if self.captured is None:
             state.begin_step()
             self._backwards = Backwards()
-            if self._past is not None or self._used_up:
-                self._forget()
         self.captured = state.capture(is_recorded=self.is_recorded())
         result = scaled(loss, self.captured.scale)
         if result.requires_grad:
@@ -168,20 +167,21 @@ class ScaledLosses:
         Raises `CallOrderError` where nothing tells. Waits for the device only where an unchanged loss scale would
         settle the doubt.
         """
-        key = id(optimizer)
+        key, past = id(optimizer), self._past
         reference = self._known.get(key)
-        if reference is not None and reference() is optimizer:
-            return self._origin(optimizer, present_scale, was_known=True)
-        origin = self._origin(optimizer, present_scale, was_known=False)
-        self._known[key] = weak_reference(optimizer)  # not where it raises: a second try must not be answered
+        was_known = reference is not None and reference() is optimizer
+        if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
+            origin: Origin | None = _PRESENT
+        else:
+            origin = self._origin(optimizer, past, present_scale, was_known)
+        if not was_known:
+            self._known[key] = weak_reference(optimizer)  # not where it raises: a second try must not be answered
         return origin
 
-    def _origin(self, optimizer: Any, present_scale: Any, was_known: bool) -> Origin | None:
-        key, past = id(optimizer), self._past
-        if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
-            return _PRESENT
+    def _origin(self, optimizer: Any, past: CapturedScale, present_scale: Any, was_known: bool) -> Origin | None:
         if not grads_of(optimizer):
             return None
+        key = id(optimizer)
         seen = self._seen.get(key) if was_known else None
         if was_known and seen is None:  # it had no gradients at the update
             return _PRESENT

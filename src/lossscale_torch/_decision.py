@@ -95,6 +95,20 @@ class OptimizerRecord(dict[str, Any]):
         return list(self["found_inf_per_device"].values())
 
 
+class Flags:
+    """Flags that are not raised, made in blocks: a kernel for each would take as long as the check of a small model."""
+
+    def __init__(self) -> None:
+        self._block: list[Tensor] = []
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return a new flag: 0.0, float32, shape `()`."""
+        if not self._block or self._block[-1].device != device:
+            with torch.inference_mode(False):  # the block outlives a validation loop that may be running
+                self._block = list(torch.zeros(64, dtype=torch.float32, device=device).unbind())
+        return self._block.pop()
+
+
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's step may be applied; waits for the device the first time it is asked."""
     if record.finite is None:
@@ -109,10 +123,10 @@ def known_on_host(record: OptimizerRecord) -> bool:
     return record.finite
 
 
-def outcome(records: list[OptimizerRecord], device: torch.device) -> tuple[bool | Tensor, bool | Tensor]:
+def outcome(records: list[OptimizerRecord], loss_scale: Tensor) -> tuple[bool | Tensor, bool | Tensor]:
     """Return whether all gradients are finite, and whether some were refused as a spike.
 
-    Bools where the host knows, else tensors on `device`.
+    Bools where the host knows, else tensors on the device of the loss scale.
     """
     known = [record.finite for record in records]
     if False not in known and None not in known:
@@ -120,7 +134,7 @@ def outcome(records: list[OptimizerRecord], device: torch.device) -> tuple[bool 
     if None not in known:
         spiked = any(record.spiked for record in records)
         return all(record.finite or record.spiked for record in records), spiked
-    flags = torch.stack([moved(flag, device).reshape(()) for record in records for flag in record.flags])
+    flags = torch.stack([moved(flag, loss_scale.device).reshape(()) for record in records for flag in record.flags])
     is_spike = flags == SPIKE
     return ((flags == 0.0) | is_spike).all(), is_spike.any()
 

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
 from lossscale_torch._buffers import SavedBuffers, unknown_modules
+from lossscale_torch._compiling import not_compiled
 from lossscale_torch._gradients import moved
 from lossscale_torch._step_info import StepInfo
 
@@ -152,7 +153,7 @@ class _BeforeForward(_Hook):
 
 
 # A compiled function that calls the module breaks its graph at this call: traced, it would copy nothing at each run.
-@torch.compiler.disable(reason="a module in protect= copies its buffers before it runs")
+@not_compiled
 def _copy_before_forward(hook: _BeforeForward, module: Module) -> None:
     protection = hook.protection()
     if protection is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._captured import ScaledLosses
-from lossscale_torch._decision import READY, STEPPED, UNSCALED, OptimizerRecord, Ranks, known_on_host, reduce_max
+from lossscale_torch._decision import READY, STEPPED, UNSCALED, Flags, OptimizerRecord, Ranks, known_on_host, reduce_max
 from lossscale_torch._gradients import Gradients, grads_of, moved, params_of
 from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
@@ -25,6 +25,7 @@ class OptimizerRecords:
         self.losses = ScaledLosses()
         self.by_id: defaultdict[int, Any] = new_records()
         """torch's own dict of records, by the id of their optimizer."""
+        self.flags = Flags()
         self.are_flags_shared = False
         """Whether others may raise a flag after it was read."""
         self._joint: list[OptimizerRecord] = []
@@ -37,7 +38,9 @@ class OptimizerRecords:
     def of(self, optimizer: Any, caller: str) -> OptimizerRecord:
         """Return an optimizer's record; the first time since an update, ask where its gradients come from."""
         key = id(optimizer)
-        record = self.by_id[key] = OptimizerRecord.of(self.by_id[key])
+        record = self.by_id[key]
+        if type(record) is not OptimizerRecord:
+            record = self.by_id[key] = OptimizerRecord.of(record)
         if not record.is_admitted:
             record = self._admit(optimizer, record)
         if record.had_none and record["stage"] is UNSCALED and any(each.numel() for each in grads_of(optimizer)):
@@ -220,4 +223,4 @@ def _may_rehearse(optimizer: Any) -> bool:
 
 def _is_rehearsal(optimizer: Any) -> bool:
     """Return whether a step would move nothing on this rank, and so may only make the optimizer allocate its state."""
-    return _may_rehearse(optimizer) and Gradients([optimizer]).are_zero()
+    return has_zero_rates(optimizer) and not is_being_recorded() and Gradients([optimizer]).are_zero()

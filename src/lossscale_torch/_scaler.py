@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lossscale_core import StepInfo as CoreStepInfo
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
+from lossscale_torch._compiling import not_compiled
 from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, known_on_host, outcome, require_member
 from lossscale_torch._gradients import Gradients
 from lossscale_torch._guard import Guards
@@ -38,13 +39,6 @@ from lossscale_torch._unscaling import check, unscale
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _not_compiled(method: _Method) -> _Method:
-    """Keep Dynamo from tracing a method, as `torch.compiler.disable`, and leave its type to type checkers."""
-    return cast(_Method, torch.compiler.disable(method))
 
 
 class GradScaler(TorchNames):
@@ -128,7 +122,7 @@ class GradScaler(TorchNames):
         self._last_step: StepInfo | None = None
         self._protection = protection_of(protect if self._enabled else ())
 
-    @_not_compiled
+    @not_compiled
     def scale(self, outputs: Tree) -> Tree:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
@@ -151,7 +145,7 @@ class GradScaler(TorchNames):
             return cast(Tree, map(self.scale, outputs))
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    @_not_compiled
+    @not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
 
@@ -163,9 +157,9 @@ class GradScaler(TorchNames):
 
         """
         if self._enabled:
-            self._unscale_and_judge(optimizer, self._record_to_unscale(optimizer, "unscale_"))
+            self._unscale_and_judge(optimizer, self._record_to_unscale(optimizer, "unscale_"), self._hooks())
 
-    @_not_compiled
+    @not_compiled
     def unscale_and_clip_(
         self,
         optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
@@ -200,7 +194,7 @@ class GradScaler(TorchNames):
             raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
         return self._clip(optimizers, _clip.clipping(max_norm, norm_type, error_if_nonfinite), "unscale_and_clip_")
 
-    @_not_compiled
+    @not_compiled
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Unscale an optimizer's gradients, clip their total norm and step; return the norm before clipping.
 
@@ -213,7 +207,7 @@ class GradScaler(TorchNames):
         self.step(optimizer)
         return norm
 
-    @_not_compiled
+    @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` where the gradients are finite on every rank; else skip it.
 
@@ -234,22 +228,22 @@ class GradScaler(TorchNames):
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._require_scale("step")
-        record, fused = self._records.to_step(optimizer), is_fused(optimizer)
+        record, fused, hooks = self._records.to_step(optimizer), is_fused(optimizer), self._hooks()
         if fused and takes_scaler(type(optimizer).step):
             result = step_by_itself(self, optimizer, record, args, kwargs)
         else:
             if record["stage"] is READY:
-                record = self._prepare(optimizer, record, fused)
+                record = self._prepare(optimizer, record, fused, hooks)
             if not self._has_begun and not record.is_rehearsal:
                 self._note_first_step(optimizer)
             if fused:
                 result = step_fused(self._records, optimizer, record, args, kwargs)
             else:
-                result = self._step_plain(optimizer, record, *args, **kwargs)
+                result = self._step_plain(optimizer, record, hooks, args, kwargs)
         record["stage"] = STEPPED
         return result
 
-    @_not_compiled
+    @not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave an optimizer's step out, for reasons of your own, in the place of `step`.
 
@@ -265,7 +259,7 @@ class GradScaler(TorchNames):
         record.flag = False
         record["stage"] = STEPPED
 
-    @_not_compiled
+    @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
@@ -289,7 +283,7 @@ class GradScaler(TorchNames):
         self._require_no_streak()
         return info
 
-    @_not_compiled
+    @not_compiled
     def minimize(
         self,
         optimizer: torch.optim.Optimizer,
@@ -392,16 +386,18 @@ class GradScaler(TorchNames):
         self._require_scale(caller)
         return self._records.to_unscale(optimizer, caller)
 
-    def _unscale_and_judge(self, optimizer: Any, record: OptimizerRecord, may_defer: bool = False) -> None:
+    def _unscale_and_judge(
+        self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str], may_defer: bool = False
+    ) -> None:
         """Unscale, or leave that to a fused optimizer, and let the guard judge the norm if there is one."""
         if self._records.guards.guard is None:
-            self._unscale(optimizer, record)
-        elif self._clip_in_one_read([optimizer], [record], _clip.MEASURING, may_defer) is None:
-            self._unscale(optimizer, record)
+            self._unscale(optimizer, record, hooks)
+        elif self._clip_in_one_read([optimizer], [record], _clip.MEASURING, hooks, may_defer) is None:
+            self._unscale(optimizer, record, hooks)
             _clip.clip_after_unscaling(self._records, [optimizer], _clip.MEASURING)
 
-    def _unscale(self, optimizer: Any, record: OptimizerRecord) -> None:
-        is_replaced = "_unscale_grads_" in self._hooks()
+    def _unscale(self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str]) -> None:
+        is_replaced = "_unscale_grads_" in hooks
         unscale(self._records, optimizer, record, self._unscale_grads_, self._half_gradients, is_replaced)
 
     def _unscale_grads_(
@@ -419,9 +415,14 @@ class GradScaler(TorchNames):
         return record["found_inf_per_device"]
 
     def _clip_in_one_read(
-        self, optimizers: list[Any], records: list[OptimizerRecord], how: _clip.Clipping, may_defer: bool
+        self,
+        optimizers: list[Any],
+        records: list[OptimizerRecord],
+        how: _clip.Clipping,
+        hooks: frozenset[str],
+        may_defer: bool,
     ) -> Tensor | None:
-        if "_unscale_grads_" in self._hooks() or any(record.is_carried for record in records):
+        if "_unscale_grads_" in hooks or any(record.is_carried for record in records):
             return None
         is_deferred = may_defer and takes_factor(optimizers[0])
         return _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
@@ -433,33 +434,35 @@ class GradScaler(TorchNames):
         hooks = self._hooks()
         if (
             "unscale_" not in hooks
-            and (norm := self._clip_in_one_read(optimizers, records, how, may_defer)) is not None
+            and (norm := self._clip_in_one_read(optimizers, records, how, hooks, may_defer)) is not None
         ):
             return norm
         for optimizer, record in zip(optimizers, records, strict=True):
             if "unscale_" in hooks and not record.is_carried:
                 self.unscale_(optimizer)
             else:
-                self._unscale(optimizer, record)
+                self._unscale(optimizer, record, hooks)
         return _clip.clip_after_unscaling(self._records, optimizers, how)
 
-    def _prepare(self, optimizer: Any, record: OptimizerRecord, fused: bool) -> OptimizerRecord:
+    def _prepare(self, optimizer: Any, record: OptimizerRecord, fused: bool, hooks: frozenset[str]) -> OptimizerRecord:
         """Unscale and check, or only check for a fused optimizer, by the methods that a subclass may have replaced."""
         method = "_check_inf_per_device" if fused else "unscale_"
-        if method in self._hooks():
+        if method in hooks:
             getattr(self, method)(optimizer)
             self._records.are_flags_shared = True
             return self._records.of(optimizer, "step")
         if fused and self._records.guards.guard is None:
             check(self._records, optimizer, record)
         else:
-            self._unscale_and_judge(optimizer, record, may_defer=fused)
+            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
         return record
 
-    def _step_plain(self, optimizer: Any, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
+    def _step_plain(
+        self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         if self._records.are_flags_shared:
             record.finite = None  # other code may have raised a flag since it was read
-        if "_maybe_opt_step" not in self._hooks():
+        if "_maybe_opt_step" not in hooks:
             return self._maybe_opt_step(optimizer, record, *args, **kwargs)
         self._records.are_flags_shared, record.flag = True, None
         result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
@@ -480,7 +483,8 @@ class GradScaler(TorchNames):
             warn_if_resumed(optimizer, self._state)
 
     def _require_no_streak(self) -> None:
-        self._records.guards.check()
+        if self._records.guards.guard is not None:
+            self._records.guards.check()
         if (
             self._enabled
             and self._state.is_on_host
@@ -494,17 +498,18 @@ class GradScaler(TorchNames):
             skipped, self._skipped = self._skipped, set()
             self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
             return self._last_step
-        device, records = self._require_scale("update").device, self._records
+        loss_scale, records = self._require_scale("update"), self._records
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
         records.ranks.end_step()
-        self._had_no_gradients, is_same_step = not found, self._state.is_mid_step()
+        self._had_no_gradients = not found
         checked = [record for record in found if not record.is_rehearsal]
         if records.are_flags_shared:
             for record in checked:
                 record.read_again()
-        finite, spiked = outcome(checked, device)
+        finite, spiked = outcome(checked, loss_scale)
+        is_same_step = self._state.is_mid_step()
         if new_scale is not None:
             info = self._state.update_to(new_scale, finite, self._device)
         elif checked:

@@ -139,8 +139,9 @@ class ScalerState:
         after = self.policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        scales = plain(before.loss_scale), plain(after.loss_scale)
-        return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
+        used = plain(before.loss_scale)
+        scale = used if after.loss_scale is before.loss_scale else plain(after.loss_scale)
+        return StepInfo(finite, used, scale, plain(after.overflow_streak), not finite)
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""

@@ -28,10 +28,13 @@ def unscale(
         record.is_carried = False
         return
     captured = records.scale_of(record)
-    inverse = captured.inverse()
+    if captured.known_inverse is None:  # what is recorded must write its zero anew at each replay
+        inverse, found_inf = captured.inverse(), torch.zeros_like(captured.scale)
+    else:
+        inverse, found_inf = captured.known_inverse, records.flags.take(captured.scale.device)
     if is_replaced:
         inverse = inverse.clone()  # a subclass may write to the factor, which other steps share
-    found = unscale_grads(optimizer, inverse, torch.zeros_like(captured.scale), allow_half)
+    found = unscale_grads(optimizer, inverse, found_inf, allow_half)
     if captured.may_be_below_one:  # there a finite gradient may overflow by being unscaled
         Gradients([optimizer]).check_again(found)
     records.note(optimizer, record, found)

@@ -1,5 +1,7 @@
 """How often a step waits for its device, counted; and what `torch.compile` makes of a changing scale."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -212,6 +214,12 @@ def _graph_breaks(make_scaler):
 def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
     """Neither the methods nor the hook on the scaled loss are traced."""
     assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
+
+
+def test_importing_leaves_the_compiler_alone():
+    """It takes longer to import than this package, and a plain loop has no use for it."""
+    code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
