@@ -97,7 +97,8 @@ _PRESENT = Origin(None, None, is_same_step=False)
 class ScaledLosses:
     """The losses that were scaled before the last update, and the optimizers that have used up their gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: ScalerState) -> None:
+        self._state = state
         self.captured: CapturedScale | None = None
         """The scale of the losses scaled since the last update; None where none was."""
         self._is_recorded = False  # whether a call of the scaler was recorded, and may be replayed without any Python
@@ -108,12 +109,12 @@ class ScaledLosses:
         self._seen: dict[int, GradientsSeen] = {}
         self._unscaled: dict[int, OptimizerRecord] = {}
 
-    def scale(self, loss: Tensor, state: ScalerState) -> Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """Return a loss times the present loss scale, and watch for its backward."""
         if self.captured is None:
-            state.begin_step()
+            self._state.begin_step()
             self._backwards = Backwards()
-        self.captured = state.capture(is_recorded=self.is_recorded())
+        self.captured = self._state.capture(is_recorded=self.is_recorded())
         result = scaled(loss, self.captured.scale)
         if result.requires_grad:
             result.register_hook(self._backwards.note)
@@ -125,18 +126,20 @@ class ScaledLosses:
             self._is_recorded = is_being_recorded()
         return self._is_recorded
 
-    def scale_of(self, record: OptimizerRecord, state: ScalerState) -> CapturedScale:
+    def scale_of(self, record: OptimizerRecord) -> CapturedScale:
         """Return the loss scale that a record's gradients were made with, on the device of the present one.
 
         It is the persistent tensor itself for a graph that records this, which reads at each replay what the tensor
         then holds, and where no loss was scaled since the last update.
         """
-        if record.captured is not None:
-            return record.captured.moved_to(state.device)
-        # A step that is recorded, or counted by a dispatch mode, does not make the scaler a recorded one.
-        if self.captured is None or self._is_recorded or is_being_recorded():
-            return state.present()
-        return self.captured.moved_to(state.device)
+        captured, state = record.captured, self._state
+        if captured is None:
+            captured = self.captured
+            # A step that is recorded, or counted by a dispatch mode, does not make the scaler a recorded one.
+            if captured is None or self._is_recorded or is_being_recorded():
+                return state.present()
+        device = state.device
+        return captured if captured.scale.device == device else captured.moved_to(device)
 
     def end(self, stepped: set[int], unscaled: dict[int, OptimizerRecord], used_present: bool) -> None:
         """Note an update, which these optimizers were stepped or only unscaled before, by their ids.
@@ -161,7 +164,7 @@ class ScaledLosses:
         self._backwards.end(may_wait=bool(waiting))
         self._past, self.captured = (self.captured if may_wait else None), None
 
-    def origin(self, optimizer: Any, present_scale: Any) -> Origin | None:
+    def origin(self, optimizer: Any) -> Origin | None:
         """Return the source of an optimizer's gradients, or None while it has none that the question is about.
 
         Raises `CallOrderError` where nothing tells. Waits for the device only where an unchanged loss scale would
@@ -173,12 +176,12 @@ class ScaledLosses:
         if self.captured is not None or past is None or self._is_recorded or key in self._used_up:
             origin: Origin | None = _PRESENT
         else:
-            origin = self._origin(optimizer, past, present_scale, was_known)
+            origin = self._origin(optimizer, past, was_known)
         if not was_known:
             self._known[key] = weak_reference(optimizer)  # not where it raises: a second try must not be answered
         return origin
 
-    def _origin(self, optimizer: Any, past: CapturedScale, present_scale: Any, was_known: bool) -> Origin | None:
+    def _origin(self, optimizer: Any, past: CapturedScale, was_known: bool) -> Origin | None:
         if not grads_of(optimizer):
             return None
         key = id(optimizer)
@@ -189,11 +192,11 @@ class ScaledLosses:
         record = self._unscaled.get(key)
         if self._backwards.ran_since():
             if seen is None:
-                _require_same(past.scale, present_scale)
+                _require_same(past.scale, self._state.loss_scale)
             if seen is None or not is_unchanged:
                 return _PRESENT
         elif not is_unchanged:
-            _require_same(1.0 if record else past.scale, present_scale)
+            _require_same(1.0 if record else past.scale, self._state.loss_scale)
         if record is not None and record.is_doubtful:
             _require_same(1.0, past.scale)
         return Origin(past, record, is_same_step=True)
@@ -224,7 +227,7 @@ class ScaledLosses:
         self._past, self._used_up, self._seen, self._unscaled = None, set(), {}, {}
 
 
-def _require_same(scale: float | Tensor, present_scale: Tensor) -> None:
+def _require_same(scale: float | Tensor, present_scale: Any) -> None:
     """Raise `CallOrderError` where gradients may belong to either of two loss scales that differ."""
     before, now = float(scale), float(present_scale)
     if before != now:

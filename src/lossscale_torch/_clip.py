@@ -88,7 +88,7 @@ def unscale_and_clip(
     gradients = Gradients.to_unscale(optimizers, allow_half)  # refuses before any of them is unscaled
     if any(record.captured is not ours[0].captured for record in ours):
         return None
-    scale, may_be_below_one = records.scale_of(ours[0])[:2]
+    scale, may_be_below_one = records.losses.scale_of(ours[0])[:2]
     meshes = meshes_of(optimizers)
     if meshes and not has_float64(scale.device):
         return None

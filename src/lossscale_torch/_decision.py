@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from lossscale_core.errors import SyncError
 from lossscale_torch._gradients import moved, params_of
 from lossscale_torch._join import JoinedScaler
-from lossscale_torch._meshes import mesh_groups
+from lossscale_torch._meshes import groups_over, meshes_of
 from lossscale_torch._optimizers import weak_reference
 
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
@@ -112,7 +112,7 @@ class Flags:
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's step may be applied; waits for the device the first time it is asked."""
     if record.finite is None:
-        found = [flag.item() for flag in record["found_inf_per_device"].values()]  # Ctrl-C may interrupt the wait
+        found = list(map(Tensor.item, record["found_inf_per_device"].values()))  # Ctrl-C may interrupt the wait
         record.finite = found.count(0.0) == len(found)
         record.spiked = not record.finite and found.count(0.0) + found.count(SPIKE) == len(found)
         if record.is_combined and math.inf in found:
@@ -128,10 +128,12 @@ def outcome(records: list[OptimizerRecord], loss_scale: Tensor) -> tuple[bool | 
 
     Bools where the host knows, else tensors on the device of the loss scale.
     """
-    known = [record.finite for record in records]
-    if False not in known and None not in known:
+    for record in records:
+        if not record.finite:
+            break
+    else:
         return True, False
-    if None not in known:
+    if all(record.finite is not None for record in records):
         spiked = any(record.spiked for record in records)
         return all(record.finite or record.spiked for record in records), spiked
     flags = torch.stack([moved(flag, loss_scale.device).reshape(()) for record in records for flag in record.flags])
@@ -219,8 +221,10 @@ class Ranks:
 
     def groups_of(self, optimizer: Any) -> tuple[Any, ...]:
         """Return what an optimizer's flags are combined over: process groups, or the scaler's part in `Join`."""
-        groups = mesh_groups(optimizer)
-        return groups if self.process_group is None else tuple(dict.fromkeys((*groups, *self.own_groups())))
+        meshes = meshes_of([optimizer])
+        if not meshes and self.process_group is None:
+            return ()
+        return tuple(dict.fromkeys([*(group for mesh in meshes for group in groups_over(mesh)), *self.own_groups()]))
 
     def own_groups(self) -> tuple[Any, ...]:
         """Return what all flags are combined over besides meshes: `process_group`, or the scaler's part in `Join`."""

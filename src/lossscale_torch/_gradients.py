@@ -1,6 +1,6 @@
 """An optimizer's gradients, walked once: real, dense, local values that can be checked, unscaled and multiplied."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,10 @@ class Gradients:
         found: dict[torch.device, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
+            is_here = device == found_inf.device
             if device not in found:
-                found[device] = found_inf if device == found_inf.device else moved(found_inf.clone(), device)
-            check_and_multiply_(bucket, found[device], moved(inverse, device))
+                found[device] = found_inf if is_here else moved(found_inf.clone(), device)
+            check_and_multiply_(bucket, found[device], inverse if is_here else moved(inverse, device))
         return found
 
     def check_again(self, found: dict[torch.device, Tensor]) -> None:
@@ -91,7 +92,8 @@ class Gradients:
     def multiply_(self, factor: float | Tensor) -> None:
         """Multiply in place by one number, or by a tensor of shape `()`."""
         for bucket in self.buckets:
-            torch._foreach_mul_(bucket, moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor)
+            here = moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor
+            _write(torch._foreach_mul_, bucket, here)
 
     @torch.no_grad()
     def are_zero(self) -> bool:
@@ -157,9 +159,9 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
             found_inf.copy_(
                 torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(some, torch.inf)).amax()))
             )
-        torch._foreach_mul_(bucket, factor)
+        _write(torch._foreach_mul_, bucket, factor)
     else:
-        torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
+        _write(torch._amp_foreach_non_finite_check_and_unscale_, bucket, found_inf, factor)
 
 
 def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -216,6 +218,16 @@ def _writable_values(param: Tensor) -> Tensor | None:
     return values
 
 
+def _write(kernel: Callable[..., Any], bucket: Bucket, *arguments: Any) -> None:
+    """Call a kernel that writes to a bucket; lazily negated tensors, which it refuses at once, lose their sign."""
+    try:
+        kernel(bucket, *arguments)
+    except RuntimeError:
+        if not any(each.is_neg() for each in bucket):
+            raise
+        kernel([_without_lazy_bits(each) for each in bucket], *arguments)
+
+
 def _without_lazy_bits(grad: Tensor) -> Tensor:
     """Return a view without lazy negation or conjugation, which a positive factor, a norm and a check do not see."""
     grad = grad.conj() if grad.is_conj() else grad
@@ -242,7 +254,7 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
             return False
         if not (grad.is_cpu if is_cpu else grad.get_device() == device and not grad.is_cpu):
             return False
-        if not grad.is_contiguous() or grad.is_neg():
+        if not grad.is_contiguous():
             return False
     return True
 

@@ -30,12 +30,6 @@ def groups_over(mesh: Any) -> list[Any]:
     return each_dim
 
 
-def mesh_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return the process groups over which an optimizer's parameters are sharded, with gradients or without."""
-    meshes = meshes_of([optimizer])
-    return tuple(dict.fromkeys(group for mesh in meshes for group in groups_over(mesh))) if meshes else ()
-
-
 def _flattened_groups(mesh: Any) -> list[Any]:
     """Return the process groups of exactly the ranks of a mesh that exist already; making one would be a collective."""
     covers_all = mesh.size() == torch.distributed.get_world_size()

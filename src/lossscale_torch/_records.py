@@ -14,7 +14,7 @@ from lossscale_torch._gradients import Gradients, grads_of, moved, params_of
 from lossscale_torch._guard import Guards
 from lossscale_torch._optimizers import has_zero_rates, is_being_recorded
 from lossscale_torch._sharded_norm import Agreed, agree
-from lossscale_torch._state import CapturedScale, ScalerState
+from lossscale_torch._state import ScalerState
 
 
 class OptimizerRecords:
@@ -22,7 +22,7 @@ class OptimizerRecords:
 
     def __init__(self, state: ScalerState, ranks: Ranks, joint_skip: bool, guards: Guards) -> None:
         self._state, self.ranks, self.joint_skip, self.guards = state, ranks, joint_skip, guards
-        self.losses = ScaledLosses()
+        self.losses = ScaledLosses(state)
         self.by_id: defaultdict[int, Any] = new_records()
         """torch's own dict of records, by the id of their optimizer."""
         self.flags = Flags()
@@ -66,10 +66,6 @@ class OptimizerRecords:
             raise RuntimeError("step() has already been called since the last update().")
         return record
 
-    def scale_of(self, record: OptimizerRecord) -> CapturedScale:
-        """Return the loss scale that a record's gradients were made with."""
-        return self.losses.scale_of(record, self._state)
-
     def note(
         self,
         optimizer: Any,
@@ -90,7 +86,7 @@ class OptimizerRecords:
             self._note_message(optimizer, record, self._message(optimizer, flag), groups, had_none=not found)
             return
         record.had_none, record.moment, record.is_combined = not found, self.losses.moment(), False
-        record.is_rehearsal = bool(found) and _is_rehearsal(optimizer)
+        record.is_rehearsal = bool(found) and has_zero_rates(optimizer) and _is_rehearsal(optimizer)
         if found:
             record.note(found, known, spiked)
 
@@ -200,7 +196,7 @@ class OptimizerRecords:
         return flags
 
     def _admit(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
-        origin = self.losses.origin(optimizer, self._state.loss_scale)
+        origin = self.losses.origin(optimizer)
         if origin is None:
             return record
         if origin.record is not None:
@@ -223,4 +219,4 @@ def _may_rehearse(optimizer: Any) -> bool:
 
 def _is_rehearsal(optimizer: Any) -> bool:
     """Return whether a step would move nothing on this rank, and so may only make the optimizer allocate its state."""
-    return has_zero_rates(optimizer) and not is_being_recorded() and Gradients([optimizer]).are_zero()
+    return _may_rehearse(optimizer) and Gradients([optimizer]).are_zero()

@@ -138,7 +138,7 @@ class GradScaler(TorchNames):
         if isinstance(outputs, Tensor):
             if self._state.loss_scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            return self._records.losses.scale(outputs, self._state)  # type: ignore[return-value]  # cast() costs a call
+            return self._records.losses.scale(outputs)  # type: ignore[return-value]  # cast() costs a call
         if isinstance(outputs, dict | list | tuple):
             return cast(Tree, tree.map_leaves(self.scale, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
@@ -227,7 +227,8 @@ class GradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._require_scale("step")
+        if self._state.loss_scale is None:
+            self._require_scale("step")
         record, fused, hooks = self._records.to_step(optimizer), is_fused(optimizer), self._hooks()
         if fused and takes_scaler(type(optimizer).step):
             result = step_by_itself(self, optimizer, record, args, kwargs)
@@ -451,10 +452,12 @@ class GradScaler(TorchNames):
             getattr(self, method)(optimizer)
             self._records.are_flags_shared = True
             return self._records.of(optimizer, "step")
-        if fused and self._records.guards.guard is None:
+        if self._records.guards.guard is not None:
+            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
+        elif fused:
             check(self._records, optimizer, record)
         else:
-            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
+            self._unscale(optimizer, record, hooks)
         return record
 
     def _step_plain(
@@ -471,10 +474,10 @@ class GradScaler(TorchNames):
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        deciding = self._records.deciding(optimizer_state)
-        optimizer_state.flag = (
-            known_on_host(optimizer_state) if len(deciding) == 1 else all(map(known_on_host, deciding))
-        )
+        if self._records.joint_skip:
+            optimizer_state.flag = all(map(known_on_host, self._records.deciding(optimizer_state)))
+        else:
+            optimizer_state.flag = known_on_host(optimizer_state)
         return optimizer.step(*args, **kwargs) if optimizer_state.flag else None
 
     def _note_first_step(self, optimizer: Any) -> None:
@@ -502,7 +505,8 @@ class GradScaler(TorchNames):
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
-        records.ranks.end_step()
+        if records.ranks.joined is not None:
+            records.ranks.end_step()
         self._had_no_gradients = not found
         checked = [record for record in found if not record.is_rehearsal]
         if records.are_flags_shared:

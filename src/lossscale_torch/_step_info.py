@@ -34,8 +34,9 @@ def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], defaul
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    if [flag for flag in flags.values() if flag is False]:
-        info = info._replace(applied=False)
+    for flag in flags.values():
+        if flag is False:
+            info = info._replace(applied=False)
     whole = StepInfo(*info)
     whole._flags, whole._default = flags, default
     return whole

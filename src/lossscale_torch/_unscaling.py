@@ -27,7 +27,7 @@ def unscale(
     if record.is_carried:
         record.is_carried = False
         return
-    captured = records.scale_of(record)
+    captured = records.losses.scale_of(record)
     if captured.known_inverse is None:  # what is recorded must write its zero anew at each replay
         inverse, found_inf = captured.inverse(), torch.zeros_like(captured.scale)
     else:
@@ -42,7 +42,7 @@ def unscale(
 
 def check(records: OptimizerRecords, optimizer: Any, record: OptimizerRecord) -> None:
     """Note whether the gradients are finite, and will be when a fused optimizer unscales them; leave them alone."""
-    captured = records.scale_of(record)
+    captured = records.losses.scale_of(record)
     found = Gradients([optimizer]).found_inf(captured.inverse() if captured.may_be_below_one else None)
     records.note(optimizer, record, found)
     record.grad_scale = captured.scale.clone()  # an optimizer may write to it, and other steps share the original
