@@ -4,12 +4,14 @@ nox                                  all of them, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s oldest versions               the oldest versions declared, and newer Pythons: nightly
+nox -s sweep                         the tests with more seeds and examples: nightly
 nox -s bench -- --output-folder docs/benchmarks
 nox -s docs -- serve                 the documentation, while you write it
 """
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import nox
@@ -20,6 +22,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 # pip otherwise compiles every module of every framework, of which the tests import a small part.
 os.environ.setdefault("PIP_COMPILE", "0")
+# Containers often set this; then each of the many processes of the tests would compile what it imports once more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
@@ -47,11 +51,15 @@ OLDEST_FOR_TESTS = {
 OLDEST_ALONE = ALONE | {"tensorflow": "tf-keras==2.19.*"}
 
 
+# Each process begins with a stretch of the tests, so that neighbours share what they compile, and helps out at the end.
+IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
+
+
 def _run_tests(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework, or those of the core where it is `numpy`."""
     adapter = "" if framework == "numpy" else f"test_{framework}_*.py"
     of_adapter = map(str, sorted(Path("tests/adapters").glob(adapter))) if adapter else ()
-    session.run("pytest", "-n", "auto", *of_adapter, *session.posargs)
+    session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs)
 
 
 def _install(session: nox.Session, framework: str) -> None:
@@ -89,6 +97,19 @@ def tests(session: nox.Session, framework: str) -> None:
     session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
 
 
+@nox.session(default=False)
+@nox.parametrize("framework", list(FRAMEWORKS))
+def sweep(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests with more seeds, random programs and examples: `nox -s sweep`, nightly.
+
+    `tests` checks the same behaviour with one seed, a quarter of the programs and a fifth of the examples of the tests
+    that compile for each example. `tests/sweeping.py` has the numbers.
+    """
+    _install(session, framework)
+    session.env["LOSSSCALE_SWEEP"] = "1"
+    _run_tests(session, framework)
+
+
 @nox.session(default=False, python=["3.12", "3.13"])
 @nox.parametrize("framework", [name for name in FRAMEWORKS if name != "torch"])  # TORCH is at hand for 3.11 alone
 def versions(session: nox.Session, framework: str) -> None:
@@ -118,9 +139,9 @@ def conformance(session: nox.Session) -> None:
     """
     groups = [*_group("test"), *_group("conformance"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, JAX, TENSORFLOW, OPTAX)
-    session.run("pytest", "tests/conformance", "-n", "auto", *session.posargs)
+    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs)
     if not session.posargs:
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL)
 
 
 @nox.session
@@ -140,6 +161,7 @@ def build(session: nox.Session) -> None:
     session.install(str(wheel))
     session.run("python", "-c", "import lossscale, lossscale_core as c; c.testing.simulate('dynamic', [True])")
     session.run("lossscale", success_codes=[2])
+    _require_the_source(session, wheel)
     session.install(f"{wheel}[demo]", *_group("test"))
     elsewhere = session.create_tmp()
     shutil.rmtree(f"{elsewhere}/tests", ignore_errors=True)
@@ -147,8 +169,17 @@ def build(session: nox.Session) -> None:
     shutil.copy("pyproject.toml", elsewhere)
     session.chdir(elsewhere)
     session.run("python", "-c", "import lossscale_core as c; assert 'site-packages' in c.__file__, c.__file__")
-    of_the_wheel = [f"tests/core/test_{name}.py" for name in ("import", "verbs", "config", "checkpoint")]
-    session.run("pytest", *of_the_wheel, "tests/command/test_cli.py", "-n", "auto")
+    session.run("pytest", "tests/core/test_import.py", "tests/core/test_verbs.py", "tests/command/test_cli.py")
+
+
+def _require_the_source(session: nox.Session, wheel: Path) -> None:
+    """Require that the wheel holds every file of the source as it is, so that what is true of one is of the other."""
+    with zipfile.ZipFile(wheel) as zipped:
+        packed = {name: zipped.read(name) for name in zipped.namelist() if ".dist-info/" not in name}
+    files = [path for path in Path("src").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    source = {path.relative_to("src").as_posix(): path.read_bytes() for path in files}
+    if different := sorted(name for name, _ in packed.items() ^ source.items()):
+        session.error(f"the wheel and src differ in {', '.join(different)}")
 
 
 @nox.session(default=False)

@@ -16,6 +16,7 @@ from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
+from tests.sweeping import few_examples
 
 SCALES = st.integers(0, 30).map(lambda power: 2.0**power)
 
@@ -36,6 +37,7 @@ def _assert_alike(name, config, original, step, saved, grads_finite, stop):
         assert {float(state.loss_scale) for state in states} == {float(scale)}
 
 
+@few_examples
 @given(
     st.fixed_dictionaries(
         {"loss_scale": SCALES, "period": st.integers(1, 5)},
@@ -68,6 +70,7 @@ def test_jmp_loses_its_floor_under_jit():
     assert state.loss_scale == 1.0
 
 
+@few_examples
 @given(
     st.fixed_dictionaries(
         {"growth_interval": st.integers(-1, 4)},

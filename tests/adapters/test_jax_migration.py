@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling
 from lossscale_core.testing import overflow_traces
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
+from tests.sweeping import few_examples
 
 
 def _scales(policy, grads_finite):
@@ -26,6 +27,7 @@ def _scales(policy, grads_finite):
     return np.asarray(jax.lax.scan(step, init_state(policy), jnp.asarray(grads_finite, bool))[1])
 
 
+@few_examples
 @given(st.integers(1, 5), st.sampled_from([2, 4, 16]), st.sampled_from([1.0, 64.0]), overflow_traces(max_steps=40))
 def test_jmp(period, factor, floor, grads_finite):
     """`period` is `growth_interval`, `factor` both factors; jmp has no ceiling, so the run is kept below ours."""
@@ -48,6 +50,7 @@ def test_jmp(period, factor, floor, grads_finite):
     np.testing.assert_array_equal(_scales(policy, grads_finite), expected)
 
 
+@few_examples
 @given(st.integers(0, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([SMALLEST_SCALE, 1.0]), overflow_traces(40))
 def test_flax(growth_interval, factor, floor, grads_finite):
     """flax grows one step later than its `growth_interval` says; it has no ceiling to speak of."""

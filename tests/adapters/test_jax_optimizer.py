@@ -26,6 +26,7 @@ from lossscale_jax import (
     unscale,
 )
 from tests.adapters.jax_reading import late_gradients, reading_refused
+from tests.sweeping import few_examples
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -93,6 +94,7 @@ def test_a_skip_changes_nothing(way, wrap):
     assert info.loss_scale_after == SCALE / 2
 
 
+@few_examples
 @given(policies(), overflow_traces(max_steps=30))
 def test_the_scale_follows_the_policy(policy, grads_finite):
     """State by state what the core simulates."""

@@ -14,6 +14,7 @@ from lossscale_core import DynamicScaling, diagnose, metrics
 from lossscale_core.testing import assert_traces_equal, overflow_traces, policies, simulate
 from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 from tests.adapters.jax_reading import late_gradients, reading_refused
+from tests.sweeping import few_examples
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
@@ -205,6 +206,7 @@ def test_select_takes_one_flag():
         select(jnp.array([True, False]), jnp.ones((2, 2)), jnp.zeros((2, 2)))
 
 
+@few_examples
 @given(policies(), overflow_traces(max_steps=60))
 def test_the_jitted_trace_is_the_hosts(policy, grads_finite):
     """State by state, to the last bit."""

@@ -12,9 +12,10 @@ from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, tr
 from lossscale.demo._network import load
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
+from tests.sweeping import seeds
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """As on NumPy: within a point of float32's accuracy, and unscaled at least ten points below."""
     names = ("float32", "float16, no scaling", "float16, dynamic")

@@ -8,6 +8,7 @@ from hypothesis import given
 
 from lossscale_core.testing import overflow_traces, policies, simulate
 from lossscale_tf import all_finite, init_state, overflow_report, scale, select, unscale
+from tests.sweeping import few_examples
 
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 MODES = {
@@ -126,6 +127,7 @@ def test_select_takes_everything_or_nothing():
         select(tf.constant(True), tf.ones(2), tf.ones(3))
 
 
+@few_examples
 @given(policies(), overflow_traces(max_steps=30))
 def test_the_graphs_trace_is_the_hosts(policy, grads_finite):
     """State by state, to the last bit."""

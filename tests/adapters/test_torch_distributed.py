@@ -26,10 +26,14 @@ def _in_process(rank, world_size, folder, work):
     os._exit(0)  # past torch's threads, which abort an interpreter's orderly end now and then
 
 
+# A server imports these once, and each rank is a fresh fork of it: importing torch takes seconds, most tests less.
+mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed_edges", "sharded_clipping")])
+
+
 def _on_ranks(world_size, work):
     """Run `work(rank, world_size)` in that many processes; the first failure is raised here."""
     with TemporaryDirectory() as folder:
-        mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="spawn")
+        mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="forkserver")
 
 
 def _local(module):

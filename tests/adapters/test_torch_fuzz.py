@@ -15,8 +15,9 @@ import torch
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
+from tests.sweeping import IS_SWEEP
 
-PROGRAMS = 600
+PROGRAMS = 3000 if IS_SWEEP else 150
 LENGTH = 24
 BOTH = (torch.amp.GradScaler, GradScaler)
 ROWS = {

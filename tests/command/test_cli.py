@@ -1,4 +1,4 @@
-"""The `lossscale` command as a person meets it: real processes, real files."""
+"""The `lossscale` command as a person meets it, on real files; that a process says the same is one test."""
 
 import json
 import subprocess
@@ -19,17 +19,23 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.dialects import from_peer, peers
+from tests.command.commanding import run
 
 
-def _run(*arguments, cwd=None):
-    command = [sys.executable, "-m", "lossscale", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, stdin=subprocess.DEVNULL)
-
-
-def _succeed(*arguments, cwd=None):
-    done = _run(*arguments, cwd=cwd)
+def _succeed(*arguments, cwd="."):
+    done = run(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("policy", "show", "p.toml"), ("policy", "check", "none.toml")])
+def test_a_process_says_what_the_command_says_here(tmp_path, monkeypatch, arguments):
+    """The same output, the same error and the same status."""
+    monkeypatch.setenv("COLUMNS", "80")
+    dump_policy(DynamicScaling(), tmp_path / "p.toml")
+    command = [sys.executable, "-m", "lossscale", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == run(*arguments, cwd=tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +176,7 @@ def test_policy_check_as_json_says_what_is_wrong(tmp_path):
     (tmp_path / "bad.toml").write_text('kind = "dynamic"\ngrowth_factor = 1.0')
     good = json.loads(_succeed("policy", "check", "good.toml", "--json", cwd=tmp_path))
     assert good == {"file": "good.toml", "valid": True, "kind": "dynamic"}
-    done = _run("policy", "check", "bad.toml", "--json", cwd=tmp_path)
+    done = run("policy", "check", "bad.toml", "--json", cwd=tmp_path)
     bad = json.loads(done.stdout)
     assert (bad["valid"], done.returncode) == (False, 2)
     assert done.stderr == f"lossscale: {bad['error']}\n"
@@ -265,7 +271,7 @@ def test_policy_convert_writes_a_policy_file(tmp_path):
 def test_policy_convert_reads_toml_and_says_warnings(tmp_path):
     """A warning is a line on stderr, and the policy is written all the same."""
     (tmp_path / "theirs.toml").write_text("growth_interval = 0\n")
-    done = _run("policy", "convert", "--from", "torch", "theirs.toml", "--to", "policy.json", cwd=tmp_path)
+    done = run("policy", "convert", "--from", "torch", "theirs.toml", "--to", "policy.json", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr.startswith("lossscale: warning: torch: growth_interval=0 never grows")
     assert load_policy(tmp_path / "policy.json").growth_interval == 2**31 - 1
@@ -395,7 +401,7 @@ def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
     (tmp_path / "odd.json").write_text('{"scale": 8.0, "_growth_tracker": Infinity}')
     _write_json(tmp_path / "lists.json", {"init_scale": [1, 2]})
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    done = _run(*arguments, cwd=tmp_path)
+    done = run(*arguments, cwd=tmp_path)
     assert {path: path.read_bytes() for path in before} == before
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lossscale: ")

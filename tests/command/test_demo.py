@@ -12,6 +12,7 @@ from lossscale.demo._numpy import Trainer, backward, cross_entropy
 from lossscale_core import DynamicScaling, NoScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
+from tests.sweeping import seeds
 
 STEPS = 300
 DIGITS = load()
@@ -22,7 +23,7 @@ def _train(name, weight, seed, steps=STEPS):
     return train(Settings("numpy", regime.policy, weight, seed, steps), regime.dtype, DIGITS)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """At the default weight: within a point of float32's accuracy, and unscaled at least ten points below."""
     exact, unscaled, dynamic = (

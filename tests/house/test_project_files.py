@@ -56,6 +56,7 @@ def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
     for framework in frameworks:
         assert f"- tests(framework='{framework}')\n" in text
         assert f"- oldest(framework='{framework}')\n" in text
+        assert f"- sweep(framework='{framework}')\n" in text
     for python in ("3.12", "3.13"):
         for framework in set(frameworks) - {"torch"}:
             assert f"- versions-{python}(framework='{framework}')\n" in text
