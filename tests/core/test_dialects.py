@@ -454,7 +454,7 @@ def test_each_record_is_shown(name):
     """The table has a row for each key and each counter."""
     record = next(peer for peer in peers() if peer.name == name)
     text = markdown(name)
-    assert f"| [`{name}`](#{name}) |" in overview()
+    assert f"[`{name}`](migrating/" in overview()
     for form in record.forms:
         assert all(f"`{one.name}`" in text for one in form.keys)
     for saved in record.saved:

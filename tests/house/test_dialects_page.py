@@ -1,21 +1,36 @@
-"""The page of dialects shows the tables that the records draw, and says in words what differs."""
+"""The pages of dialects show the tables that the records draw, and say in words what differs."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from lossscale_core.dialects import peers, tables
+from lossscale_core.dialects._peers import PAGES
 
-PAGE = Path(__file__).parents[2] / "docs/migrating.md"
-
-
-def test_the_tables_are_those_of_the_records():
-    """Else draw them anew: `python -m lossscale_core.dialects docs/migrating.md`."""
-    assert PAGE.read_text(encoding="utf-8").endswith(tables())
-
-
+DOCS = Path(__file__).parents[2] / "docs"
+OVERVIEW = DOCS / "migrating.md"
 TOLD = re.compile(r"^\*\*`(\S+)`\*\*\. .+\n\n\| there \| here \|\n\|---\|---\|\n\| .+ \| .+ \|$", re.MULTILINE)
 
 
-def test_the_page_says_what_differs():
+def test_the_overview_has_the_table_of_the_records():
+    """Else draw it anew: `python -m lossscale_core.dialects docs/migrating.md`."""
+    assert OVERVIEW.read_text(encoding="utf-8").endswith(tables())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_tools_page_has_the_tables_of_the_records_and_says_what_differs(page):
     """Under each tool's name are its rule and a table of what is there and what is here, in words of the page alone."""
-    assert TOLD.findall(PAGE.read_text(encoding="utf-8")) == [peer.name for peer in peers()]
+    text = (DOCS / f"migrating/{page}.md").read_text(encoding="utf-8")
+    assert text.endswith(tables(page))
+    assert TOLD.findall(text) == [peer.name for peer in PAGES[page]]
+    assert f"](migrating/{page}.md)" in OVERVIEW.read_text(encoding="utf-8")
+
+
+def test_old_links_into_the_overview_still_arrive():
+    """What was a heading of the one long page is a heading of the overview, or a row with a link to its page."""
+    text = OVERVIEW.read_text(encoding="utf-8")
+    headings = ["The settings", "The state", "The training step", "What is different", "Every tool at a glance"]
+    assert all(f"\n## {heading}\n" in text for heading in headings)
+    anchors = ["key-by-key", *(peer.name for peer in peers())]
+    assert all(text.count(f'<a id="{anchor}"></a>') == 1 for anchor in anchors)

@@ -8,8 +8,8 @@ to_peer("torch", policy)  # raises PolicyError: torch has no hysteresis
 
 All functions take and return plain dicts; no framework is imported. For each tool a record (`peers()`) maps its keys to
 the settings of this library, and the names in its checkpoints to the counters of a state. `markdown(name)` and
-`overview()` generate the tables of `docs/migrating.md` from these records. The page also describes the intended
-differences, most of which avoid bugs of the other tool.
+`overview()` generate the tables of `docs/migrating.md` and `docs/migrating/` from them. These pages also describe
+the intended differences, most of which avoid bugs of the other tool.
 """
 
 from lossscale_core._checkpoint import number_within

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lossscale_core._config import policy_to_dict
-from lossscale_core.dialects._peers import find_peer, peers
+from lossscale_core.dialects._peers import PAGES, find_page, find_peer
 from lossscale_core.dialects._policies import translate
 from lossscale_core.dialects._record import REQUIRED, Form, Peer, Saved
 from lossscale_core.errors import PolicyError
@@ -17,33 +17,38 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 """Example configs for the tools that have a setting without a default."""
 
 
-_KEY_BY_KEY = (
-    "For each tool, under the name that `from_peer` knows it by: its keys with their defaults, and its checkpoints."
-)
+_KEY_BY_KEY = '<a id="key-by-key"></a>The page of each tool lists its keys with their defaults, and its checkpoints.'
 
 
-def tables() -> str:
-    """Return the overview and every tool's tables.
+def tables(page: str = "") -> str:
+    """Return the generated part of a page of the documentation.
+
+    Args:
+        page: The name of a file in `docs/migrating/`, such as "megatron"; without it, the overview of all tools.
 
     Returns:
-        A text in Markdown, with a heading for each tool.
+        A text in Markdown.
+
+    Raises:
+        PolicyError: There is no such page.
     """
-    sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in peers()]
+    if page:
+        sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in find_page(page)]
+        return "\n".join(["\n## Keys and checkpoints\n", *sections])
     without = " and ".join(f"`{name}`" for name in _EXAMPLES)
-    note = f"{without} have no default for the first scale; the table shows an example."
-    return "\n".join(
-        [f"\n## Every tool at a glance\n\n{overview()}\n\n{note}\n\n## Key by key\n\n{_KEY_BY_KEY}\n", *sections]
-    )
+    note = f"{without} have no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
+    return f"\n## Every tool at a glance\n\n{overview()}\n\n{note}\n"
 
 
 def overview() -> str:
-    """Return a table that compares the tools' rules under their own defaults.
+    """Return a table that compares the tools' rules under their own defaults, with a link to the page of each.
 
     Returns:
         A table in Markdown.
     """
     head = "| | first scale | grows on finite step | by | falls on overflow | by | floor | ceiling |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *(_defaults(peer) for peer in peers())])
+    rows = [_defaults(peer, page) for page, tools in PAGES.items() for peer in tools]
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *rows])
 
 
 def markdown(name: str) -> str:
@@ -65,12 +70,12 @@ def markdown(name: str) -> str:
     return "\n\n".join(parts)
 
 
-def _defaults(peer: Peer) -> str:
+def _defaults(peer: Peer, page: str) -> str:
     policy = policy_to_dict(translate(peer, _EXAMPLES.get(peer.name, {}))[0])
     later = policy.get("cooldown", 0)
     grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
     cells = [
-        f"[`{peer.name}`](#{peer.name})",
+        f'<a id="{peer.name}"></a>[`{peer.name}`](migrating/{page}.md#{peer.name})',
         _scale_text(policy["init_scale"]),
         grows,
         f"{policy['growth_factor']:g}",

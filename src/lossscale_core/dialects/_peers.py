@@ -19,6 +19,7 @@ from lossscale_core.dialects import (
     _torch,
 )
 from lossscale_core.dialects._record import Peer
+from lossscale_core.errors import PolicyError
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.
@@ -27,6 +28,8 @@ _TOOLS: tuple[Any, ...] = (
     *(_keras, _tensorflow, _jmp, _flax, _paddle, _mindspore),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for tool in _TOOLS for peer in tool.PEERS}
+PAGES: dict[str, tuple[Peer, ...]] = {tool.__name__.rpartition("._")[2]: tool.PEERS for tool in _TOOLS}
+"""The records of each page in `docs/migrating/`, by the name of the page, which is that of their module."""
 
 
 def peers() -> tuple[Peer, ...]:
@@ -43,6 +46,13 @@ def find_peer(name: Any, error: type[Exception]) -> Peer:
     if isinstance(name, str) and name in PEERS:
         return PEERS[name]
     raise error(f"{shown(name)} is not a known tool; {nearest(name, PEERS)}known: {', '.join(PEERS)}")
+
+
+def find_page(name: str) -> tuple[Peer, ...]:
+    """Return the records of this page. Raises `PolicyError` with the nearest known name."""
+    if name in PAGES:
+        return PAGES[name]
+    raise PolicyError(f"{shown(name)} is not a known page; {nearest(name, PAGES)}known: {', '.join(PAGES)}")
 
 
 def nearest(name: Any, known: Any) -> str:
