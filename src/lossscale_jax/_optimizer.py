@@ -194,7 +194,12 @@ class _Wrapper(NamedTuple):
         def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
-        return self._take(step, lambda: no_updates(updates), updates, state)
+        def drop_if_skipped(applies: Array, updates: Tree) -> Tree:
+            return select(applies, updates, no_updates(updates))
+
+        # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
+        # skip returns the gradients, and the updates take their memory; what drops them is fused into what adds them.
+        return self._take(step, lambda grads: grads, updates, state, drop_if_skipped)
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
@@ -205,16 +210,17 @@ class _Wrapper(NamedTuple):
             updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
-        return self._take(step, lambda: params, grads, state)
+        return self._take(step, lambda _: params, grads, state)
 
     def _take(
         self,
         step: Callable[[PyTree, PyTree], tuple[Tree, PyTree]],
-        unmoved: Callable[[], Tree],
+        unmoved: Callable[[PyTree], Tree],
         grads: PyTree,
         state: LossScaledState,
+        finish: Callable[[Array, Tree], Tree] = lambda _, result: result,
     ) -> tuple[Tree, LossScaledState]:
-        """Return the result of `step` or `unmoved`, and the state after the call."""
+        """Return the result of `step`, or of `unmoved` given `grads`, once `finish` has seen it; and the next state."""
         self._require_own(state)
         before = state.scale_state
         finite, norm = self._check(grads, before)
@@ -229,14 +235,14 @@ class _Wrapper(NamedTuple):
             return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
 
         def skip(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            return unmoved(), inner_state
+            return unmoved(grads if state.window else source), inner_state
 
         source = attempt.source if self._branches else zeros_unless(attempt.applies, attempt.source)
         result, inner_state = apply_or_skip(attempt.applies, apply, skip, source, state.inner_state, by=self.skip)
         after = self.policy.update(before, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             after = select(attempt.counts, after, before)
-        return result, _state(after, inner_state, attempt.window, guard_state)
+        return finish(attempt.applies, result), _state(after, inner_state, attempt.window, guard_state)
 
     @unchecked
     def _judge(
