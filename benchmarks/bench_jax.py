@@ -1,14 +1,17 @@
-"""What loss scaling costs in JAX, against no scaling and against jmp, flax and optax: ratios of interleaved medians.
+"""What loss scaling costs in JAX, against no scaling, jmp, flax, mpx and optax: ratios of interleaved medians.
 
     python benchmarks/bench_jax.py                                      measure and print
     python benchmarks/bench_jax.py --quick                              a smoke test, in seconds
     python benchmarks/bench_jax.py --output-folder docs/benchmarks  keep the table
 
-A step is what follows the backward pass: scaled gradients of ResNet-50's 161 parameters come in, Adam updates, and the
-buffers of parameters and states are donated. Runs on JAX's default device. Exits with status 1 where a bar is missed
-on the CPU by more than the noise allowed.
+The optimizer alone: scaled gradients of ResNet-50's 161 parameters come in, and Adam updates. A train step: the forward
+pass and the backward pass of a perceptron with float32 weights, and then the same. The buffers of parameters and states
+are donated. Runs on JAX's default device. Exits with status 1 where a bar is missed on the CPU by more than the noise
+allowed.
 """
 
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,19 +20,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
+import mpx
 import optax
 from flax.training.dynamic_scale import DynamicScale
 from measuring import Row, interleaved, resnet50_shapes, run
 
 from lossscale_core import DynamicScaling, SpikeGuard
-from lossscale_jax import all_finite, loss_scaled
+from lossscale_jax import all_finite, get_scale_state, loss_scaled, scale
 
 ADAM = optax.adam(1e-6)
 SCALE = 2.0**10
 OURS = DynamicScaling(init_scale=SCALE)
 SHAPES = resnet50_shapes()[:12] if "--quick" in sys.argv else resnet50_shapes()  # compiling jmp's step takes long
 DEVICE = jax.devices()[0]
-WHERE = f"{len(SHAPES)} arrays ({'cpu' if DEVICE.platform == 'cpu' else 'cuda'})"
+ON = "cpu" if DEVICE.platform == "cpu" else "cuda"
+WHERE = f"{len(SHAPES)} arrays ({ON})"
+LAYERS, WIDTH, BATCH_SIZES = (2, 128, (8,)) if "--quick" in sys.argv else (8, 1024, (32, 256))
+
+NOTES = f"""A train step is that of a perceptron of {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
+float32 weights, and twice as much for Adam. A CPU emulates float16, so that the rows computed in float32, which need
+no scaling, show what scaling costs beside a fast backward pass.
+
+Without scaling, XLA can use up each gradient as soon as it is there. With scaling, all gradients are kept until it is
+known whether they are finite, and the update reads them once more: that is the temporary memory beyond that of no
+scaling. Whoever selects afterwards, as the others do, keeps the old parameters and states as well."""
+SELECTING = 'apply_gradients, skip="select"'
+PEERS = ("jmp", "flax DynamicScale", "mpx", "optax.apply_if_finite")
 
 Step = Callable[[Any, Any], Any]
 
@@ -118,11 +134,11 @@ def step_rows(quick: bool) -> list[Row]:
         compile_time[name] = time.perf_counter() - start
         turns[name] = _Turn(compiled, carry, grads)
     times = dict(zip(turns, interleaved(list(turns.values()), 3 if quick else 41), strict=True))
-    peers = [name for name in contenders if not name.startswith(("ours", "no scaling"))]
+    peers = [name for name in PEERS if name in contenders]
     return [
         Row(f"apply_gradients, Adam, {WHERE}", "× no scaling", times["ours"] / times["no scaling"], 1.15),
         *(Row(f"apply_gradients, Adam, {WHERE}", f"× {name}", times["ours"] / times[name], 0.6) for name in peers),
-        Row(f"update and apply, Adam, {WHERE}", "× no scaling", times["ours, in two"] / times["no scaling"], 1.15),
+        Row(f"update and apply, Adam, {WHERE}", "× no scaling", times["ours, in two"] / times["no scaling"], 1.35),
         *(Row(f"update and apply, Adam, {WHERE}", f"× {n}", times["ours, in two"] / times[n], 0.6) for n in peers),
         Row(
             f"apply_gradients with max_norm and a spike guard, Adam, {WHERE}",
@@ -135,14 +151,119 @@ def step_rows(quick: bool) -> list[Row]:
     ]
 
 
+def perceptron() -> list[dict[str, jax.Array]]:
+    """Return float32 master weights."""
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    return [{"weight": weight, "bias": jnp.zeros(WIDTH)} for weight in weights]
+
+
+def train_loss(dtype: Any) -> Callable[..., jax.Array]:
+    """Return a loss that is computed in `dtype` up to its mean, which is float32."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        hidden = x.astype(dtype)
+        for layer in params:
+            hidden = jax.nn.relu(hidden @ layer["weight"].astype(dtype) + layer["bias"].astype(dtype))
+        return jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def train_steps(dtype: Any) -> dict[str, tuple[Step, Any]]:
+    """Return a whole train step of every contender, as each of them documents it, and what it carries."""
+    loss, params = train_loss(dtype), perceptron
+
+    def with_optimizer(optimizer: Any, in_one: bool, is_scaled: bool = True) -> tuple[Step, Any]:
+        def step(carry: Any, x: jax.Array) -> Any:
+            params, opt_state = carry
+
+            def scaled_loss(params: Any) -> jax.Array:
+                return scale(loss(params, x), get_scale_state(opt_state)) if is_scaled else loss(params, x)
+
+            grads = jax.grad(scaled_loss)(params)
+            if in_one:
+                return optimizer.apply_gradients(grads, opt_state, params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        carried = params()
+        return step, (carried, optimizer.init(carried))
+
+    def jmps(carry: Any, x: jax.Array) -> Any:
+        params, opt_state, leaves = carry
+        loss_scale = jmp.DynamicLossScale(*leaves)
+        grads = loss_scale.unscale(jax.grad(lambda params: loss_scale.scale(loss(params, x)))(params))
+        finite = jmp.all_finite(grads)
+        stepped = jmp.select_tree(finite, _adam_step(params, opt_state, grads), (params, opt_state))
+        return *stepped, jax.tree.leaves(loss_scale.adjust(finite))
+
+    def flaxs(carry: Any, x: jax.Array) -> Any:
+        params, opt_state, dynamic_scale = carry
+        dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(lambda params: loss(params, x))(params)
+        stepped = _adam_step(params, opt_state, grads)
+        return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), stepped, (params, opt_state)), dynamic_scale
+
+    def mpxs(carry: Any, x: jax.Array) -> Any:
+        params, opt_state, (loss_scale, counter) = carry
+        scaling = mpx.DynamicLossScaling(loss_scale, jnp.float32(1.0), counter=counter)
+        _, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(params, x)
+        return *mpx.optimizer_update(params, ADAM, opt_state, grads, finite), (scaling.loss_scaling, scaling.counter)
+
+    def with_scaler(step: Step, scaler: Any) -> tuple[Step, Any]:
+        carried = params()
+        return step, (carried, ADAM.init(carried), scaler)
+
+    return {
+        "no scaling": with_optimizer(ADAM, in_one=False, is_scaled=False),
+        "apply_gradients": with_optimizer(loss_scaled(ADAM, OURS), in_one=True),
+        "update and apply": with_optimizer(loss_scaled(ADAM, OURS), in_one=False),
+        SELECTING: with_optimizer(loss_scaled(ADAM, OURS, skip="select"), in_one=True),
+        "jmp": with_scaler(jmps, [jnp.float32(SCALE), jnp.int32(0)]),
+        "flax DynamicScale": with_scaler(flaxs, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))),
+        "mpx": with_scaler(mpxs, (jnp.float32(SCALE), jnp.int32(0))),
+        "optax.apply_if_finite": with_optimizer(optax.apply_if_finite(ADAM, 10), in_one=False, is_scaled=False),
+    }
+
+
+def _adam_step(params: Any, opt_state: Any, grads: Any) -> Any:
+    updates, opt_state = ADAM.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def train_rows(quick: bool) -> list[Row]:
+    """Time whole train steps at two batch sizes, and say what temporary memory they need."""
+    rows = []
+    for dtype, batch_size in itertools.product((jnp.float16,) if quick else (jnp.float16, jnp.float32), BATCH_SIZES):
+        where = f"{batch_size} samples, computed in {jnp.dtype(dtype).name} ({ON})"
+        x = jax.random.normal(jax.random.key(1), (batch_size, WIDTH))
+        contenders = train_steps(dtype)
+        if dtype == jnp.float32:  # where mpx computes in float16 nevertheless, and nothing needs scaling
+            contenders = {name: contenders[name] for name in ("no scaling", "apply_gradients", "update and apply")}
+        turns, memory = {}, {}
+        for name, (step, carry) in contenders.items():
+            compiled = jax.jit(step, donate_argnums=0).lower(carry, x).compile()
+            memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
+            turns[name] = _Turn(compiled, carry, x)
+        times = dict(zip(turns, interleaved(list(turns.values()), 2 if quick else 25), strict=True))
+        for name, bar in (("apply_gradients", 1.15), ("update and apply", 1.35), (SELECTING, math.inf)):
+            if name in times:
+                rows += [Row(f"train step, {name}, {where}", "× no scaling", times[name] / times["no scaling"], bar)]
+        work = f"train step, apply_gradients, {where}"
+        peers = [name for name in PEERS if name in times]
+        rows += [Row(work, f"× {name}", times["apply_gradients"] / times[name], 1.0) for name in peers]
+        rows += [Row(f"its temporary memory: {name}, {where}", "MiB", memory[name], math.inf) for name in memory]
+    return rows
+
+
 class _Turn:
     """One step after another, each from where the last one ended."""
 
-    def __init__(self, step: Step, carry: Any, grads: Any) -> None:
-        self.step, self.carry, self.grads = step, carry, grads
+    def __init__(self, step: Step, carry: Any, given: Any) -> None:
+        self.step, self.carry, self.given = step, carry, given
 
     def __call__(self) -> None:
-        self.carry = jax.block_until_ready(self.step(self.carry, self.grads))
+        self.carry = jax.block_until_ready(self.step(self.carry, self.given))
 
 
 def check_rows(quick: bool) -> list[Row]:
@@ -169,10 +290,10 @@ def _flax_all_finite(grads: Any) -> Any:
 
 def measure(quick: bool) -> list[Row]:
     """Measure everything on JAX's default device."""
-    return check_rows(quick) + step_rows(quick)
+    return check_rows(quick) + step_rows(quick) + train_rows(quick)
 
 
 if __name__ == "__main__":
     gpu = "not measured on a GPU" if DEVICE.platform == "cpu" else DEVICE.device_kind
-    versions = f"jax {jax.__version__}, optax {optax.__version__}, {gpu}"
-    sys.exit(run("jax", "What loss scaling costs in JAX", measure, versions, __doc__))
+    versions = f"jax {jax.__version__}, optax {optax.__version__}, mpx {mpx.__version__}, {gpu}"
+    sys.exit(run("jax", "What loss scaling costs in JAX", measure, versions, __doc__, NOTES))

@@ -72,8 +72,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str) -> int:
-    """Measure, print, keep the table where asked, and return 1 where a bar was missed on the CPU."""
+def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str, notes: str = "") -> int:
+    """Measure, print, keep the table and the notes where asked, and return 1 where a bar was missed on the CPU."""
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repetitions: shows that everything runs")
     parser.add_argument("--output-folder", type=Path, help="a folder to keep the table in, as Markdown")
@@ -84,6 +84,7 @@ def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: s
         f"{table(rows)}\n\nMedians over interleaved repetitions in one run; bars count as held within 5 %. {machine}."
     )
     print(text)
+    text = f"{text}\n\n{notes}" if notes else text
     if options.output_folder:
         (options.output_folder / f"{name}.md").write_text(
             f"# {title}\n\n{text}\n\nMade by `nox -s bench -- --output-folder {options.output_folder}`.\n"

@@ -17,17 +17,23 @@ _EXPONENT_OF_FLOAT16 = 0x7C00
 
 
 @unchecked
-def finite_when_unscaled(grads: PyTree, loss_scale: Array | None, keep_dtypes: bool = False) -> Array:
+def finite_when_unscaled(
+    grads: PyTree, loss_scale: Array | None, keep_dtypes: bool = False, branches: bool = True
+) -> Array:
     """Return whether every element is finite, and stays so when unscaled in float32 or wider, or in its own dtype.
 
     bfloat16 and float32 or wider are proven finite by their sum of squares, which costs one read at memory speed; only
     where that is not finite itself, or the scale is below 1, is every element looked at. float16 has no cheaper way.
+    Without `branches` every element is looked at once, and there is no conditional.
     """
     leaves = gradient_leaves(grads)
-    return (_all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once)(leaves, loss_scale, keep_dtypes)
+    check = _all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once
+    return check(leaves, loss_scale, keep_dtypes, branches)
 
 
-def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool) -> Array:
+def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool, branches: bool) -> Array:
+    if not branches:
+        return each_element_finite(leaves, loss_scale, keep_dtypes)
     summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
     proven = each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     if summed:
@@ -41,7 +47,9 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
     return lax.cond(proven, lambda _: known, exact, leaves)
 
 
-_all_finite_at_once = jax.jit(_all_finite, static_argnums=2)  # eagerly, `cond` would be compiled anew at every call
+_all_finite_at_once = jax.jit(
+    _all_finite, static_argnums=(2, 3)
+)  # eagerly, `cond` would be compiled anew at every call
 
 
 def each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:
@@ -119,15 +127,16 @@ def name_of(path: Any) -> str:
 
 def multiply(grads: Tree, factor: Array) -> Tree:
     """Return gradients times a factor of shape `()`, in float32 or wider."""
-    return _map_gradients(lambda leaf: times(leaf, factor), grads)
+    return map_gradients(lambda leaf: times(leaf, factor), grads)
 
 
 def lift_leaves(tree: Tree) -> Tree:
     """Return a pytree with its floats in float32 or wider, as unscaled gradients are."""
-    return _map_gradients(lift, tree)
+    return map_gradients(lift, tree)
 
 
-def _map_gradients(function: Any, tree: Tree) -> Tree:
+def map_gradients(function: Any, tree: Tree) -> Tree:
+    """Return a pytree with `function` applied to the leaves that hold floats."""
     return jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
 
 

@@ -18,19 +18,19 @@ from lossscale_jax._types import PyTree
 
 
 @unchecked
-def global_norm(grads: PyTree, loss_scale: Array | None = None) -> Array:
+def global_norm(grads: PyTree, loss_scale: Array | None = None, branches: bool = True) -> Array:
     """Return the 2-norm of all leaves together, divided by `loss_scale`; it is finite if and only if every element is.
 
     Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest:
-    `optax.global_norm` would be infinite there.
+    `optax.global_norm` would be infinite there. Without `branches` they are always read again, to the same norm.
     """
     leaves = gradient_leaves(grads)
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    return (_global_norm if is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale)
+    return (_global_norm if is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale, branches)
 
 
-def _global_norm(leaves: list[Array], loss_scale: Array | None) -> Array:
+def _global_norm(leaves: list[Array], loss_scale: Array | None, branches: bool) -> Array:
     leaves = [lift(leaf) for leaf in leaves]
     squares = sum_of_squares(leaves)
     inverse = (jnp.float32(1.0) if loss_scale is None else 1.0 / loss_scale).astype(squares.dtype)
@@ -48,10 +48,11 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None) -> Array:
         norm = jnp.minimum(root * inverse * root * jnp.sqrt(sum_of_squares(shrunk)), jnp.finfo(largest).max)
         return _axes.varying_as(jnp.where(finite, norm, jnp.inf), (leaves, inverse))
 
-    return lax.cond(jnp.isfinite(squares) & (inverse <= 1.0), quick, exact, leaves)
+    is_quick = jnp.isfinite(squares) & (inverse <= 1.0)
+    return lax.cond(is_quick, quick, exact, leaves) if branches else jnp.where(is_quick, quick(leaves), exact(leaves))
 
 
-_global_norm_at_once = jax.jit(_global_norm)  # eagerly, `cond` would be compiled anew at every call
+_global_norm_at_once = jax.jit(_global_norm, static_argnums=2)  # eagerly, `cond` would be compiled at every call
 
 
 def clip_factor(norm: Array, max_norm: float) -> Array:

@@ -17,7 +17,7 @@ from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._placement import place_beside
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
-from lossscale_jax._step import apply_or_skip, no_updates, with_extra_args, with_updates
+from lossscale_jax._step import Skip, apply_or_skip, no_updates, with_extra_args, with_updates, zeros_unless
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import init_state, select, unscale
 
@@ -79,6 +79,7 @@ def loss_scaled(
     drop: Drop = "window",
     keep_dtypes: bool = False,
     guard: SpikeGuard | None = None,
+    skip: Skip = "cond",
 ) -> LossScaledTransformation:
     """Wrap `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
 
@@ -93,7 +94,8 @@ def loss_scaled(
     ```
 
     `inner` sees unscaled gradients, in float32 or wider. A skipped step gives zero updates and leaves the inner state
-    bit for bit. Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`.
+    bit for bit. Pure; does not synchronise with the host, though XLA may on GPUs: a step holds two `lax.cond`, unless
+    `skip="select"`.
 
     Args:
         inner: Any optimizer of optax's shape, for a pytree of arrays (partition an Equinox model first).
@@ -114,6 +116,10 @@ def loss_scaled(
             `axis_name` of the gradients of all devices together. The guard's own state is in `opt_state.guard_state`.
             Its `max_streak` is not checked, since a step does not read its state; call
             `lossscale_core.check_spike_streak` where you read it.
+        skip: How a compiled step is skipped, with the same results. `"cond"` takes the step in a conditional, so that a
+            skipped step costs little and donated buffers are not copied. `"select"` always takes it, of zeros where
+            it is skipped, and then chooses between the old and the new values: no conditional whose predicate XLA
+            could read on the host, as it may on GPUs. The state is the same, so that a run may change between them.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` that can do one thing more, which saves memory and time:
@@ -124,7 +130,7 @@ def loss_scaled(
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
     accumulation = Accumulation(accumulation_steps, drop)
-    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard)
+    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard, skip)
     wrapper.validate()
     return LossScaledTransformation(wrapper.init, wrapper.update, wrapper.apply_gradients)
 
@@ -146,6 +152,7 @@ class _Wrapper(NamedTuple):
     keep_dtypes: bool
     accumulation: Accumulation
     guard: SpikeGuard | None
+    skip: Skip
 
     def validate(self) -> None:
         if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
@@ -159,11 +166,17 @@ class _Wrapper(NamedTuple):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
         if not isinstance(self.guard, SpikeGuard | None):
             raise PolicyError(f"guard={self.guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
+        if self.skip not in ("cond", "select"):
+            raise PolicyError(f"skip={self.skip!r} must be 'cond' or 'select'; leave it out for 'cond'")
         self.accumulation.validate()
 
     @property
     def _accumulates(self) -> bool:
         return self.accumulation.size > 1
+
+    @property
+    def _branches(self) -> bool:
+        return self.skip == "cond"
 
     def init(self, params: PyTree) -> LossScaledState:
         inner_state = self.inner.init(self._shown(params))
@@ -181,7 +194,12 @@ class _Wrapper(NamedTuple):
         def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
-        return self._take(step, lambda: no_updates(updates), updates, state)
+        def drop_if_skipped(applies: Array, updates: Tree) -> Tree:
+            return select(applies, updates, no_updates(updates))
+
+        # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
+        # skip returns the gradients, and the updates take their memory; what drops them is fused into what adds them.
+        return self._take(step, lambda grads: grads, updates, state, drop_if_skipped)
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
@@ -192,16 +210,17 @@ class _Wrapper(NamedTuple):
             updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
-        return self._take(step, lambda: params, grads, state)
+        return self._take(step, lambda _: params, grads, state)
 
     def _take(
         self,
         step: Callable[[PyTree, PyTree], tuple[Tree, PyTree]],
-        unmoved: Callable[[], Tree],
+        unmoved: Callable[[PyTree], Tree],
         grads: PyTree,
         state: LossScaledState,
+        finish: Callable[[Array, Tree], Tree] = lambda _, result: result,
     ) -> tuple[Tree, LossScaledState]:
-        """Return the result of `step` or `unmoved`, and the state after the call."""
+        """Return the result of `step`, or of `unmoved` given `grads`, once `finish` has seen it; and the next state."""
         self._require_own(state)
         before = state.scale_state
         finite, norm = self._check(grads, before)
@@ -216,13 +235,14 @@ class _Wrapper(NamedTuple):
             return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
 
         def skip(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            return unmoved(), inner_state
+            return unmoved(grads if state.window else source), inner_state
 
-        result, inner_state = apply_or_skip(attempt.applies, apply, skip, attempt.source, state.inner_state)
+        source = attempt.source if self._branches else zeros_unless(attempt.applies, attempt.source)
+        result, inner_state = apply_or_skip(attempt.applies, apply, skip, source, state.inner_state, by=self.skip)
         after = self.policy.update(before, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             after = select(attempt.counts, after, before)
-        return result, _state(after, inner_state, attempt.window, guard_state)
+        return finish(attempt.applies, result), _state(after, inner_state, attempt.window, guard_state)
 
     @unchecked
     def _judge(
@@ -234,9 +254,10 @@ class _Wrapper(NamedTuple):
         if norm is None:  # of a window's mean, which is worth a read only where it would be applied
             norm = apply_or_skip(
                 attempt.applies,
-                lambda source: global_norm(attempt.gradients(source)),
+                lambda source: self._norm(attempt.gradients(source)),
                 lambda _: jnp.float32(jnp.inf),
                 attempt.source,
+                by=self.skip,
             )
         total = jnp.minimum(_axes.total_norm(norm, self.axis_name), float(jnp.finfo(jnp.float32).max))
         judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
@@ -266,12 +287,12 @@ class _Wrapper(NamedTuple):
         """Return whether the gradients are finite, and their norm where the same read tells it."""
         norm = None
         if self._accumulates or (self.max_norm is None and self.guard is None):
-            finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes)
+            finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes, self._branches)
         else:
-            norm = global_norm(grads, before.loss_scale)
+            norm = self._norm(grads, before.loss_scale)
             finite = jnp.isfinite(norm)
             if self.keep_dtypes:  # what is finite in float32 may be infinite in the dtype that is kept
-                finite &= finite_when_unscaled(grads, before.loss_scale, keep_dtypes=True)
+                finite &= finite_when_unscaled(grads, before.loss_scale, keep_dtypes=True, branches=self._branches)
         finite = _axes.all_true(finite, self.axis_name)
         _axes.require_reduced(finite, before, _REDUCE if self.max_norm or self._accumulates else _ADVICE)
         return finite, norm
@@ -280,7 +301,10 @@ class _Wrapper(NamedTuple):
         """Return gradients clipped to `max_norm`; `norm` is None for a window's mean that no guard has judged."""
         if self.max_norm is None:
             return unscaled
-        return multiply(unscaled, clip_factor(global_norm(unscaled) if norm is None else norm, self.max_norm))
+        return multiply(unscaled, clip_factor(self._norm(unscaled) if norm is None else norm, self.max_norm))
+
+    def _norm(self, grads: PyTree, loss_scale: Array | None = None) -> Array:
+        return global_norm(grads, loss_scale, self._branches)
 
     def _shown(self, params: PyTree) -> PyTree:
         """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +11,47 @@ from jax import Array, lax
 
 from lossscale_jax import _axes
 from lossscale_jax._debug import is_checked, unchecked
-from lossscale_jax._gradients import lift_leaves
+from lossscale_jax._gradients import lift_leaves, map_gradients
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import select
 
 Operands = TypeVarTuple("Operands")
 Result = TypeVar("Result")
 
+Skip = Literal["cond", "select"]
+"""How a compiled step is skipped: by a conditional around it, or by choosing between its results and the old values."""
+
 
 def apply_or_skip(
-    applies: Array, apply: Callable[[*Operands], Result], skip: Callable[[*Operands], Result], *operands: *Operands
+    applies: Array,
+    apply: Callable[[*Operands], Result],
+    skip: Callable[[*Operands], Result],
+    *operands: *Operands,
+    by: Skip = "cond",
 ) -> Result:
     """Return `apply(*operands)` where `applies`, else `skip(*operands)` in the same dtypes.
 
-    Traced, only the branch that is taken runs, and donated buffers are not copied.
+    Traced by `cond`, only the branch that is taken runs, and donated buffers are not copied.
     """
     applied = jax.eval_shape(apply, *operands)
 
     def skip_alike(*operands: *Operands) -> Result:
         return _axes.matching(skip(*operands), applied)
 
-    if isinstance(applies, jax.core.Tracer):
+    is_traced = isinstance(applies, jax.core.Tracer)
+    if is_traced and by == "cond":
         return lax.cond(applies, apply, skip_alike, *operands)
-    if is_checked():  # the step that is not taken would raise, and every operation is waited for anyway
+    if not is_traced and is_checked():  # the step that is not taken would raise, and all operations are waited for
         return apply(*operands) if applies else unchecked(skip_alike)(*operands)
     return select(applies, apply(*operands), skip_alike(*operands))
+
+
+def zeros_unless(applies: Array, grads: Tree) -> Tree:
+    """Return `grads` where `applies`, else zeros, so that a step whose results are dropped meets no NaN.
+
+    An optimizer that searches a line, calls the host or checks its numbers would otherwise act on it.
+    """
+    return map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), grads)
 
 
 def no_updates(grads: Tree) -> Tree:

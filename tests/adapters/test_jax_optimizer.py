@@ -120,6 +120,26 @@ def test_one_compilation_serves_the_run():
     assert step._cache_size() == 1
 
 
+def test_updates_take_the_memory_of_the_gradients():
+    """A compiled step in two calls needs hardly more temporary memory than one by `apply_gradients`."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    params = [jnp.ones((64, 64))] * 4
+
+    def loss(params, x):
+        return jnp.tanh(x @ params[0] @ params[1] @ params[2] @ params[3]).sum()
+
+    def temporary(way):
+        def step(params, opt_state, x):
+            return way(optimizer)(params, opt_state, jax.grad(loss)(params, x))
+
+        compiled = (
+            jax.jit(step, donate_argnums=(0, 1)).lower(params, optimizer.init(params), jnp.ones((2, 64))).compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(_in_two) <= 1.1 * temporary(_in_one)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_parameters(dtype):
     """Their gradients reach the inner optimizer in float32, and the parameters keep their dtype."""

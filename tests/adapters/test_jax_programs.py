@@ -1,6 +1,7 @@
 """Random programs through `loss_scaled`, beside a plain loop of the bare optimizer on gradients that need no scale."""
 
 import dataclasses
+import functools
 import pickle
 import random
 
@@ -10,10 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, TolerantScaling, state_to_dict
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
 
 PROGRAMS = 16
+SELECTING_PROGRAMS = 6
+UNFUSED = {"xla_disable_hlo_passes": "fusion"}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
 INNERS = {
     "sgd": lambda: optax.sgd(0.125),
@@ -181,8 +184,9 @@ def _resumed(program, carry):
     return params, load_scale_state(opt_state, saved, program.policy)
 
 
-def _run(program):
+def _run(program, **jit_options):
     """Yield parameters and scale state after each step, as the program's mode runs it."""
+    jit = functools.partial(jax.jit, **jit_options)
     optimizer = _optimizer(program)
     step, params = _step(program, optimizer), jax.tree.map(jnp.copy, program.params)
     carry = params, optimizer.init(params)
@@ -191,18 +195,18 @@ def _run(program):
     batches = [(grads, jnp.asarray(overflows)) for grads, overflows in program.batches]
     if program.mode == "scan":
         every = lambda carry, batch: (lambda after: (after, seen(after)))(step(carry, batch))  # noqa: E731
-        _, results = jax.jit(lambda carry: jax.lax.scan(every, carry, stacked(*batches)))(carry)
+        _, results = jit(lambda carry: jax.lax.scan(every, carry, stacked(*batches)))(carry)
         yield from (jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(batches)))
         return
     if program.mode == "vmap":  # beside a member whose gradients are always finite
-        both, carry = jax.jit(jax.vmap(step)), stacked(carry, carry)
+        both, carry = jit(jax.vmap(step)), stacked(carry, carry)
         for grads, overflows in batches:
             carry = both(carry, stacked((grads, overflows), (grads, jnp.asarray(False))))
             yield seen(jax.tree.map(lambda leaf: leaf[0], carry))
         return
-    wraps = {"eager": lambda f: f, "donated": lambda f: jax.jit(f, donate_argnums=0)}
-    wraps["checkpoint"] = lambda f: jax.jit(jax.checkpoint(f))
-    wrapped = wraps.get(program.mode, jax.jit)(step)
+    wraps = {"eager": lambda f: f, "donated": lambda f: jit(f, donate_argnums=0)}
+    wraps["checkpoint"] = lambda f: jit(jax.checkpoint(f))
+    wrapped = wraps.get(program.mode, jit)(step)
     for batch in batches:
         carry = wrapped(carry, batch)
         yield jax.device_get(seen(carry))
@@ -225,3 +229,16 @@ def test_a_program_is_the_bare_optimizers(seed):
             np.testing.assert_allclose(
                 np.asarray(ours, np.float64), np.asarray(theirs, np.float64), rtol=tolerance, atol=tolerance
             )
+
+
+@pytest.mark.parametrize("seed", range(SELECTING_PROGRAMS))
+def test_a_program_goes_by_select_as_it_goes_by_cond(seed):
+    """Bit for bit, where XLA does not fuse: what it fuses decides which products and sums become one operation."""
+    program = _program(seed)
+    guard = SpikeGuard(threshold=1.5, memory=4, warmup=2) if seed % 2 else None
+    runs = {}
+    for skip in ("cond", "select"):
+        settings = program.settings | {"skip": skip, "guard": guard}
+        run = _run(dataclasses.replace(program, settings=settings), compiler_options=UNFUSED)
+        runs[skip] = [[(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(step)] for step in run]
+    assert runs["select"] == runs["cond"]
