@@ -12,6 +12,7 @@ from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
+from lossscale_core._voice import log_arrays
 from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
@@ -26,7 +27,8 @@ def state_to_dict(
 ) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
-    Synchronises with the host.
+    Synchronises with the host. With the policy of a state on a device it also logs what is worth saying, as a
+    `ScaleWatch` does.
 
     Args:
         state: A state of any framework.
@@ -43,9 +45,11 @@ def state_to_dict(
     """
     saved: dict[str, Any] = {"version": VERSION}
     saved.update(_plain_numbers(state))
-    config = None if policy is None else _config_of(as_policy(policy))
-    if config is not None:
-        saved["policy"] = config
+    if policy is not None:
+        policy = as_policy(policy)
+        log_arrays(BaseScaling.of(policy), state)
+        if (config := _config_of(policy)) is not None:
+            saved["policy"] = config
     if guard is not None:
         saved["guard"] = _plain_numbers(guard)
     return saved

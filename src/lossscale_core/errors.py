@@ -9,6 +9,7 @@ LossScaleError
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 ├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
+├── ScaleFloorError(FloatingPointError)      an overflow has brought the loss scale down to min_scale
 └── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
 DialectWarning(UserWarning)                  under this config the other tool does something wrong
@@ -48,6 +49,10 @@ class SyncError(LossScaleError, RuntimeError):
 
 class OverflowStreakError(LossScaleError, FloatingPointError):
     """The policy's `max_overflow_streak` was reached: the run is not training."""
+
+
+class ScaleFloorError(LossScaleError, FloatingPointError):
+    """An overflow has brought the loss scale down to `min_scale`, and `on_floor` is `"raise"`."""
 
 
 class SpikeStreakError(LossScaleError, FloatingPointError):

@@ -36,6 +36,7 @@ from lossscale_torch._stepping import step_by_itself, step_fused
 from lossscale_torch._torch_names import TorchNames
 from lossscale_torch._types import Tree
 from lossscale_torch._unscaling import check, unscale
+from lossscale_torch._voice import OnFloor, Voice
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
@@ -71,6 +72,9 @@ class GradScaler(TorchNames):
             refused.
         guard: A `SpikeGuard` that skips the step of an optimizer whose norm is far above its norms before, which the
             clip, or `unscale_` or `step` without one, measures. A spike leaves the loss scale and its counters alone.
+        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` makes `update` raise a `ScaleFloorError` (after a fused optimizer, whose flag stays on
+            its device, `get_scale`), and `"ignore"` says nothing while the scale is there.
         protect: Modules whose buffers a skipped step leaves as they were, such as BatchNorm's statistics. For a
             `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The hooks end
             with the scaler; a copy or a pickle of it protects nothing.
@@ -98,6 +102,7 @@ class GradScaler(TorchNames):
         joint_skip: bool = False,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
+        on_floor: OnFloor = "warn",
         protect: Iterable[torch.nn.Module] = (),
     ) -> None:
         self._device = device
@@ -113,6 +118,7 @@ class GradScaler(TorchNames):
             policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
             self._interval_as_given = given_interval(growth_interval, policy)
         self._state = ScalerState(as_policy(policy))
+        self._voice = Voice(on_floor)
         self._begun_with = (self._state.read_loss_scale(), 0)
         self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip, Guards(guard))
         self._half_gradients = half_gradients
@@ -278,6 +284,7 @@ class GradScaler(TorchNames):
             AssertionError: Where no step came first.
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and the host knows.
             SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
+            ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and the host knows.
 
         """
         info = self._update(new_scale)
@@ -316,6 +323,7 @@ class GradScaler(TorchNames):
             CallOrderError: Where the optimizer was unscaled or stepped since the last update.
             SyncError: For a retry under `no_sync()` without `process_group`.
             OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
+            ScaleFloorError: With `on_floor="raise"`, as from `update`.
             TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
             ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
 
@@ -352,7 +360,9 @@ class GradScaler(TorchNames):
         """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        answer = diagnose(self.policy, self._state.read(), guard=self._records.guards.worst())
+        state = self._state.read()
+        self._voice.was_read(self.policy, state)
+        answer = diagnose(self.policy, state, guard=self._records.guards.worst())
         if self._had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
@@ -494,6 +504,8 @@ class GradScaler(TorchNames):
             and BaseScaling.of(self._state.policy).max_overflow_streak is not None
         ):
             check_overflow_streak(self.policy, self._state.read())
+        if self._enabled:
+            self._voice.updated(self._state)
 
     def _update(self, new_scale: float | Tensor | None = None) -> StepInfo:
         """Update as `update` does, without an error for a streak."""

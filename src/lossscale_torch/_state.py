@@ -150,6 +150,17 @@ class ScalerState:
         start = self.policy.init_state()
         return start._make(type(first)(value.item()) for first, value in zip(start, self._placed, strict=True))
 
+    def peek(self) -> Any:
+        """Return the state as host scalars where that waits for no device, else None."""
+        if self.is_on_host:
+            return self._host
+        # A tensor of a subclass, such as a fake one, may have no values.
+        if not all(type(each) is Tensor and each.is_cpu for each in self._placed):
+            return None
+        start = self.policy.init_state()
+        pairs = zip(start, self._placed, strict=True)
+        return start._make(type(first)(value.detach().numpy()) for first, value in pairs)
+
     def read_loss_scale(self) -> float:
         """Return the loss scale; waits for the device while its tensors are the truth."""
         return float(self._host.loss_scale if self.is_on_host else self._placed.loss_scale)

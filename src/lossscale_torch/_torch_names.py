@@ -1,5 +1,6 @@
 """torch's own names: getters, setters, state dicts, copies, its part in Join, and names that others read and write."""
 
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -15,6 +16,7 @@ from lossscale_torch._decision import Ranks
 from lossscale_torch._join import JoinedScaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, within_bounds
+from lossscale_torch._voice import Voice
 
 _UNPROTECTED = (
     "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "
@@ -36,6 +38,7 @@ class TorchNames(torch.amp.GradScaler):
     _enabled: bool
     _state: ScalerState
     _records: OptimizerRecords
+    _voice: Voice
     _follows_checkpoint: bool
     _has_begun: bool
     _begun_with: tuple[float, int]
@@ -53,7 +56,11 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the loss scale of the next step as a Python float (1.0 when disabled). Synchronises if on a device."""
-        return self._state.read_loss_scale() if self._enabled else 1.0
+        if not self._enabled:
+            return 1.0
+        scale = self._state.read_loss_scale()
+        self._voice.waited(self._state)
+        return scale
 
     def get_growth_factor(self) -> float:
         """Return the policy's growth factor; 1.0 for a policy that never grows."""
@@ -94,6 +101,7 @@ class TorchNames(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._state.read()
+        self._voice.was_read(self.policy, state)
         return {
             "scale": float(state.loss_scale),
             "growth_factor": self.get_growth_factor(),
@@ -128,7 +136,7 @@ class TorchNames(torch.amp.GradScaler):
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
-        self._begun_with = (self.get_scale(), self._get_growth_tracker())
+        self._begun_with = (self._state.read_loss_scale(), self._get_growth_tracker())
         self._has_begun = True
 
     def join_hook(self, **kwargs: Any) -> JoinedScaler:
@@ -165,13 +173,14 @@ class TorchNames(torch.amp.GradScaler):
         return {
             **self.__dict__,
             **{"_state": state, "_records": records, "_last_step": None, "_skipped": set(), "_protection": None},
+            "_voice": copy.deepcopy(self._voice),
         }
 
     def __copy__(self) -> "TorchNames":
-        copy = type(self).__new__(type(self))
-        copy.__setstate__(self.__getstate__())
-        copy._records.ranks.process_group = self._records.ranks.process_group  # a group is shared, not copied
-        return copy
+        other = type(self).__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        other._records.ranks.process_group = self._records.ranks.process_group  # a group is shared, not copied
+        return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchNames":
         return self.__copy__()

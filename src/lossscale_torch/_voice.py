@@ -1,0 +1,37 @@
+"""When a scaler logs by itself: now and then, where its state is read anyway or reading it waits for no device."""
+
+from typing import Any, Literal
+
+from lossscale_core import ScaleWatch, ScalingPolicy
+from lossscale_torch._state import ScalerState
+
+OnFloor = Literal["warn", "raise", "ignore"]
+
+_EVERY = 16  # an update on the host takes some microseconds, and so does a look at its state
+
+
+class Voice:
+    """A scaler's `ScaleWatch`, and the number of updates until it looks at the state again."""
+
+    def __init__(self, on_floor: OnFloor) -> None:
+        self._watch = ScaleWatch(on_floor)
+        self._every = 1 if on_floor == "raise" else _EVERY
+        self._left = self._every
+
+    def updated(self, state: ScalerState) -> None:
+        """Note an update, and look at the state if it is time to and no device is waited for."""
+        self._left -= 1
+        if self._left <= 0 and (on_host := state.peek()) is not None:
+            self._left = self._every
+            self._watch.check(state.policy, on_host)
+
+    def waited(self, state: ScalerState) -> None:
+        """Look at the state if it is time to, since its device was waited for just now."""
+        if self._left <= 0:
+            self._left = self._every
+            self._watch.check(state.policy, state.read())
+
+    def was_read(self, policy: ScalingPolicy, on_host: Any) -> None:
+        """Look at a state that was read, and raise nothing."""
+        self._left = self._every
+        self._watch.log(policy, on_host)

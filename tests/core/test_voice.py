@@ -1,0 +1,243 @@
+"""`ScaleWatch`: what a run logs by itself, how often, and what it does at the floor."""
+
+import contextlib
+import copy
+import logging
+import pickle
+
+import array_api_strict
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lossscale_core import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScaleWatch,
+    TolerantScaling,
+    check_overflow_streak,
+    diagnose,
+    init_state,
+    state_to_dict,
+)
+from lossscale_core.errors import LossScaleError, PolicyError, ScaleFloorError
+from lossscale_core.testing import overflow_traces, policies
+
+TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+LOGGER = logging.getLogger("lossscale")
+
+
+@contextlib.contextmanager
+def _heard():
+    """Yield the list of the records that the library logs, of every level."""
+    records = []
+    handler, level = logging.Handler(), LOGGER.level
+    handler.emit = records.append
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.DEBUG)
+    try:
+        yield records
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+
+
+def _run(policy, flags, on_floor="warn", every=1):
+    """Return the records of a run whose watch looks after every so many steps, and the state at the end."""
+    watch, state = ScaleWatch(on_floor), policy.init_state()
+    with _heard() as records:
+        for step, finite in enumerate(flags, 1):
+            state = policy.update(state, finite)
+            if step % every == 0:
+                watch.check(policy, state)
+    return records, state
+
+
+def _events(policy, flags, **how):
+    return [(record.event, record.steps) for record in _run(policy, flags, **how)[0]]
+
+
+FINE = [True] * 50
+CASES = {
+    "two hundred NaNs in torch's rule": (TORCHS, [False] * 200, [("streak", 20), ("floor", 142)]),
+    "two hundred NaNs in ours": (DynamicScaling(), [False] * 200, [("floor", 16), ("streak", 160)]),
+    "coming down at the start": (DynamicScaling(), [False] * 12 + FINE, [("calibrated", 13)]),
+    "from far above": (
+        DynamicScaling(init_scale=2.0**40, max_scale=2.0**40),
+        [False] * 30 + FINE,
+        [("calibrated", 31)],
+    ),
+    "nothing ever overflows": (DynamicScaling(), FINE, []),
+    "an overflow now and then": (DynamicScaling(), ([True] * 99 + [False]) * 5, []),
+    "no scaling, and NaN from the middle on": (NoScaling(), FINE + [False] * 300, [("streak", 70), ("streak", 250)]),
+    "fixed and too large": (FixedScaling(1024.0), [False] * 30, [("streak", 20)]),
+    "the ceiling": (DynamicScaling(init_scale=8.0, max_scale=16.0, growth_interval=5), FINE, [("ceiling", 5)]),
+    "down to the floor at once, and up": (
+        DynamicScaling(init_scale=2.0, growth_interval=9),
+        [False, *FINE],
+        [("floor", 1), ("calibrated", 2)],
+    ),
+    "begun at the floor": (DynamicScaling(init_scale=1.0), [False] * 4 + FINE, [("calibrated", 5)]),
+    "begun at the floor, and stuck": (DynamicScaling(init_scale=1.0), [False] * 9, [("floor", 5)]),
+    "two streaks soon after each other": (FixedScaling(8.0), ([False] * 30 + [True]) * 2, [("streak", 20)]),
+    "two streaks far from each other": (
+        FixedScaling(8.0),
+        ([False] * 30 + [True] * 1000) * 2,
+        [("streak", 20), ("streak", 1050)],
+    ),
+    "tolerant": (TolerantScaling(), [False] * 200, [("floor", 16), ("streak", 160)]),
+    "with a cooldown": (DynamicScaling(cooldown=5), [False] * 3 + FINE, [("calibrated", 4)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_run_says_and_when(name):
+    """Each event at the step at which it happens, and nothing else."""
+    policy, flags, events = CASES[name]
+    assert _events(policy, flags) == events
+
+
+def test_a_look_now_and_then_says_the_same_later():
+    """A watch that looks after every 16th step misses neither the streak nor the floor."""
+    assert _events(TORCHS, [False] * 200, every=16) == [("streak", 32), ("floor", 144)]
+    assert _events(DynamicScaling(), [False] * 12 + FINE, every=16) == [("calibrated", 16)]
+
+
+def test_a_line_names_the_mend_of_diagnose():
+    """The level, the step, the diagnosis word for word, and numbers for a handler that acts on them."""
+    records, state = _run(TORCHS, [False] * 142)
+    line = records[-1]
+    assert line.getMessage() == f"loss scaling, step 142: {diagnose(TORCHS, state)}"
+    assert "look at the loss and the inputs first" in line.getMessage()
+    assert (line.name, line.levelno, line.loss_scale, line.overflow_streak) == ("lossscale", 30, SMALLEST_SCALE, 142)
+    (calibrated,), state = _run(DynamicScaling(), [False] * 12 + [True])
+    assert calibrated.levelno == logging.INFO
+    assert calibrated.getMessage().endswith(f"calibration has ended; {diagnose(DynamicScaling(), state)}")
+
+
+def test_below_one_overflows_in_a_row_are_not_called_normal():
+    """A scale of torch's rule that falls far below 1 without an applied step points to the forward pass."""
+    _, state = _run(TORCHS, [False] * 20)
+    assert diagnose(TORCHS, state).startswith("skipping too often: the last 20 steps in a row overflowed")
+    assert "look at the loss and the inputs first" in diagnose(TORCHS, state)
+    _, state = _run(TORCHS, [False] * 12)
+    assert diagnose(TORCHS, state).startswith("calibrating")
+
+
+@settings(max_examples=40)
+@given(policies(), overflow_traces(max_steps=250), st.integers(1, 20))
+def test_any_run_says_each_event_once_and_streaks_seldom(policy, flags, every):
+    """Whatever the policy: at most one line for each event, and in 250 steps at most two for streaks."""
+    events = [event for event, _ in _events(policy, flags, every=every)]
+    assert events.count("streak") <= 2
+    assert all(events.count(event) <= 1 for event in ("calibrated", "floor", "ceiling"))
+    assert "broken" not in events
+    if all(flags):
+        assert set(events) <= {"ceiling"}
+
+
+def test_a_broken_scale_is_said():
+    """A loss scale that no policy reaches, as in a corrupted state."""
+    watch = ScaleWatch()
+    state = _run(DynamicScaling(), [True, False])[1]._replace(loss_scale=np.float32("nan"))
+    with _heard() as records:
+        watch.log(DynamicScaling(), state)
+        watch.log(DynamicScaling(), state)
+    assert [record.event for record in records] == ["broken"]
+
+
+def test_a_new_run_speaks_anew():
+    """A state with fewer steps than the last, as after a restart from a checkpoint, has said nothing yet."""
+    watch, policy = ScaleWatch(), FixedScaling(8.0)
+    late, early = (_run(policy, [False] * steps)[1] for steps in (30, 25))
+    with _heard() as records:
+        for each in (late, late, early):
+            watch.log(policy, each)
+    assert [record.steps for record in records] == [30, 25]
+
+
+def test_raise_stops_at_the_floor():
+    """Names the scale, the bound and the mend, at each overflow there; `log` itself raises nothing."""
+    policy, watch = DynamicScaling(init_scale=4.0), ScaleWatch("raise")
+    state = policy.update(policy.init_state(), False)
+    watch.check(policy, state)
+    state = policy.update(state, False)
+    for _ in range(2):
+        with pytest.raises(ScaleFloorError, match=r"^loss_scale=1 has reached min_scale=1, .*forward pass.*'warn'\.$"):
+            watch.check(policy, state)
+    watch.log(policy, state)
+    watch.check(policy, policy.update(state, True))
+    assert issubclass(ScaleFloorError, LossScaleError)
+    assert issubclass(ScaleFloorError, FloatingPointError)
+    fixed = FixedScaling(8.0)
+    watch.check(fixed, _run(fixed, [False] * 10)[1])  # a scale that never changes is at no floor
+
+
+def test_ignore_is_silent_at_the_floor():
+    """Nothing is said while the scale is there; other streaks are."""
+    assert _events(DynamicScaling(), [False] * 200, on_floor="ignore") == []
+    assert _events(TORCHS, [False] * 200, on_floor="ignore") == [("streak", 20)]
+
+
+@pytest.mark.parametrize("on_floor", ["stop", None, "", 1])
+def test_another_word_for_on_floor_is_refused(on_floor):
+    """What is allowed is listed."""
+    with pytest.raises(PolicyError, match="must be 'warn', 'raise' or 'ignore'"):
+        ScaleWatch(on_floor)
+    with pytest.raises(PolicyError, match="must be 'warn', 'raise' or 'ignore'"):
+        check_overflow_streak("dynamic", DynamicScaling().init_state(), on_floor=on_floor)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda watch: pickle.loads(pickle.dumps(watch))])
+def test_a_copy_remembers_what_was_said(duplicate):
+    """It says nothing twice."""
+    policy, watch = FixedScaling(8.0), ScaleWatch()
+    state = _run(policy, [False] * 30)[1]
+    with _heard() as records:
+        watch.log(policy, state)
+        duplicate(watch).log(policy, state)
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize("read", [diagnose, lambda policy, state: state_to_dict(state, policy)])
+def test_reading_a_state_of_arrays_logs(read):
+    """A pure loop has no facade that speaks: what reads its state does; a state of host scalars is passed over."""
+    policy = FixedScaling(float(2 + [diagnose].count(read)))  # a memory of its own
+    state = init_state(policy, xp=array_api_strict)
+    for _ in range(30):
+        state = policy.update(state, array_api_strict.asarray(False))
+    on_host = _run(policy, [False] * 25)[1]
+    with _heard() as records:
+        for each in (on_host, state, state, on_host):
+            read(policy, each)
+    assert [(record.event, record.steps) for record in records] == [("streak", 30)]
+
+
+def test_a_check_of_a_state_of_arrays_can_raise_at_the_floor():
+    """`on_floor` of `check_overflow_streak` serves loops without a facade; without a limit to check nothing is read."""
+    policy = DynamicScaling(init_scale=2.0, backoff_factor=0.375)
+    state = init_state(policy, xp=array_api_strict)
+    state = policy.update(state, array_api_strict.asarray(False))
+    with _heard() as records:
+        check_overflow_streak(policy, state, on_floor="ignore")
+        check_overflow_streak(policy, None)
+        assert records == []
+        for _ in range(2):
+            with pytest.raises(ScaleFloorError, match="min_scale=1"):
+                check_overflow_streak(policy, state, on_floor="raise")
+    assert [record.event for record in records] == ["floor"]
+
+
+def test_the_switch_is_that_of_logging():
+    """The logger has neither a handler nor a level of its own, and a level silences it."""
+    assert (LOGGER.handlers, LOGGER.level, LOGGER.propagate) == ([], logging.NOTSET, True)
+    policy = FixedScaling(8.0)
+    _, state = _run(policy, [False] * 30)
+    with _heard() as records:
+        LOGGER.setLevel(logging.ERROR)
+        ScaleWatch().log(policy, state)
+    assert records == []
