@@ -35,7 +35,7 @@ class Step:
         self.last_step: StepInfo | None = None
         self.has_begun = False  # whether `warn_if_resumed` has looked
         self.is_traced = False
-        self._lock = _StepLock()
+        self.lock = _StepLock()
 
     def take(
         self,
@@ -110,25 +110,19 @@ class Step:
     ) -> Any:
         if tf.executing_eagerly():
             is_finite = bool(finite)
-            with self._lock:
+            with self.lock:
                 self._take_on_host(is_finite, norm, apply)
             return None
 
         self.is_traced = True
-        accepted = finite
-        if self.guard is not None and norm is not None:
-            # Not under the lock of the update: two locks a step can wait for each other where a session runs several
-            # steps at a time. Those may be judged by the same norms before them.
-            judged, *assignments = self.guard.judge_in_graph(finite, norm)
-            with tf.control_dependencies(assignments):
-                accepted = tf.identity(judged)
+        accepted, updates = self._judge_and_update_in_graph(finite, norm)
 
         def apply_all() -> tf.Tensor:
             with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
                 return tf.constant(True)
 
         applied = tf.cond(accepted, apply_all, lambda: tf.constant(False))
-        return in_graph(applied, *self._update_in_graph(finite, accepted))
+        return in_graph(applied, *updates)
 
     def _take_on_host(self, is_finite: bool, norm: tf.Tensor | None, apply: Callable[[], Any]) -> None:
         judged = None
@@ -148,24 +142,32 @@ class Step:
         self.last_step = step_info(before, after, spiked=spiked)
         check_overflow_streak(self.policy, after)
 
-    def _update_in_graph(self, finite: tf.Tensor, accepted: tf.Tensor) -> list[Any]:
-        """Update the state; a session, which keeps no order, may run several of these updates at a time."""
-
-        def update() -> list[Any]:
-            before = self.state.read()
-            after = self.policy.update(before, finite, xp=tf)
-            if self.guard is not None:
-                after = select(accepted | ~finite, after, before)
-            return self.state.assign(after)
-
+    def _judge_and_update_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
+        """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""
         if tf.compat.v1.executing_eagerly_outside_functions():
-            return update()
+            return self._judge_and_update(finite, norm)
+        # A session keeps no order, and may run several of these at a time. The lock is taken when everything is known:
+        # another step, for which this one waits, must not wait for the lock.
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
-        lock = tf.raw_ops.MutexLock(mutex=mutex)
+        with tf.control_dependencies([finite] if norm is None else [finite, norm]):
+            lock = tf.raw_ops.MutexLock(mutex=mutex)
         with tf.control_dependencies([lock]):
-            updates = [tf.identity(each) for each in update()]
+            accepted, updates = self._judge_and_update(finite, norm)
+            updates = [tf.identity(each) for each in updates]
         with tf.control_dependencies(updates):
-            return [tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)]
+            release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        with tf.control_dependencies([release]):
+            return tf.identity(accepted), [release]
+
+    def _judge_and_update(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
+        accepted, assignments = finite, []
+        if self.guard is not None and norm is not None:
+            accepted, *assignments = self.guard.judge_in_graph(finite, norm)
+        before = self.state.read()
+        after = self.policy.update(before, finite, xp=tf)
+        if self.guard is not None:
+            after = select(accepted | ~finite, after, before)
+        return accepted, assignments + self.state.assign(after)
 
 
 def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:

@@ -352,6 +352,26 @@ def test_a_session_of_v1_goes_as_simulated(tmp_path):
         assert session.run(global_step) == applied
 
 
+def test_several_steps_in_one_run_of_a_session_are_judged_one_after_another():
+    """Each by the norms before it, so that the guard counts all of them; also where one step waits for another."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        variable = tf.compat.v1.Variable([0.5, 0.0], use_resource=True)
+        norm = tf.compat.v1.placeholder(tf.float32, ())
+        optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.1), POLICY, guard=GUARD)
+        steps = [optimizer.minimize(variable[0] * norm) for _ in range(3)]
+        with tf.control_dependencies(steps):
+            loss = variable[0] * norm
+        last = optimizer.minimize(loss)
+        counts = optimizer.guard_state.norms, optimizer.guard_state.spikes, optimizer.scale_state.steps
+        session.run(tf.compat.v1.global_variables_initializer())
+        in_time = tf.compat.v1.RunOptions(timeout_in_ms=60_000)
+        for n in range(20):
+            session.run(last, {norm: 1.0}, in_time)
+            assert session.run(counts) == (4 * (n + 1), 0, 4 * (n + 1))
+        session.run(last, {norm: 1e6}, in_time)
+        assert session.run(counts) == (84, 4, 80)
+
+
 def test_v1_eagerly(tmp_path):
     """A spike skips the step, and a `Checkpoint` keeps the guard's state."""
     variable = tf.Variable([0.5, 0.0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_tf import LossScaleLogger, LossScaleOptimizer
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
@@ -42,6 +42,18 @@ def test_history_and_csv(tmp_path):
     assert header.startswith("epoch,loss,loss_scale,skipped_steps")
     assert [line.split(",")[2:4] for line in lines] == [["1024.0", "1"], ["1024.0", "2"]]
     assert "loss_scale" not in _fit(_model(keras.optimizers.SGD(0.0)), [LossScaleLogger()])
+
+
+def test_spikes_are_logged_beside_a_guard():
+    """With a guard the logs hold the spikes so far; without one there is no such entry."""
+    guarded = LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY, guard=SpikeGuard(warmup=2))
+    inputs = np.ones((4 * ROWS, 3), np.float32)
+    inputs[-ROWS:] = 1e6
+    options = {"batch_size": ROWS, "epochs": 2, "verbose": 0, "shuffle": False}
+    model = _model(guarded)
+    history = model.fit(inputs, np.zeros((4 * ROWS, 1)), callbacks=[LossScaleLogger()], **options).history
+    assert (history["spikes"], history["skipped_steps"]) == ([1, 2], [0, 0])
+    assert "spikes" not in _fit(_scaled(), [LossScaleLogger()])
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # TensorBoard's own, to NumPy

@@ -10,6 +10,8 @@ from lossscale_tf.keras._optimizer import LossScaleOptimizer
 class LossScaleLogger(keras.callbacks.Callback):
     """Put `loss_scale` and `skipped_steps` into the logs of every epoch, and of each `every_n_batches`-th batch.
 
+    With a spike guard, `spikes` is there, too: the number of steps that the guard has refused.
+
     They reach the progress bar's line, `History`, `CSVLogger` and `TensorBoard`; put it before them in the list of
     callbacks. Reading them synchronises with the host, which `fit` does at the end of an epoch anyway; batches cost
     nothing unless `every_n_batches` is set. Raises `OverflowStreakError` where the policy's `max_overflow_streak` is
@@ -39,3 +41,5 @@ class LossScaleLogger(keras.callbacks.Callback):
             state = optimizer.scale_state
             logs["loss_scale"] = float(state.loss_scale)
             logs["skipped_steps"] = int(state.skipped_steps)
+            if optimizer.guard_state is not None:
+                logs["spikes"] = int(optimizer.guard_state.spikes)
