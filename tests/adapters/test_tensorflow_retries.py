@@ -206,6 +206,27 @@ def test_a_model_may_be_built_by_the_first_try(way):
     step([model])
 
 
+class Retrying(keras.Model):
+    """A model whose `fit` retries."""
+
+    def train_step(self, data):
+        """Take a whole step."""
+        inputs, targets = data
+        loss = lambda: _overflowing((self(inputs, training=True) - targets) ** 2)  # noqa: E731
+        self.optimizer.minimize(loss, self.trainable_variables, retries=9, protect=[self])
+        return {"loss_scale": self.optimizer.scale_state.loss_scale}
+
+
+def test_fit_may_retry_in_a_train_step():
+    """The model that is protected has the metrics of `compile`, and not the state of its optimizer."""
+    inputs = keras.Input((3,))
+    model = Retrying(inputs, keras.layers.BatchNormalization()(inputs))
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=POLICY), "mse", metrics=["mae"])
+    history = model.fit(BATCH, BATCH, epochs=2, batch_size=8, verbose=0).history
+    assert int(model.optimizer.iterations) == 2
+    assert history["loss_scale"][0] == history["loss_scale"][1] < POLICY.init_scale
+
+
 def test_replicas_are_refused():
     """They cannot meet in a loop; the message says what to do instead."""
     loop = Loop(retries=1)
