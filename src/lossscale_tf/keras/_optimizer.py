@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lossscale_core import SpikeGuard
 from lossscale_tf._guard import Guard
+from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, outside_of_replicas
 from lossscale_tf._verbs import Gradient, Tree
@@ -164,8 +165,14 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         *,
         grad_loss: Any = None,
         name: str | None = None,
+        retries: int = 0,
+        protect: Any = (),
     ) -> None:
-        """Scale `loss`, differentiate it, unscale and apply: a whole step.
+        """Scale `loss`, differentiate it, unscale and apply: a whole step, with `retries` again where it overflows.
+
+        What is applied is bit for bit what a run would have applied that had begun at the scale of the last try, if
+        `protect` names what the loss writes to. Each try is one update of the policy, and only the last one raises an
+        `OverflowStreakError`. In a graph the tries are one `while_loop`, and the loss is traced once.
 
         Args:
             loss: A callable, or a tensor computed under `tape`.
@@ -173,16 +180,34 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             tape: The tape of a loss that is a tensor.
             grad_loss: The gradient of the loss itself, if it is not 1.
             name: Not used.
+            retries: How often to run the loss again, at the scale to which the policy has lowered it, while gradients
+                overflow. A policy that does not adapt is not retried.
+            protect: Layers, modules, variables and generators of random numbers. Their non-trainable variables and
+                states are, after each skipped try, what they were before it, such as BatchNormalization's moving
+                averages and the seeds of Dropout.
 
         Raises:
-            ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient.
+            ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient; or `retries` or
+                `protect` are given beside a tape, beside a layer that is not built, or under several replicas.
+            PolicyError: `retries` is not a whole number from 0.
+            TypeError: `protect` holds something else.
 
         """
+        tries = Tries(self._step, retries, protect)
+        if not tries.is_plain and (tape is not None or not callable(loss)):
+            raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable and no tape")
         if not callable(loss) and tape is None:
             raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
         if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
             tape, grad_loss = None, tape
-        self.apply_gradients(self._scaling.differentiate(loss, var_list, tape, grad_loss), name=name)
+
+        def differentiate() -> list[tuple[Any, Any]]:
+            return self._scaling.differentiate(loss, var_list, tape, grad_loss)
+
+        def apply(pairs: list[tuple[Any, Any]]) -> None:
+            self.apply_gradients(pairs, name=name)
+
+        tries.run(differentiate, apply)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.

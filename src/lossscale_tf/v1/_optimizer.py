@@ -13,6 +13,7 @@ from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
 from lossscale_tf._records import Records, dependencies
+from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, fitted, merges_replicas
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale, values_of
@@ -87,6 +88,60 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
     def loss_scale(self) -> tf.Variable:
         """The variable that holds the loss scale: float32, of shape `()`."""
         return self._step.state.loss_scale
+
+    @tf.autograph.experimental.do_not_convert
+    def minimize(
+        self,
+        loss: Any,
+        global_step: tf.Variable | None = None,
+        var_list: Any = None,
+        gate_gradients: int = _Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+        *,
+        retries: int = 0,
+        protect: Any = (),
+    ) -> tf.Operation | None:
+        """Take a whole step: compute the gradients and apply them, with `retries` again where they overflow.
+
+        Args:
+            loss: As for `compute_gradients`.
+            global_step: As for `apply_gradients`.
+            var_list: As for `compute_gradients`.
+            gate_gradients: As there.
+            aggregation_method: As there.
+            colocate_gradients_with_ops: As there.
+            name: As for `apply_gradients`.
+            grad_loss: As for `compute_gradients`.
+            retries: How often to run the loss again at a lower scale while gradients overflow, eagerly or in a
+                `tf.function`; see `lossscale_tf.LossScaleOptimizer.minimize`.
+            protect: What a skipped try leaves as it was; see there.
+
+        Returns:
+            The operation in a graph, None eagerly.
+
+        Raises:
+            ValueError: No variable has a gradient, or one of them is not a variable; or `retries` or `protect` are
+                given beside a loss that is a tensor, beside a layer that is not built, or under several replicas.
+            PolicyError: `retries` is not a whole number from 0.
+            TypeError: `protect` holds something else.
+            RuntimeError: `retries` or `protect` are given in a graph for sessions.
+
+        """
+        operation: tf.Operation | None
+        tries = Tries(self._step, retries, protect)
+        how = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
+        if tries.is_plain:
+            operation = super().minimize(loss, global_step, *how, name, grad_loss)
+            return operation
+        _require_repeatable(loss)
+        operation = tries.run(
+            lambda: self.compute_gradients(loss, *how, grad_loss),
+            lambda pairs: self.apply_gradients(pairs, global_step, name),
+        )
+        return operation
 
     def compute_gradients(
         self,
@@ -276,6 +331,17 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     pairs = pairs_of(grads_and_vars)
     _require_variables([variable for _, variable in pairs])
     return pairs
+
+
+def _require_repeatable(loss: Any) -> None:
+    """Raise an error unless a loss can be run again."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise RuntimeError(
+            "retries= and protect= run the loss again, which a graph for sessions cannot; call minimize eagerly or in "
+            "a tf.function, or leave them out"
+        )
+    if not callable(loss):
+        raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable")
 
 
 def _require_variables(variables: list[Any]) -> None:

@@ -1,0 +1,302 @@
+"""`minimize(retries=, protect=)`: an overflow is run again at a lower scale, and a skipped step leaves no trace."""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
+from lossscale_core.errors import OverflowStreakError, PolicyError, SpikeStreakError
+from lossscale_tf import LossScaleOptimizer, v1
+
+POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=3)
+GOOD_SCALE = 2.0**12  # the largest scale at which the gradients of `Loop` are finite in float16
+BATCH = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+WAYS = ["eager", "graph", "XLA"]
+
+
+class Loop:
+    """A loop of `minimize` whose loss writes to moving averages and to the states of two random generators."""
+
+    def __init__(self, way="eager", policy=POLICY, retries=0, **options):
+        self.weights = tf.Variable(np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4))
+        self.average, self.dropout = keras.layers.BatchNormalization(scale=False), keras.layers.Dropout(0.5, seed=1)
+        self.average.build((None, 4))
+        self.noise = tf.random.Generator.from_seed(1)
+        self.protect = [self.average, self.dropout, self.noise]
+        self.variables = [self.weights, self.average.beta]
+        inner = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.9), momentum=0.9)
+        self.optimizer = LossScaleOptimizer(inner, policy=policy, **options)
+        self.optimizer.build(self.variables)
+        self.retries, self.calls, self.size = retries, 0, tf.Variable(1.0)
+        self.step = self._step if way == "eager" else tf.function(self._step, autograph=False, jit_compile=way == "XLA")
+        self.held = [*self.variables, *self.average.non_trainable_variables, *self.dropout.variables, self.noise.state]
+        self.held += [*inner.variables]
+        self.begin = [tf.identity(each) for each in self.held]
+
+    def _step(self, batch):
+        self.optimizer.minimize(lambda: self._loss(batch), self.variables, retries=self.retries, protect=self.protect)
+
+    def _loss(self, batch):
+        self.calls += 1
+        outputs = self.average(batch @ self.weights + self.noise.uniform([8, 4]), training=True)
+        outputs = self.dropout(outputs, training=True) * outputs
+        return self.size * tf.cast(tf.reduce_sum(8.0 * tf.cast(outputs, tf.float16)), tf.float32)
+
+    def bits(self):
+        """Return everything but the state of the loss scale."""
+        return [tf.convert_to_tensor(each).numpy().tobytes() for each in self.held]
+
+    def state(self):
+        """Return the state of the loss scale."""
+        return [float(each) for each in self.optimizer.scale_state]
+
+    def begin_again(self, loss_scale):
+        """Go back to the beginning, at another loss scale."""
+        for variable, value in zip(self.held, self.begin, strict=True):
+            variable.assign(value)
+        start = POLICY.init_state()._replace(loss_scale=np.float32(loss_scale))
+        self.optimizer.load_state_dict(state_to_dict(start, POLICY))
+
+
+def _run(finite, policy=POLICY):
+    """Return the state after updates by these flags."""
+    state = policy.init_state()
+    for flag in finite:
+        state = policy.update(state, flag)
+    return [float(each) for each in state]
+
+
+def _bits_of_run(loop):
+    bits = []
+    for _ in range(4):
+        loop.step(tf.constant(BATCH))
+        bits.append(loop.bits())
+    return bits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_run_that_began_at_that_scale(way):
+    """Weights, slots, iterations, averages and generators, bit for bit over several steps, of which none is lost."""
+    loop = Loop(way, retries=32)
+    retried = _bits_of_run(loop)
+    assert int(loop.optimizer.iterations) == 4
+    assert loop.state() == _run([False] * 8 + [True] * 3 + [False, True])  # grown, and lowered by a retry
+    assert loop.calls == (8 + 3 + 2 if way == "eager" else 1)
+    if way == "XLA":  # which may round another program otherwise
+        loop.begin_again(GOOD_SCALE)
+        assert _bits_of_run(loop) == retried
+    else:
+        assert _bits_of_run(Loop(way, DynamicScaling(init_scale=GOOD_SCALE, growth_interval=100))) == retried
+    assert way == "eager" or loop.step.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("retries", [0, 7])
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nothing_has_moved_when_the_retries_are_used_up(way, retries):
+    """Each try is an update of the policy; without retries, too, what is protected stays."""
+    loop = Loop(way, retries=retries)
+    before = loop.bits()
+    loop.step(tf.constant(BATCH))
+    assert loop.bits() == before
+    assert loop.state() == _run([False] * (retries + 1))
+
+
+@pytest.mark.parametrize("policy", [FixedScaling(2.0**20), NoScaling()], ids=["fixed", "none"])
+def test_a_policy_that_does_not_adapt_is_not_retried(policy):
+    """The loss runs once, and a skipped step leaves what is protected as it was."""
+    loop = Loop(policy=policy, retries=5)
+    before = loop.bits()
+    loop.step(tf.constant(BATCH * np.inf))
+    assert loop.calls == 1
+    assert loop.bits() == before
+    assert loop.state() == _run([False], policy)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_hysteresis_counts_the_tries(way):
+    """A try that does not lower the scale is a try, too."""
+    policy = DynamicScaling(init_scale=2.0**14, hysteresis=3)
+    loop = Loop(way, policy, retries=5)
+    loop.step(tf.constant(BATCH))
+    assert loop.state() == _run([False] * 4 + [True], policy)
+
+
+def test_a_streak_of_overflows_is_an_error_after_the_last_try_only():
+    """Nothing has moved then; with retries enough no error is raised."""
+    policy = DynamicScaling(init_scale=2.0**20, max_overflow_streak=3)
+    Loop(policy=policy, retries=8).step(tf.constant(BATCH))
+    loop = Loop(policy=policy, retries=7)
+    before = loop.bits()
+    with pytest.raises(OverflowStreakError, match="overflow_streak=8 has reached max_overflow_streak=3"):
+        loop.step(tf.constant(BATCH))
+    assert loop.bits() == before
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_spike_is_not_retried(way):
+    """Another scale would not make the norm smaller; what is protected stays, also where a streak is an error."""
+    loop = Loop(way, DynamicScaling(init_scale=2.0**4), retries=5, guard=SpikeGuard(warmup=1, max_streak=2))
+    loop.step(tf.constant(BATCH))
+    before = loop.bits()
+    loop.size.assign(100.0)
+    loop.step(tf.constant(BATCH))
+    assert loop.bits() == before
+    assert int(loop.optimizer.guard_state.spikes) == 1
+    if way == "eager":
+        with pytest.raises(SpikeStreakError):
+            loop.step(tf.constant(BATCH))
+        assert loop.calls == 3
+        assert loop.bits() == before
+
+
+def _overflowing(weight):
+    return tf.cast(tf.reduce_sum(tf.cast(weight, tf.float16) * 8.0), tf.float32)
+
+
+@pytest.mark.parametrize("inner", [keras.optimizers.Adam, tf_keras.optimizers.legacy.Adam])
+def test_in_a_trace_the_loss_may_branch_and_the_optimizer_may_be_new(inner):
+    """AutoGraph converts the loss, and the optimizer's variables are made outside of the loop."""
+    weight, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(0.5), policy=POLICY)
+
+    @tf.function
+    def step(sign):
+        def loss():
+            if sign > 0.0:
+                return _overflowing(weight)
+            return -_overflowing(weight)
+
+        optimizer.minimize(loss, [weight], retries=10)
+
+    step(tf.constant(1.0))
+    np.testing.assert_allclose(weight, [0.5, 1.5], rtol=1e-4)
+    step(tf.constant(-1.0))
+    assert int(optimizer.iterations) == 2
+    assert int(optimizer.scale_state.skipped_steps) == 8
+
+
+class Model(keras.Model):
+    """A model that is built by its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.average = keras.layers.Dense(1), keras.layers.BatchNormalization()
+
+    def call(self, inputs, training=False):
+        """Return one number a row."""
+        return self.average(self.layer(inputs), training=training)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_model_may_be_built_by_the_first_try(way):
+    """Which creates its variables; what is protected must be built before."""
+    keras.utils.set_random_seed(0)
+    model, optimizer = Model(), LossScaleOptimizer(keras.optimizers.SGD(0.1), policy=POLICY)
+
+    def step(protect=()):
+        loss = lambda: _overflowing(model(BATCH, training=True) ** 2)  # noqa: E731
+        optimizer.minimize(loss, lambda: model.trainable_variables, retries=10, protect=protect)
+
+    with pytest.raises(ValueError, match=r"is not built, so that protect= cannot copy its variables; build it first"):
+        step([model])
+    (step if way == "eager" else tf.function(step, autograph=False))()
+    assert int(optimizer.iterations) == 1
+    step([model])
+
+
+class Retrying(keras.Model):
+    """A model whose `fit` retries."""
+
+    def train_step(self, data):
+        """Take a whole step."""
+        inputs, targets = data
+        loss = lambda: _overflowing((self(inputs, training=True) - targets) ** 2)  # noqa: E731
+        self.optimizer.minimize(loss, self.trainable_variables, retries=9, protect=[self])
+        return {"loss_scale": self.optimizer.scale_state.loss_scale}
+
+
+def test_fit_may_retry_in_a_train_step():
+    """The model that is protected does not count the state of its optimizer as its own."""
+    inputs = keras.Input((3,))
+    model = Retrying(inputs, keras.layers.BatchNormalization()(inputs))
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=POLICY), "mse")
+    history = model.fit(BATCH, BATCH, epochs=2, batch_size=8, verbose=0).history
+    assert int(model.optimizer.iterations) == 2
+    assert history["loss_scale"][0] == history["loss_scale"][1] < POLICY.init_scale
+
+
+def test_replicas_are_refused():
+    """They cannot meet in a loop; the message says what to do instead."""
+    loop = Loop(retries=1)
+    with pytest.raises(ValueError, match=r"MirroredStrategy combines gradients across replicas.*run a step that was"):
+        STRATEGY.run(loop.step, (tf.constant(BATCH),))
+
+
+def test_what_is_given_is_checked():
+    """Each message names the value and what may be given."""
+    weight, optimizer = tf.Variable([1.0]), LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    for retries in (-1, True, 1.5, None):
+        with pytest.raises(PolicyError, match=f"retries={retries!r} must be a whole number from 0"):
+            optimizer.minimize(lambda: _overflowing(weight), [weight], retries=retries)
+    with pytest.raises(TypeError, match="protect='bn' holds no variables that could be put back"):
+        optimizer.minimize(lambda: _overflowing(weight), [weight], protect="bn")
+    with tf.GradientTape() as tape:
+        loss = _overflowing(weight)
+    for given in ((loss, tape), (lambda: loss, tape)):
+        with pytest.raises(ValueError, match="the loss runs within minimize; pass a callable and no tape"):
+            optimizer.minimize(given[0], [weight], given[1], retries=1)
+
+
+def _v1(retries, protect, policy=POLICY):
+    weight = tf.Variable([1.0, 2.0])
+    average = tf.Variable(0.0, trainable=False)
+    global_step = tf.Variable(0, trainable=False, dtype=tf.int64)
+    optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.5), policy)
+
+    def loss():
+        average.assign_add(1.0)
+        return _overflowing(weight)
+
+    def step():
+        given = [average] if protect else []
+        return optimizer.minimize(loss, global_step, [weight], retries=retries, protect=given)
+
+    return step, optimizer, lambda: [each.numpy().tobytes() for each in (weight, average, global_step)]
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_v1_retries_eagerly_and_in_a_trace(way):
+    """As for Keras: the good step is that of a run at its scale, and exhausted retries leave everything."""
+
+    def run(step):
+        def without_result():
+            step()
+
+        (without_result if way == "eager" else tf.function(without_result, autograph=False))()
+
+    good, _, expected = _v1(0, False, DynamicScaling(init_scale=GOOD_SCALE))
+    run(good)
+    step, optimizer, bits = _v1(8, True)
+    run(step)
+    assert bits() == expected()
+    assert float(optimizer.loss_scale.numpy()) == GOOD_SCALE
+    step, optimizer, bits = _v1(7, True)
+    before = bits()
+    run(step)
+    assert bits() == before
+    assert float(optimizer.loss_scale.numpy()) == GOOD_SCALE
+
+
+def test_v1_refuses_a_graph_for_sessions():
+    """And a loss that is a tensor, which cannot be run again."""
+    with tf.Graph().as_default():
+        weight = tf.compat.v1.Variable([1.0])
+        optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5), POLICY)
+        with pytest.raises(RuntimeError, match="which a graph for sessions cannot"):
+            optimizer.minimize(lambda: _overflowing(weight), retries=1)
+
+    optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5), POLICY)
+    with pytest.raises(ValueError, match="pass a callable"):
+        tf.function(lambda: optimizer.minimize(tf.constant(1.0), retries=1))()
