@@ -58,7 +58,7 @@ class Wrapper:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
         state = self.scale_state
         if tf.executing_eagerly() and "CPU" in state.loss_scale.device:  # the host reads its own memory
-            self._step.watch.log(self.policy, state._make(each.numpy() for each in state))
+            self._step.watch.log(self.policy, state)
         return metrics(state, guard=self.guard_state)
 
     def diagnose(self) -> str:
