@@ -9,12 +9,13 @@ import numpy as np
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, forward_pass
 from lossscale_core._policy import BaseScaling
-from lossscale_core._state import AnyScaleState
+from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import PolicyError, ScaleFloorError
 
 OnFloor = Literal["warn", "raise", "ignore"]
 
 _LOGGER = logging.getLogger("lossscale")
+_OF_THE_HOST = (np.generic, np.ndarray, float, int)
 _LONG = 20
 _TIMES_AS_LONG = 10
 _APART = 1000
@@ -78,7 +79,7 @@ def _is_quiet(policy: BaseScaling, state: AnyScaleState, said: Said) -> bool:
     """Return whether a state is in the middle of a healthy run, which is told without a diagnosis."""
     if "calibrated" not in said.events or state.overflow_streak:
         return False
-    return bool(0.0 < state.loss_scale < np.float32(policy.bounds()[1]))
+    return bool(0.0 < state.loss_scale < policy.bounds()[1])  # compared in float32
 
 
 def _calibrated(policy: BaseScaling, numbers: Numbers, sentence: str, said: Said) -> str | None:
@@ -156,7 +157,7 @@ class ScaleWatch:
         Raises:
             PolicyError: `policy` is not a policy.
         """
-        members = BaseScaling.of(as_policy(policy))
+        members, state = BaseScaling.of(as_policy(policy)), _on_host(state)
         found, self._said = remarks(members, state, self._said)
         if not found or (self.on_floor == "ignore" and Numbers(members, state).at_floor):
             return
@@ -179,7 +180,7 @@ class ScaleWatch:
             PolicyError: `policy` is not a policy.
         """
         if self.on_floor == "raise":
-            require_above_floor(BaseScaling.of(as_policy(policy)), state)
+            require_above_floor(BaseScaling.of(as_policy(policy)), _on_host(state))
         self.log(policy, state)
 
 
@@ -200,8 +201,21 @@ def log_arrays(policy: BaseScaling, state: AnyScaleState) -> None:
 
     A state of host scalars is passed over: it belongs to a facade that logs by itself, or to a simulation.
     """
-    if not isinstance(state.loss_scale, np.generic | np.ndarray | float | int):
+    if not _is_on_host(state):
         _shared_watch(repr(policy)).log(policy, state)
+
+
+def _is_on_host(state: AnyScaleState) -> bool:
+    return isinstance(state.loss_scale, _OF_THE_HOST)
+
+
+def _on_host(state: AnyScaleState) -> AnyScaleState:
+    """Return the first fields of a state as host scalars, each read once, if it is not on the host."""
+    if _is_on_host(state):
+        return state
+    return ScaleState(
+        np.float32(float(state.loss_scale)), *(int(getattr(state, name)) for name in ScaleState._fields[1:])
+    )
 
 
 def choose_on_floor(policy: BaseScaling, on_floor: OnFloor) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_overflow_streak, step_info
+from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, check_overflow_streak, step_info
 from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._guard import Guard
 from lossscale_tf._norm import clip_factor, global_norm
@@ -26,12 +26,18 @@ class Step:
     """
 
     def __init__(
-        self, policy: ScalingPolicy, state: StateVariables, max_norm: float | None, guard: Guard | None = None
+        self,
+        policy: ScalingPolicy,
+        state: StateVariables,
+        max_norm: float | None,
+        guard: Guard | None,
+        watch: ScaleWatch,
     ) -> None:
         self.policy = policy
         self.state = state
         self.max_norm = max_norm
         self.guard = guard
+        self.watch = watch
         self.last_step: StepInfo | None = None
         self.has_begun = False  # whether `warn_if_resumed` has looked
         self.is_traced = False
@@ -141,6 +147,7 @@ class Step:
         self.state.assign_changed(before, after)
         self.last_step = step_info(before, after, spiked=spiked)
         check_overflow_streak(self.policy, after)
+        self.watch.check(self.policy, after)
 
     def _judge_and_update_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""

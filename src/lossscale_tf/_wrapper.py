@@ -56,22 +56,31 @@ class Wrapper:
 
     def metrics(self) -> dict[str, tf.Tensor]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
-        return metrics(self.scale_state, guard=self.guard_state)
+        state = self.scale_state
+        if tf.executing_eagerly() and "CPU" in state.loss_scale.device:  # the host reads its own memory
+            self._step.watch.log(self.policy, state)
+        return metrics(state, guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
-        return diagnose(self.policy, self._step.state.read_on_host(), guard=self._guard_on_host())
+        return diagnose(self.policy, self._read_and_log(), guard=self._guard_on_host())
 
     def check_overflow_streak(self) -> None:
-        """Compare the overflows in a row with the policy's limit, as eager steps do by themselves.
+        """Do what eager steps do by themselves: log what is worth saying, and raise where the run is to end.
 
-        Synchronises with the host if there is such a limit.
+        Synchronises with the host.
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
+            ScaleFloorError: With `on_floor="raise"`, the last step overflowed and left the scale at `min_scale`.
 
         """
-        check_overflow_streak(self.policy, self.scale_state)
+        if not tf.executing_eagerly():  # a graph has no values; a policy without a limit needs none
+            check_overflow_streak(self.policy, self.scale_state)
+            return
+        state = self._step.state.read_on_host()
+        check_overflow_streak(self.policy, state)
+        self._step.watch.check(self.policy, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of scale and guard, and the policy, as plain numbers, which another framework reads.
@@ -79,7 +88,7 @@ class Wrapper:
         `tf.train.Checkpoint` and Keras keep the state by themselves. Eagerly only: in a graph, run `scale_state` in a
         session and give it to `lossscale_core.state_to_dict`. Synchronises.
         """
-        return state_to_dict(self._step.state.read_on_host(), self.policy, guard=self._guard_on_host())
+        return state_to_dict(self._read_and_log(), self.policy, guard=self._guard_on_host())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
         """Go on from a saved state. The policy and the guard stay this optimizer's.
@@ -102,6 +111,12 @@ class Wrapper:
         if self._step.guard is not None:
             assigned += self._step.guard.state.assign(guard_state)
         return None if tf.executing_eagerly() else tf.group(*assigned)
+
+    def _read_and_log(self) -> ScaleState:
+        """Return the state as host scalars, and log what is worth saying about it."""
+        state: ScaleState = self._step.state.read_on_host()
+        self._step.watch.log(self.policy, state)
+        return state
 
     def _guard_on_host(self) -> GuardState | None:
         return None if self._step.guard is None else self._step.guard.state.read_on_host()

@@ -47,7 +47,7 @@ def _events(caplog):
 def test_two_hundred_nans_are_heard(make, caplog):
     """A plain loop on a CPU, which reads nothing, says that overflows do not end, and that the floor is reached."""
     _run(GradScaler("cpu"), NAN * 200, make)
-    assert _events(caplog) == [("streak", 32), ("floor", 144)]
+    assert _events(caplog) == [("streak", 32), ("floor", 160)]
     assert all("look at the loss and the inputs first" in record.getMessage() for record in caplog.records)
 
 
@@ -55,7 +55,7 @@ def test_two_hundred_nans_are_heard(make, caplog):
 def test_a_healthy_run_says_that_it_is_calibrated(make, caplog):
     """One line, of the level INFO, which nobody sees who did not ask for it."""
     _run(GradScaler("cpu"), NAN * 3 + FINE * 100, make)
-    assert _events(caplog) == [("calibrated", 16)]
+    assert _events(caplog) == [("calibrated", 32)]
     assert caplog.records[0].levelno == logging.INFO
 
 
@@ -133,7 +133,7 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
     scaler = _run(GradScaler("cpu"), NAN * 40)
     _run(duplicate(scaler), NAN * 160)
     _run(scaler, NAN * 120)
-    assert _events(caplog) == [("streak", 32), ("floor", 144), ("floor", 144)]
+    assert _events(caplog) == [("streak", 32), ("floor", 160), ("floor", 160)]
 
 
 def test_a_subclass_may_replace_update(caplog):

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
-from lossscale_core import SpikeGuard
+from lossscale_core import ScaleWatch, SpikeGuard
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
@@ -59,6 +59,10 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
             scale and its counters as they were. The norm is that of the unscaled gradients before clipping. Eagerly,
             its `max_streak` raises a `SpikeStreakError`.
+        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` says nothing while the scale is there. Eager
+            steps do so by themselves; `fit` and `tf.function`, where `LossScaleLogger` or you call
+            `check_overflow_streak`.
         name: The optimizer's name.
         **base_arguments: The other arguments of Keras's optimizers, which must have their defaults.
 
@@ -80,12 +84,14 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         global_clipnorm: float | None = None,
         jit_compile: bool = False,
         guard: SpikeGuard | None = None,
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
         name: str | None = None,
         optimizer: Any = None,
         **base_arguments: Any,
     ) -> None:
         inner = optimizer if inner_optimizer is None else inner_optimizer
         require_arguments(inner, global_clipnorm, guard, base_arguments)
+        watch = ScaleWatch(on_floor)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
         super().__init__(inner, name=name)
@@ -95,7 +101,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             self._guard_state = StateVariables(guard, lambda name, value: _add_variable(self, f"guard_{name}", value))
         self._used_scale = _variable_of_each_replica()
         guarding = None if guard is None else Guard(guard, self._guard_state)
-        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding)
+        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
         self._scaling = Scaling(self._step, self._used_scale)
         self._updates = Updates(inner, self._step, self._scaling, jit_compile)
         self._slots = Slots(inner)
@@ -286,9 +292,10 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
     def get_config(self) -> dict[str, Any]:
         """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
         step = self._step
-        return config_of(
+        config = config_of(
             self.name, self.inner_optimizer, self.policy, step.max_norm, self._updates.is_compiled, self.guard
         )
+        return config if step.watch.on_floor == "warn" else {**config, "on_floor": step.watch.on_floor}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "LossScaleOptimizer":

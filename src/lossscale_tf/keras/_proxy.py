@@ -147,7 +147,9 @@ class InnerAttributes:
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Let the inner optimizer do what it does at the end of training, if anything."""
+        """Let the inner optimizer do what it does at the end of `fit`, if anything, and log what is worth saying."""
+        if tf.executing_eagerly():
+            self._step.watch.log(self._step.policy, self._step.state.read_on_host())
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
             self.inner_optimizer.finalize_variable_values(var_list)
 

@@ -4,11 +4,11 @@ import functools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from lossscale_core import SpikeGuard, as_policy
+from lossscale_core import ScaleWatch, SpikeGuard, as_policy
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
@@ -45,6 +45,9 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
         guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
             scale and its counters as they were.
+        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` says nothing while the scale is there. In a
+            graph nothing is read: call `check_overflow_streak` of `lossscale_core`.
 
     Raises:
         TypeError: `opt` is not such an optimizer, or scales the loss already.
@@ -63,6 +66,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         loss_scale: Any = None,
         global_clipnorm: float | None = None,
         guard: SpikeGuard | None = None,
+        on_floor: Literal["warn", "raise", "ignore"] = "warn",
     ) -> None:
         _require_optimizer(opt)
         if (loss_scale_manager is None) == (loss_scale is None):
@@ -71,6 +75,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         require_policy_or_number(chosen)
         require_clipnorm(global_clipnorm)
         require_guard(guard)
+        watch = ScaleWatch(on_floor)
         name = opt.get_name() if name is None else name
         _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
@@ -80,7 +85,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             state = StateVariables(policy, _variable)
         with tf.name_scope(f"{name}_spike_guard"):
             guarding = None if guard is None else Guard(guard, StateVariables(guard, _variable))
-        self._step = Step(policy, state, global_clipnorm, guarding)
+        self._step = Step(policy, state, global_clipnorm, guarding, watch)
         self._records = Records()
         share_deferred_restorations(self, opt)
 
