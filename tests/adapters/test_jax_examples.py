@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.filterwarnings("default:::orbax")  # what Orbax warns of is Orbax's
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD_BACK = {
     "jax_plain": lambda training: training,
     "jax_flax_linen": lambda state: (state.params, state.batch_stats, state.step, state.opt_state.inner_state),
     "jax_flax_nnx": lambda params: params,
     "jax_equinox": lambda model: model,
+    "jax_orbax": lambda training: (training.weights, training.opt_state.inner_state),
+    "jax_sharded": lambda state: (state.params, state.step, state.opt_state.inner_state),
 }
 """What a skipped step must leave alone, in what an example's `main` returns as `training`."""
 
@@ -58,9 +62,31 @@ def test_an_overflow_changes_nothing_but_the_scale(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("jax_plain", lambda t: t.applied_steps), ("jax_flax_linen", lambda t: t.step)]
+    ("name", "count"),
+    [
+        ("jax_plain", lambda t: t.applied_steps),
+        ("jax_flax_linen", lambda t: t.step),
+        ("jax_sharded", lambda t: t.step),
+    ],
 )
 def test_a_step_counter_follows_applied_steps_only(name, count):
     """What counts steps, such as the schedule, counts those that were applied."""
     result = _main(name)(30)
     assert count(result.training) == result.scale_state.steps - result.scale_state.skipped_steps < 30
+
+
+def test_a_resumed_run_is_one_that_was_never_interrupted():
+    """Bit for bit, with the scale's counters and the guard's, which have both seen overflows and growth."""
+    main = _main("jax_orbax")
+    resumed, uninterrupted = (main(60, resumes=resumes).training for resumes in (True, False))
+    assert resumed.opt_state.scale_state.growth_tracker > 0
+    assert resumed.opt_state.guard_state.norms > 0
+    assert [leaf.tobytes() for leaf in _numbers(resumed)] == [leaf.tobytes() for leaf in _numbers(uninterrupted)]
+
+
+def test_the_sharded_example_is_sharded():
+    """Weights and moments are split over all devices, and stay so."""
+    training = _main("jax_sharded")(1).training
+    for leaf in jax.tree.leaves((training.params, training.opt_state.inner_state[0].mu)):
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {leaf.shape[0] // jax.device_count()}
+    assert jax.device_count() == 8

@@ -1,0 +1,80 @@
+"""Save and resume with Orbax: loss scale, counters and spike guard go on bit for bit.
+
+    pip install '.[jax]' orbax-checkpoint scikit-learn
+    python examples/jax_orbax.py
+
+The optimizer state of `loss_scaled` is a pytree that holds all of them. Halfway, this run saves it beside the weights,
+and goes on from the checkpoint alone.
+"""
+
+import tempfile
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from sklearn.datasets import load_digits
+
+from lossscale_core import DynamicScaling, ScaleState, SpikeGuard, diagnose
+from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
+
+POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=20)
+OPTIMIZER = loss_scaled(optax.adam(3e-2), POLICY, max_norm=1.0, guard=SpikeGuard())
+
+
+class Training(NamedTuple):
+    """Everything that a checkpoint needs."""
+
+    weights: jax.Array
+    opt_state: LossScaledState
+
+
+class Result(NamedTuple):
+    """How well the weights read the test images, and where training ended."""
+
+    accuracy: float
+    scale_state: ScaleState
+    training: Training
+
+
+def begin() -> Training:
+    """Return the state before the first step, with float32 weights."""
+    weights = jnp.zeros((64, 10))
+    return Training(weights, OPTIMIZER.init(weights))
+
+
+@jax.jit
+def step(training: Training, images: jax.Array, labels: jax.Array) -> Training:
+    """Return the state after a step on one batch."""
+
+    def scaled_loss(weights: jax.Array) -> jax.Array:
+        logits = (images.astype(jnp.float16) @ weights.astype(jnp.float16)).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return scale(losses.mean(), get_scale_state(training.opt_state))
+
+    grads = jax.grad(scaled_loss)(training.weights)
+    return Training(*OPTIMIZER.apply_gradients(grads, training.opt_state, training.weights))
+
+
+def main(steps: int = 200, seed: int = 0, resumes: bool = True) -> Result:
+    """Train, say how it went in a line, and return the outcome."""
+    images, labels = load_digits(return_X_y=True)
+    training, rng = begin(), np.random.default_rng(seed)
+    for n in range(steps):
+        if resumes and n == steps // 2:
+            with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(f"{folder}/checkpoint", training)
+                checkpointer.wait_until_finished()
+                training = checkpointer.restore(f"{folder}/checkpoint", begin())  # as another process would
+        rows = rng.integers(0, 1347, 128)
+        training = step(training, images[rows] / 16, labels[rows])
+    accuracy = float(((images[1347:] @ training.weights).argmax(axis=1) == labels[1347:]).mean())
+    scale_state = get_scale_state(training.opt_state)
+    print(f"accuracy {accuracy:.3f}; {diagnose(POLICY, scale_state)}")
+    return Result(accuracy, scale_state, training)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Sharded float16 training with gradient accumulation, in the style of MaxText: one compiled step for all devices.
+
+    pip install '.[jax]' flax scikit-learn
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_sharded.py
+
+Everything is sharded over all devices. A step scans over its micro-batches and adds up their scaled gradients: an
+overflow in one of them leaves a sum that is not finite, so that every device skips the step.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax import NamedSharding, P
+from sklearn.datasets import load_digits
+
+from lossscale_core import DynamicScaling, ScaleState, diagnose, step_info
+from lossscale_jax import get_scale_state, loss_scaled, scale
+
+POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
+MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 32
+
+
+class Result(NamedTuple):
+    """How well the network reads the test images, and where training ended."""
+
+    accuracy: float
+    scale_state: ScaleState
+    training: TrainState
+
+
+def forward(params: Any, images: jax.Array) -> jax.Array:
+    """Return the logits, computed in float16 and lifted to float32."""
+    hidden, out = (params[name].astype(jnp.float16) for name in ("hidden", "out"))
+    return (jax.nn.relu(images.astype(jnp.float16) @ hidden) @ out).astype(jnp.float32)
+
+
+def init(key: jax.Array) -> TrainState:
+    """Return the state before the first step, with float32 weights."""
+    params = {"hidden": jax.random.normal(key, (64, 64)) / 8, "out": jnp.zeros((64, 10))}
+    return TrainState.create(apply_fn=forward, params=params, tx=loss_scaled(optax.adamw(1e-2), POLICY, max_norm=1.0))
+
+
+def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
+    """Return the state after a step on the mean of all micro-batches, which are the first dimension of the data."""
+    before = get_scale_state(state.opt_state)
+
+    def scaled_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(state.apply_fn(params, images), labels)
+        return scale(losses.mean() / MICRO_BATCHES, before)
+
+    def accumulate(total: Any, micro_batch: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, jax.grad(scaled_loss)(state.params, *micro_batch)), None
+
+    grads, _ = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, state.params), (images, labels))
+    stepped = state.apply_gradients(grads=grads)
+    applied = step_info(before, get_scale_state(stepped.opt_state)).applied
+    return stepped.replace(step=jnp.where(applied, stepped.step, state.step))
+
+
+def main(steps: int = 200, seed: int = 0) -> Result:
+    """Train, say how it went in a line, and return the outcome."""
+    images, labels = load_digits(return_X_y=True)
+    mesh, rng, key = jax.make_mesh((jax.device_count(),), ("data",)), np.random.default_rng(seed), jax.random.key(seed)
+    split, whole, of_data = (NamedSharding(mesh, spec) for spec in (P("data"), P(), P(None, "data")))
+    of_state = jax.tree.map(lambda leaf: split if leaf.ndim else whole, jax.eval_shape(init, key))
+    state = jax.jit(init, out_shardings=of_state)(key)
+    compiled = jax.jit(step, in_shardings=(of_state, of_data, of_data), out_shardings=of_state, donate_argnums=0)
+    for rows in rng.integers(0, 1347, (steps, MICRO_BATCHES, MICRO_BATCH_SIZE)):
+        state = compiled(state, images[rows] / 16, labels[rows])
+        jax.block_until_ready(state)  # else virtual devices, which share a CPU, may wait for each other forever
+    accuracy = float((forward(state.params, images[1347:] / 16).argmax(axis=1) == labels[1347:]).mean())
+    result = Result(accuracy, get_scale_state(state.opt_state), state)
+    print(f"accuracy {accuracy:.3f} on {mesh.size} devices; {diagnose(POLICY, result.scale_state)}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
