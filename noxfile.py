@@ -192,6 +192,15 @@ def release(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a GPU, and the benchmark with its GPU rows, on this machine's: `nox -s gpu`."""
+    _install(session, "torch")
+    session.run("python", "-c", "import torch; torch.zeros((), device='cuda')")  # without a GPU it fails, not skips
+    session.run("pytest", "-m", "gpu", *map(str, sorted(Path("tests/adapters").glob("test_torch_*.py"))))
+    session.run("python", "benchmarks/bench_torch.py", *session.posargs)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
     session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"))

@@ -9,7 +9,7 @@ from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the stand-in runs the rest anywhere")
-ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA_ONLY)])
+ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, CUDA_ONLY])])
 AGAINST_TORCH = pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 FUSED = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
@@ -321,6 +321,7 @@ def test_a_tensor_that_somebody_keeps_stays_the_one(name):
         assert kept.item() == 16.0
 
 
+@pytest.mark.gpu
 @CUDA_ONLY
 def test_a_recorded_clip_and_step():
     """Norm, clip, step and update replay without a wait."""

@@ -1,0 +1,130 @@
+"""A device without float64 on a CPU, whose copies to the host arrive late unless they are waited for."""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_FACTORIES = {
+    getattr(torch, name)
+    for name in ("empty", "full", "ones", "rand", "randn", "tensor", "zeros", "as_tensor", "asarray", "arange")
+}
+_READS = {torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.item}
+"""Reads of a value, which wait for the device."""
+_GUARDED = {torch.Tensor.__getitem__, torch.Tensor.__invert__, torch.where}
+"""Functions that ask for the device before they dispatch."""
+_SHARED_KERNELS = ("_amp_foreach_non_finite_check_and_unscale_", "_fused_adamw_", "_fused_sgd_", "_fused_adam_")
+"""Kernels with an underscore that torch has on MPS and XPU, too."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on an emulated device; its values are those of a tensor on the CPU."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, device: torch.device) -> "OnDevice":
+        """Wrap `values`; autograd takes the tensor for one on `meta`, whose backward needs no stream."""
+        if values.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"{device.type} has no {values.dtype}")
+        result = torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), values.stride(), values.storage_offset(), dtype=values.dtype, device="meta",
+            dispatch_device=True,
+        )  # fmt: skip
+        result.values, result.its_device = values, device
+        return result
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Show the values."""
+        return f"OnDevice({self.values})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the values, as the device would."""
+        kwargs = dict(kwargs or {})
+        places = set()
+        tree_map_only(OnDevice, lambda each: places.add(each.its_device), (args, kwargs))
+        (device,) = places
+        if operation is torch.ops.prim.device.default:
+            return device
+        if operation is torch.ops.aten._to_copy.default:
+            return _copy(args[0], kwargs)
+        if operation is torch.ops.aten.copy_.default:
+            _require_waited(args[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        elif not operation.__name__.startswith("_local_scalar"):
+            _require_one_place(operation, args, kwargs)
+        if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == device.type:
+            kwargs["device"] = "cpu"
+        result = operation(*_values(args), **_values(kwargs))
+        changed = {id(each.values): each for each in _tensors((args, kwargs))}
+        return tree_map_only(
+            torch.Tensor, lambda each: changed.get(id(each)) if id(each) in changed else OnDevice(each, device), result
+        )
+
+
+class Emulated(TorchFunctionMode):
+    """Lets torch make tensors on a device that this machine has not."""
+
+    def __init__(self, type_: str) -> None:
+        super().__init__()
+        self.device = torch.device(type_, 0)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function; what it makes on the device is made on the CPU, and wrapped."""
+        kwargs = dict(kwargs or {})
+        if function in _FACTORIES and self._is_meant(kwargs.get("device")) and not _tensors(args):
+            requires_grad = kwargs.pop("requires_grad", False)
+            made = OnDevice(function(*args, **{**kwargs, "device": "cpu"}), self.device)
+            return made.requires_grad_(requires_grad)
+        if function in _READS and isinstance(args[0], OnDevice):
+            return function(args[0].values)
+        if function in _GUARDED and isinstance(args[0], OnDevice):
+            return OnDevice(function(*_values(args)), self.device)
+        if function is torch.Tensor.to and isinstance(args[0], OnDevice) and self._is_meant(args[1]):
+            return args[0]
+        if function in (torch.Tensor.to, torch.as_tensor) and not isinstance(args[0], OnDevice):
+            meant = [each for each in (*args[1:], *kwargs.values()) if self._is_meant(each)]
+            if meant and isinstance(args[0], torch.Tensor):
+                return OnDevice(args[0].detach().clone(), self.device)
+        return function(*args, **kwargs)
+
+    def _is_meant(self, device: Any) -> bool:
+        return isinstance(device, str | torch.device) and torch.device(device).type == self.device.type
+
+
+def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
+    device, waits = kwargs.pop("device", None), not kwargs.pop("non_blocking", False)
+    values = torch.ops.aten._to_copy.default(tensor.values, **kwargs)
+    if device is None or torch.device(device).type == tensor.its_device.type:
+        return OnDevice(values, tensor.its_device)
+    if not waits:
+        raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
+    return values
+
+
+def _require_waited(target: Any, non_blocking: bool) -> None:
+    if non_blocking and not isinstance(target, OnDevice):
+        raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
+
+
+def _require_one_place(operation: Any, args: Any, kwargs: Any) -> None:
+    name = operation.overloadpacket.__name__
+    if name.startswith(("_fused", "_amp")) and name not in _SHARED_KERNELS:
+        raise NotImplementedError(f"{name} is a kernel of CUDA's alone")
+    strange = []
+    tree_map_only(torch.Tensor, lambda each: strange.append(each) if _is_elsewhere(each) else None, (args, kwargs))
+    if strange:
+        raise RuntimeError(f"{operation} was given tensors of two devices")
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, OnDevice) and tensor.dim() > 0  # a number of the host's goes anywhere
+
+
+def _tensors(tree: Any) -> list[OnDevice]:
+    found: list[OnDevice] = []
+    tree_map_only(OnDevice, found.append, tree)
+    return found
+
+
+def _values(tree: Any) -> Any:
+    return tree_map_only(OnDevice, lambda each: each.values, tree)

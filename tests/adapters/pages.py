@@ -1,0 +1,52 @@
+"""The code that a page of the docs shows, to be run by tests."""
+
+import ast
+import doctest
+import re
+import textwrap
+from pathlib import Path
+from types import CodeType
+
+ROOT = Path(__file__).parents[2]
+
+
+def code_of(page: str, heading: str, number: int = 0) -> str:
+    """Return a block of Python below a heading of a page, without the prompts of a doctest."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    block = _blocks(text)[heading][number]
+    if block.lstrip().startswith(">>>"):
+        return "".join(example.source for example in doctest.DocTestParser().get_examples(block))
+    return block
+
+
+def headings_with_code(page: str) -> list[str]:
+    """Return the headings of a page that have Python below them, in order."""
+    return list(_blocks((ROOT / page).read_text(encoding="utf-8")))
+
+
+def _blocks(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for block in re.finditer(r"^( *)```python\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+        above = re.findall(r"^(?:#+ |=== \")(.+?)\"?(?: \{.*)?$", text[: block.start()], re.MULTILINE)
+        found.setdefault(above[-1], []).append(textwrap.dedent(block[2]))
+    return found
+
+
+def split_loop(source: str, start: str | None = None) -> tuple[CodeType, CodeType]:
+    """Return what stands before the last loop of a source, and that loop, made to run over `data`.
+
+    Without a loop, the step begins with the statement that is `start`, or assigns it. What the source imports of
+    `lossscale_torch` is left to the caller's names.
+    """
+    body = [each for each in ast.parse(source).body if getattr(each, "module", None) != "lossscale_torch"]
+    if start is not None:
+        (place,) = (place for place, each in enumerate(body) if start in ast.unparse(each))
+        return _compiled(body[:place]), _compiled(body[place:])
+    place = max(place for place, each in enumerate(body) if isinstance(each, ast.For))
+    loop = body[place]
+    loop.iter = ast.copy_location(ast.Name("data", ast.Load()), loop.iter)  # type: ignore[attr-defined]
+    return _compiled(body[:place]), _compiled([loop])
+
+
+def _compiled(statements: list[ast.stmt]) -> CodeType:
+    return compile(ast.Module(statements, type_ignores=[]), "<a page of the docs>", "exec")

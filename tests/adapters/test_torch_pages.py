@@ -1,0 +1,109 @@
+"""The training loops that the docs show pass `check_training_loop`: a skipped step of them moves nothing."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lossscale_torch.testing import check_training_loop
+from tests.adapters.pages import code_of, split_loop
+from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, import_timm, in_float16
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the packages warn of is theirs
+_ = accelerate_afresh  # a fixture, which pytest finds by its name in this module
+
+
+def _pair(batch: int, place: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2 * batch + place)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+def _loss_fn(outputs: torch.Tensor, targets: Any = 1.0) -> torch.Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+class Page(NamedTuple):
+    """A loop of a page, and what it runs over in one step."""
+
+    path: str
+    heading: str
+    data: Callable[[int], list[Any]] = lambda batch: [_pair(batch)]
+    start: str | None = None
+    """The first statement of a step, where the page shows no loop."""
+    replaced: dict[str, str] = {}
+
+
+PAGES = {
+    "README": Page("README.md", "lossscale"),
+    "quickstart": Page("docs/quickstart.md", "PyTorch"),
+    "torch": Page("docs/torch.md", "PyTorch", start="optimizer.zero_grad()"),
+    "retries": Page(
+        "docs/retries.md", "A step with retries", start="scaler.minimize", replaced={"retries=32": "retries=0"}
+    ),
+    "spike-guard": Page("docs/spike-guard.md", "Skipping spikes", lambda batch: [batch]),
+    "logging": Page("docs/logging.md", "PyTorch", lambda batch: [(batch, _pair(batch))]),
+    "Accelerate": Page("docs/trainers.md", "Accelerate"),
+    "timm": Page("docs/trainers.md", "timm"),
+    "FSDP2": Page("docs/trainers.md", "FSDP2", lambda batch: [_pair(batch)[0]]),
+    "accumulation": Page(
+        "docs/trainers.md", "Gradient accumulation", lambda batch: [(1, _pair(batch)), (2, _pair(batch, 1))]
+    ),
+}
+
+
+class _Loop:
+    """A loop of a page, with the scaler of the check in the place of its own."""
+
+    def __init__(self, page: Page, names: dict[str, Any], scaler: Any) -> None:
+        source = code_of(page.path, page.heading)
+        for name, value in {**ON_A_CPU, **page.replaced}.items():
+            source = source.replace(name, value)
+        setup, self._step = split_loop(source, page.start)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self._data = page.data
+        self._names = {
+            "torch": torch, "in_float16": in_float16, "GradScaler": lambda *args, **settings: scaler, "scaler": scaler,
+            "model": model, "optimizer": optimizer, "data": [], "loss_fn": _loss_fn, "policy_loss": _loss_fn,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "accumulate": 2, "micro_batch_size": 4,
+            "log": lambda step, numbers: None, "num_updates": 0, **names,
+        }  # fmt: skip
+        exec(setup, self._names)
+        self.model, self.scheduler = self._names["model"], self._names["scheduler"]
+        self.optimizer = getattr(self._names["optimizer"], "optimizer", self._names["optimizer"])
+
+    def step(self, batch: int) -> None:
+        """Run the loop over the data of one step."""
+        self._names["data"] = self._data(batch)
+        exec(self._step, self._names)
+
+
+@pytest.fixture
+def _one_process() -> Iterator[None]:
+    """Run in a process group of one rank, for `fully_shard`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "FSDP2"])
+def test_a_loop_of_the_docs_passes(name, monkeypatch):
+    """It skips as a whole, and the loss scale makes no difference to it."""
+    schedule = import_timm(monkeypatch) if name == "timm" else None
+
+    def build(scaler: Any) -> _Loop:
+        loop = _Loop(PAGES[name], {}, scaler)
+        if schedule is not None:
+            loop.scheduler = loop._names["scheduler"] = schedule(loop.optimizer, 1, decay_rate=0.5, t_in_epochs=False)
+        return loop
+
+    assert len(check_training_loop(build)) >= 3
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_the_loop_of_fsdp2_passes():
+    """The same for parameters that are sharded, over one rank here."""
+    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 6

@@ -1,0 +1,459 @@
+"""The recipes of docs/trainers.md, run as they stand there with the real packages, in float16 on a CPU."""
+
+import importlib.util
+import shutil
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning.pytorch import LightningModule
+from transformers import TrainingArguments
+
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_torch import GradScaler
+from tests.adapters.pages import code_of, headings_with_code
+
+pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
+PAGE = "docs/trainers.md"
+INF = float("inf")
+OVERFLOWS = {0, 2, 5}
+STEPS = 8
+ON_A_CPU = {
+    '"cuda"': '"cpu"',
+    "@torch.compile": '@torch.compile(backend="eager")',
+    'Accelerator(mixed_precision="fp16")': "in_float16(Accelerator(cpu=True))",
+    "trainer.accelerator.scaler": "in_float16(trainer.accelerator).scaler",
+}
+"""What stands in the place of what only a GPU has."""
+RESUMABLE = {'policy="dynamic"': "policy=POLICY, guard=SpikeGuard(warmup=2)"}
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=2, hysteresis=2)
+BAD = {1: INF, 5: 1000.0, 9: INF, 13: 1000.0}
+"""By what the gradients of some of 16 steps are multiplied; the run is saved after half of them."""
+
+
+def _recipe(heading, replaced=None):
+    source = code_of(PAGE, heading)
+    for name, value in {**ON_A_CPU, **(replaced or {})}.items():
+        source = source.replace(name, value)
+    return compile(source, f"{PAGE}, {heading}", "exec")
+
+
+def _run(heading, names, replaced=None):
+    """Run a recipe with these names, and return all names."""
+    names = {"torch": torch, "in_float16": in_float16, "POLICY": POLICY, "SpikeGuard": SpikeGuard, **names}
+    exec(_recipe(heading, replaced), names)
+    return names
+
+
+def in_float16(accelerator):
+    """Set what Accelerate sets with `mixed_precision="fp16"`, which it refuses on a CPU; autocast takes it there."""
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    return accelerator
+
+
+@pytest.fixture(autouse=True)
+def accelerate_afresh():
+    """Forget the precision of an Accelerator, which all of a process share."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _data(steps=STEPS):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(steps)]
+
+
+def _loss_fn(outputs, targets):
+    return (outputs.float() - targets).square().mean()
+
+
+class _Model(torch.nn.Module):
+    """A linear layer in float16, whose gradients are spoilt in some of its backward passes; it notes its weights."""
+
+    def __init__(self, bad=OVERFLOWS, first=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+        self.bad = bad if isinstance(bad, dict) else dict.fromkeys(bad, INF)
+        self.first = first
+        self.weights = []
+        self.layer.weight.register_hook(self._spoil)
+
+    def _spoil(self, grad):
+        self.weights.append(self.layer.weight.detach().clone())
+        return grad * self.bad.get(self.first + len(self.weights) - 1, 1.0)
+
+    def forward(self, inputs):
+        with torch.autocast("cpu", torch.float16):
+            return self.layer(inputs)
+
+    def skipped(self):
+        """Return the steps after which the weight was as before."""
+        weights = [*self.weights, self.layer.weight.detach()]
+        return {step for step in range(len(weights) - 1) if torch.equal(weights[step], weights[step + 1])}
+
+
+class _ModelWithLoss(_Model):
+    """The same, with its loss, as a model of transformers has it."""
+
+    def forward(self, inputs, labels):
+        return {"loss": _loss_fn(super().forward(inputs), labels)}
+
+
+def _optimizer_of(model, fused=False):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def _arguments(folder, **settings):
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, use_cpu=True, report_to=[],
+        logging_strategy="no", disable_tqdm=True, seed=0, **{"save_strategy": "no", **settings},
+    )  # fmt: skip
+
+
+def _rows(steps=STEPS):
+    """Return single rows of data by name, as transformers' collator takes them."""
+    return [{"inputs": x, "labels": y} for inputs, labels in _data(steps) for x, y in zip(inputs, labels, strict=True)]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_hugging_face_trainer(optim, tmp_path):
+    """Overflows are skipped, and the schedule follows applied steps with its default optimizer, a fused one, too."""
+    model = _ModelWithLoss()
+    names = {"model": model, "args": _arguments(tmp_path, optim=optim), "dataset": _rows()}
+    names = _run("Hugging Face Trainer", names)
+    trainer = names["trainer"]
+    assert type(trainer.accelerator.scaler) is GradScaler
+    assert model.skipped() == OVERFLOWS
+    assert trainer.lr_scheduler.last_epoch == STEPS - len(OVERFLOWS)
+    assert trainer.state.global_step == STEPS
+    assert trainer.accelerator.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS))
+
+
+def test_why_the_trainer_needs_a_callback(tmp_path):
+    """Without it the schedule of a fused optimizer moves after skipped steps, here with torch's scaler."""
+    from transformers import Trainer
+
+    model = _ModelWithLoss()
+    trainer = Trainer(model, _arguments(tmp_path, optim="adamw_torch_fused"), train_dataset=_rows())
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.train()
+    assert model.skipped() == OVERFLOWS
+    assert trainer.lr_scheduler.last_epoch == STEPS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_accelerate(fused):
+    """The schedule follows applied steps, with a fused optimizer, too; `scaler` is Accelerate's own."""
+    model = _Model()
+    optimizer, scheduler = _optimizer_of(model, fused)
+    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(), "loss_fn": _loss_fn}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        names = _run("Accelerate", names)
+    assert model.skipped() == OVERFLOWS
+    assert scheduler.last_epoch == STEPS - len(OVERFLOWS)
+    assert names["optimizer"].scaler is names["scaler"]
+    assert names["accelerator"].optimizer_step_was_skipped is False
+    assert names["scaler"].get_scale() == 2.0 ** (16 - len(OVERFLOWS))
+
+
+class _Lightning(LightningModule):
+    """A module for Lightning with one loss for each of its layers, and an optimizer and a schedule for each."""
+
+    def __init__(self, count=1, fused=False, **settings):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(_Model(**settings) for _ in range(count))
+        self.fused = fused
+
+    @property
+    def losses(self):
+        return [lambda batch, part=part: _loss_fn(part(batch[0]), batch[1]) for part in self.parts]
+
+    def training_step(self, batch, index):
+        return self.losses[0](batch)
+
+    def configure_optimizers(self):
+        pairs = [_optimizer_of(part, self.fused) for part in self.parts]
+        return [
+            {"optimizer": each, "lr_scheduler": {"scheduler": schedule, "interval": "step"}} for each, schedule in pairs
+        ]
+
+
+def _options(folder, **options):
+    """Return what tests leave out of a run of Lightning."""
+    return {
+        "max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "default_root_dir": folder, **options,
+    }  # fmt: skip
+
+
+def _fit(module, options, steps=STEPS, replaced=None):
+    loader = torch.utils.data.DataLoader(_data(steps), batch_size=None)
+    names = {"module": module, "loader": loader, "options": options}
+    names = _run("Lightning", names, replaced)
+    return names["trainer"]
+
+
+def _lightning_class(heading):
+    *_, last = _run(heading, {"Module": _Lightning}).values()
+    return last
+
+
+def test_lightning_with_a_fused_optimizer(tmp_path):
+    """Automatic optimization: it clips in the hook, skips what overflows, and the schedule follows applied steps."""
+    module = _lightning_class("Lightning, automatic optimization")(fused=True)
+    trainer = _fit(module, _options(tmp_path))
+    (part,) = module.parts
+    assert part.skipped() == OVERFLOWS
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS - len(OVERFLOWS)
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS))
+
+
+def test_lightning_with_two_optimizers(tmp_path):
+    """Manual optimization: each schedule follows the applied steps of its own optimizer."""
+    module = _lightning_class("Lightning, manual optimization")(count=2)
+    module.parts[1].bad = {3: INF}
+    trainer = _fit(module, _options(tmp_path))
+    assert [part.skipped() for part in module.parts] == [OVERFLOWS, {3}]
+    counts = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+    assert counts == [STEPS - len(OVERFLOWS), STEPS - 1]
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS) - 1)
+
+
+def import_timm(monkeypatch):
+    """Let timm's own modules be imported; the package as a whole needs torchvision, with no build for this torch."""
+    (place,) = importlib.util.find_spec("timm").submodule_search_locations
+    for name, path in (("timm", place), ("timm.utils", f"{place}/utils"), ("timm.scheduler", f"{place}/scheduler")):
+        module = types.ModuleType(name)
+        module.__path__ = [path]
+        monkeypatch.setitem(sys.modules, name, module)
+    from timm.scheduler.step_lr import StepLRScheduler
+    from timm.utils.cuda import NativeScaler
+
+    sys.modules["timm.utils"].NativeScaler = NativeScaler
+    return StepLRScheduler
+
+
+def test_timm(monkeypatch):
+    """Its schedule counts applied steps."""
+    schedule = import_timm(monkeypatch)
+    model = _Model()
+    optimizer, _ = _optimizer_of(model)
+    scheduler = schedule(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
+    names = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(),
+        "loss_fn": _loss_fn, "num_updates": 0,
+    }  # fmt: skip
+    names = _run("timm", names)
+    assert model.skipped() == OVERFLOWS
+    assert names["num_updates"] == STEPS - len(OVERFLOWS)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** names["num_updates"])
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_full_float16(patched):
+    """float16 weights train by the setting, and by the replacement of `_unscale_grads_` that sd-scripts make."""
+    model = torch.nn.Linear(4, 1).half()
+    accelerator = Accelerator(cpu=True)
+    _run("Full float16", {"accelerator": accelerator, "GradScaler": GradScaler})
+    if patched:
+        accelerator.scaler = scaler = GradScaler("cpu")
+        unscale = scaler._unscale_grads_
+        scaler._unscale_grads_ = lambda optimizer, inv, found, allow_fp16: unscale(optimizer, inv, found, True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, targets = _data(1)[0]
+    for overflows in (False, True):
+        before = model.weight.detach().clone()
+        accelerator.backward(_loss_fn(model(inputs.half()), targets) * 1e-3)
+        if overflows:
+            model.weight.grad[0, 0] = INF
+        optimizer.step()
+        assert torch.equal(before, model.weight) == overflows == accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+
+
+def test_gradient_accumulation():
+    """An overflow in one micro-batch skips the step, and only that one."""
+    model = _Model({3})
+    optimizer, scheduler = _optimizer_of(model)
+    names = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(),
+        "loss_fn": _loss_fn, "accumulate": 2, "scaler": GradScaler("cpu"),
+    }  # fmt: skip
+    names = _run("Gradient accumulation", names)
+    assert model.skipped() == {0, 2, 4, 6} | {3}  # the first micro-batches, and the second step
+    assert scheduler.last_epoch == STEPS // 2 - 1
+    assert names["scaler"].metrics()["steps"] == STEPS // 2
+
+
+class _Critic(_Model):
+    """A critic of single numbers."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.float().expand(-1, 4))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers(fused):
+    """Each schedule follows its own optimizer; one loss scale backs off once for an overflow in either."""
+    critic, generator = _Critic({1}), _Model({4})
+    (critic_optimizer, critic_scheduler), (optimizer, scheduler) = (
+        _optimizer_of(m, fused) for m in (critic, generator)
+    )
+    names = {
+        "critic": critic, "generator": generator, "critic_optimizer": critic_optimizer,
+        "critic_scheduler": critic_scheduler, "optimizer": optimizer, "scheduler": scheduler,
+        "critic_loss": lambda real, fake: (real - fake).float().mean(), "generator_loss": lambda fake: fake.mean(),
+        "data": [(targets, inputs) for inputs, targets in _data()], "scaler": GradScaler("cpu", init_scale=2.0**10),
+    }  # fmt: skip
+    names = _run("Two optimizers", names)
+    assert (critic.skipped(), generator.skipped()) == ({1}, {4})
+    assert (critic_scheduler.last_epoch, scheduler.last_epoch) == (STEPS - 1, STEPS - 1)
+    assert names["scaler"].get_scale() == 2.0**8
+
+
+def _graph_breaks(kind):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.nn.Linear(4, 1)
+    optimizer, scheduler = _optimizer_of(model)
+    scaler = kind("cpu", init_scale=2.0**10)
+    if kind is torch.amp.GradScaler:  # which returns nothing
+        scaler.update = lambda update=scaler.update: types.SimpleNamespace(applied=update() is None)
+    names = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler,
+        "data": _data(3), "loss_fn": _loss_fn,
+    }  # fmt: skip
+    names = _run("A compiled step", names)
+    assert scheduler.last_epoch == 3
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def test_a_compiled_step():
+    """Its graph breaks no more often than with torch's scaler."""
+    assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
+
+
+USUAL = {
+    "", "import torch", "for inputs, targets in data:", "loss = loss_fn(model(inputs), targets)", "scheduler.step()",
+    "optimizer.step()", "optimizer.zero_grad()", "for batch in data:", "for real, noise in data:",
+}  # fmt: skip
+"""Lines that a script has without loss scaling."""
+
+
+def test_every_recipe_is_short():
+    """The page promises that at most 15 lines change in a usual script."""
+    for heading in headings_with_code(PAGE):
+        changed = [line for line in code_of(PAGE, heading).splitlines() if line.strip() not in USUAL]
+        assert len(changed) <= 15, heading
+
+
+# --- resuming
+
+
+def _outcome(model, scaler):
+    """Return what a run ends with, for comparison bit for bit."""
+    state = scaler.state_dict()
+    assert (state["skipped_steps"], state["guard"]["spikes"]) == (2, 2)
+    return model.layer.weight.tolist(), model.layer.bias.tolist(), state
+
+
+def _hugging_face(folder, resumes, is_whole):
+    model = _ModelWithLoss(BAD, first=8 if resumes else 0)
+    saving = {"save_strategy": "no"} if is_whole else {"save_strategy": "steps", "save_steps": 8}
+    replaced = {**RESUMABLE}
+    if resumes:
+        replaced["trainer.train()"] = "trainer.train(resume_from_checkpoint=True)"
+    arguments = _arguments(folder, max_steps=16, **saving)
+    names = {"model": model, "args": arguments, "dataset": _rows(16)}
+    names = _run("Hugging Face Trainer", names, replaced)
+    return model, names["trainer"].accelerator.scaler
+
+
+def test_the_trainer_resumes_exactly(tmp_path):
+    """From a checkpoint of its own, the scale, the counters, the guard and the weights go on bit for bit."""
+    whole = _outcome(*_hugging_face(tmp_path, resumes=False, is_whole=False))
+    shutil.rmtree(tmp_path / "checkpoint-16")  # the run was stopped before
+    assert _outcome(*_hugging_face(tmp_path, resumes=True, is_whole=False)) == whole
+
+
+def _lightning(folder, epochs, first=0, **fit):
+    module = _lightning_class("Lightning, automatic optimization")(fused=True, bad=BAD, first=first)
+    replaced = {**RESUMABLE}
+    if fit:
+        replaced["fit(module, loader)"] = f"fit(module, loader, ckpt_path={str(fit['ckpt_path'])!r})"
+    trainer = _fit(module, _options(folder, max_epochs=epochs), replaced=replaced)
+    return trainer, module.parts[0], trainer.precision_plugin.scaler
+
+
+def test_lightning_resumes_exactly(tmp_path):
+    """From a checkpoint of its own, the scale, the counters, the guard and the weights go on bit for bit."""
+    _, *whole = _lightning(tmp_path, 2)
+    trainer, *_ = _lightning(tmp_path, 1)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    _, *resumed = _lightning(tmp_path, 2, first=8, ckpt_path=tmp_path / "last.ckpt")
+    assert _outcome(*resumed) == _outcome(*whole)
+
+
+def _accelerate(first, last, folder, loads=False, fused=True):
+    model = _Model(BAD, first=first)
+    optimizer, scheduler = _optimizer_of(model, fused)
+    names = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(16)[first:last],
+        "loss_fn": _loss_fn,
+    }  # fmt: skip
+    replaced = {**RESUMABLE}
+    if loads:
+        replaced["for inputs"] = (
+            f"accelerator.register_for_checkpointing(scheduler)\naccelerator.load_state({folder!r})\nfor inputs"
+        )
+    return _run("Accelerate", names, replaced)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_accelerate_resumes_exactly(fused, tmp_path):
+    """From what `save_state` wrote, the scale, the counters, the guard and the weights go on bit for bit."""
+    whole = _accelerate(0, 16, None, fused=fused)
+    saved = _accelerate(0, 8, None, fused=fused)
+    saved["accelerator"].register_for_checkpointing(saved["scheduler"])
+    saved["accelerator"].save_state(str(tmp_path))
+    resumed = _accelerate(8, 16, str(tmp_path), loads=True, fused=fused)
+    assert _outcome(resumed["model"], resumed["scaler"]) == _outcome(whole["model"], whole["scaler"])
+    assert resumed["scheduler"].last_epoch == whole["scheduler"].last_epoch == 16 - len(BAD)
+
+
+def _plain_run(first, last, fused, resume=None):
+    model = _Model(BAD, first=first)
+    optimizer, scheduler = _optimizer_of(model, fused)
+    names = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler,
+        "scaler": GradScaler("cpu", policy=POLICY, guard=SpikeGuard(warmup=2)), "folder": resume,
+    }  # fmt: skip
+    if resume is not None:
+        names = _run("Resume", names, {"dcp.save": "dict"})
+    for inputs, targets in _data(16)[first:last]:
+        optimizer.zero_grad()
+        names["scaler"].scale(_loss_fn(model(inputs), targets)).backward()
+        names["scaler"].unscale_and_clip_(optimizer, 1.0)
+        names["scaler"].step(optimizer)
+        if names["scaler"].update().applied:
+            scheduler.step()
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_distributed_checkpoint_resumes_exactly(fused, tmp_path):
+    """From what `torch.distributed.checkpoint` wrote, as the page has it, everything goes on bit for bit."""
+    whole, saved = _plain_run(0, 16, fused), _plain_run(0, 8, fused)
+    _run("Resume", {**saved, "folder": tmp_path}, {"dcp.load": "dict"})
+    resumed = _plain_run(8, 16, fused, resume=tmp_path)
+    assert _outcome(resumed["model"], resumed["scaler"]) == _outcome(whole["model"], whole["scaler"])
+    assert resumed["scheduler"].last_epoch == whole["scheduler"].last_epoch == 16 - len(BAD)
