@@ -102,8 +102,8 @@ def tests(session: nox.Session, framework: str) -> None:
 def sweep(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with more seeds, random programs and examples: `nox -s sweep`, nightly.
 
-    `tests` checks the same behaviour with one seed, a quarter of the programs and a fifth of the examples of the tests
-    that compile for each example. `tests/sweeping.py` has the numbers.
+    `tests` checks the same behaviour with one seed, a tenth of the programs, and a few examples where each of them
+    compiles something. `tests/sweeping.py` has the numbers.
     """
     _install(session, framework)
     session.env["LOSSSCALE_SWEEP"] = "1"

@@ -1,8 +1,6 @@
 """The demo on JAX: the same network, data and policy file, and the same kind of trace."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from lossscale.demo._network import load
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
+from tests.command.commanding import run
 from tests.sweeping import seeds
 
 
@@ -79,11 +78,8 @@ def test_a_limit_on_the_streak_ends_the_run():
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework jax` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale"]
-    demo = [*command, "demo", "--framework", "jax", "--steps", "5", "--out", str(tmp_path)]
-    assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
+    done = run("demo", "--framework", "jax", "--steps", 5, "--out", ".", cwd=tmp_path)
+    assert "float16, dynamic" in done.stdout, done.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "jax"
-    trace = str(tmp_path / "trace.json")
-    simulation = [*command, "simulate", str(tmp_path / "policy.toml"), "--gradient-max", trace]
-    done = subprocess.run(simulation, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "of 5 steps" in done.stdout
+    done = run("simulate", "policy.toml", "--gradient-max", "trace.json", cwd=tmp_path)
+    assert "of 5 steps" in done.stdout, done.stderr

@@ -2,8 +2,6 @@
 
 from tests.adapters import tensorflow_devices  # noqa: F401, I001, before anybody uses TensorFlow
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, tr
 from lossscale.demo._network import load
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
+from tests.command.commanding import run
 from tests.sweeping import seeds
 
 
@@ -70,11 +69,8 @@ def test_a_limit_on_the_streak_ends_the_run():
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework tensorflow` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale"]
-    demo = [*command, "demo", "--framework", "tensorflow", "--steps", "5", "--out", str(tmp_path)]
-    assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
+    done = run("demo", "--framework", "tensorflow", "--steps", 5, "--out", ".", cwd=tmp_path)
+    assert "float16, dynamic" in done.stdout, done.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "tensorflow"
-    trace = str(tmp_path / "trace.json")
-    simulation = [*command, "simulate", str(tmp_path / "policy.toml"), "--gradient-max", trace]
-    done = subprocess.run(simulation, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "of 5 steps" in done.stdout
+    done = run("simulate", "policy.toml", "--gradient-max", "trace.json", cwd=tmp_path)
+    assert "of 5 steps" in done.stdout, done.stderr

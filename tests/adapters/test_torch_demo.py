@@ -1,14 +1,13 @@
 """The demo on PyTorch: the same network, data and policy file, and the same kind of trace."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, train
 from lossscale.demo._network import load
 from lossscale_core.testing import simulate
+from tests.command.commanding import run
 from tests.sweeping import seeds
 
 
@@ -34,11 +33,8 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
 
 def test_the_command(tmp_path):
     """`lossscale demo --framework torch` writes what `lossscale simulate` reads."""
-    command = [sys.executable, "-m", "lossscale"]
-    demo = [*command, "demo", "--framework", "torch", "--steps", "5", "--out", str(tmp_path)]
-    assert "float16, dynamic" in subprocess.run(demo, capture_output=True, text=True, check=True).stdout
+    done = run("demo", "--framework", "torch", "--steps", 5, "--out", ".", cwd=tmp_path)
+    assert "float16, dynamic" in done.stdout, done.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["framework"] == "torch"
-    trace = str(tmp_path / "trace.json")
-    simulation = [*command, "simulate", str(tmp_path / "policy.toml"), "--gradient-max", trace]
-    done = subprocess.run(simulation, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "of 5 steps" in done.stdout
+    done = run("simulate", "policy.toml", "--gradient-max", "trace.json", cwd=tmp_path)
+    assert "of 5 steps" in done.stdout, done.stderr

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -18,6 +16,7 @@ from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
+from tests.command.commanding import run
 
 CONFIGS = st.fixed_dictionaries(
     {"growth_interval": st.integers(-1, 6)},
@@ -176,8 +175,7 @@ def test_the_attributes_of_a_scaler_as_json(tmp_path):
 
 
 def _checkpoint(*arguments, cwd):
-    command = [sys.executable, "-m", "lossscale", "checkpoint", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    return run("checkpoint", *arguments, cwd=cwd)
 
 
 def test_the_command_reads_what_torch_saves(tmp_path):

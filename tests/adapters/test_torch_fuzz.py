@@ -17,7 +17,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.sweeping import IS_SWEEP
 
-PROGRAMS = 3000 if IS_SWEEP else 150
+PROGRAMS = 3000 if IS_SWEEP else 300
 LENGTH = 24
 BOTH = (torch.amp.GradScaler, GradScaler)
 ROWS = {
