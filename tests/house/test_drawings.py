@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from lossscale_core import DynamicScaling, ScaleState
+from lossscale_core.testing import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -60,3 +62,17 @@ def test_the_state_machine_knows_every_setting_of_an_update():
     words = {*re.findall(r"[a-z_]+", text)}
     assert settings - NOT_DRAWN <= words
     assert {word for word in words if "_" in word} <= settings | {*ScaleState._fields}
+
+
+def test_the_drawn_run_is_one_of_the_policy():
+    """Its line goes as `DynamicScaling` does, where the steps that are marked as skipped overflow."""
+    root = ElementTree.parse(DOCS / "images/run.svg").getroot()
+    paths = {path.get("class"): path.get("d") for path in root.iter(f"{SVG}g") for path in path}
+    skipped = {int(step): 2.0 ** int(exponent) for step, exponent in re.findall(r"M(\d+),(\d+)h0", paths["skipped"])}
+    starts = [(0, paths["scale"][3:5]), *re.findall(r"H(\d+) V(\d+)", paths["scale"]), (200, "")]
+    scales = [2.0 ** int(y) for (x, y), (end, _) in pairwise(starts) for _ in range(int(x), int(end))]
+    assert paths["scale"].endswith(" H200")
+    assert {step: scales[step] for step in skipped} == skipped
+    policy = DynamicScaling(init_scale=2.0**24, growth_interval=50)
+    trace = simulate(policy, [step not in skipped for step in range(200)])
+    assert trace.loss_scale_used.tolist() == scales
