@@ -32,7 +32,8 @@ class Training:
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
         self.optimizers = [torch.optim.SGD(body.parameters(), 0.2, 0.9), torch.optim.AdamW(head.parameters(), 1e-2)]
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.99) for each in self.optimizers]
-        self.scaler = GradScaler(DEVICE, init_scale=2.0**24, growth_interval=50, protect=[self.model])  # BatchNorm
+        # `protect` puts BatchNorm's statistics back where a step is skipped.
+        self.scaler = GradScaler(DEVICE, init_scale=2.0**24, growth_interval=50, protect=[self.model])
         self.parts = [self.model, self.average, self.scaler, *self.optimizers, *self.schedulers]
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
