@@ -67,12 +67,20 @@ def test_the_state_machine_knows_every_setting_of_an_update():
 def test_the_drawn_run_is_one_of_the_policy():
     """Its line goes as `DynamicScaling` does, where the steps that are marked as skipped overflow."""
     root = ElementTree.parse(DOCS / "images/run.svg").getroot()
-    paths = {path.get("class"): path.get("d") for path in root.iter(f"{SVG}g") for path in path}
-    skipped = {int(step): 2.0 ** int(exponent) for step, exponent in re.findall(r"M(\d+),(\d+)h0", paths["skipped"])}
-    starts = [(0, paths["scale"][3:5]), *re.findall(r"H(\d+) V(\d+)", paths["scale"]), (200, "")]
-    scales = [2.0 ** int(y) for (x, y), (end, _) in pairwise(starts) for _ in range(int(x), int(end))]
-    assert paths["scale"].endswith(" H200")
+    paths = {path.get("class"): path.get("d") for path in root.findall(f"{SVG}path")}
+    points = re.findall(r"[MH](\S+?)(?:,| V)(\d+)", paths["scale"])  # where the line begins, and after each step of it
+    changes = [(_step(x), _loss_scale(y)) for x, y in points] + [(200, None)]
+    scales = [scale for (start, scale), (end, _) in pairwise(changes) for _ in range(start, end)]
+    skipped = {_step(x): _loss_scale(y) for x, y in re.findall(r"M(\S+?),(\d+)h0", paths["skipped"])}
     assert {step: scales[step] for step in skipped} == skipped
     policy = DynamicScaling(init_scale=2.0**24, growth_interval=50)
     trace = simulate(policy, [step not in skipped for step in range(200)])
     assert trace.loss_scale_used.tolist() == scales
+
+
+def _step(x):
+    return int((float(x) - 46) / 1.5)
+
+
+def _loss_scale(y):
+    return 2.0 ** (24 - (int(y) - 42) / 26)
