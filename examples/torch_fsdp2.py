@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler
 
-POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
+POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=50)
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 BATCH_SIZE = 64
 
@@ -49,11 +49,13 @@ def main(steps: int = 100, folder: str = "runs/torch_fsdp2") -> tuple[float, nn.
         weights, slots = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": slots, "scaler": scaler, "done": done}
 
-    saved = run(done=0)
+    done = 0
     if Path(folder, ".metadata").exists():
-        dcp.load(saved, checkpoint_id=folder)
+        saved = run(done)
+        dcp.load(saved, checkpoint_id=folder)  # reads into what `run` has returned
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-    for step in range(saved["done"], steps):
+        done = saved["done"]
+    for step in range(done, steps):
         rows = torch.randint(len(images), (BATCH_SIZE,), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[rows]).float(), labels[rows])

@@ -71,7 +71,8 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 def _as_page(source: str, text: str) -> str:
     """Return a program as its docstring and its code, a notebook as its cells, and any other file as it is."""
     if source.endswith(".ipynb"):
-        return "\n\n".join(_as_markdown(cell, source) for cell in json.loads(text)["cells"])
+        title, *cells = map(_as_markdown, json.loads(text)["cells"])
+        return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *cells])
     if not source.endswith(".py"):
         return text
     docstring = ast.get_docstring(ast.parse(text)) or ""
@@ -80,9 +81,9 @@ def _as_page(source: str, text: str) -> str:
     return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
 
 
-def _as_markdown(cell: dict[str, Any], source: str) -> str:
+def _as_markdown(cell: dict[str, Any]) -> str:
     text = "".join(cell["source"])
-    return text if cell["cell_type"] == "markdown" else f'```python title="{source}"\n{text}\n```'
+    return text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
 
 
 def _target(link: str, src_uri: str) -> str:

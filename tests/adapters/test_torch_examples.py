@@ -1,6 +1,7 @@
 """The PyTorch examples, run for real: they learn in float16, skip overflows as a whole, and go on from a checkpoint."""
 
 import runpy
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lossscale_core.errors import CheckpointWarning
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,10 +62,10 @@ def test_an_example_fits_a_screen(path):
 def test_the_plain_loop_learns_and_resumes(tmp_path, capsys):
     """A run that was stopped and started again is bit for bit one that was not; its log has each step's scale."""
     main = _main("torch_plain")
-    accuracy, training = main(folder=tmp_path / "whole")
-    _assert_healthy(accuracy, training.scaler, 200)
+    accuracy, training = main(100, folder=tmp_path / "whole")
+    _assert_healthy(accuracy, training.scaler, 100)
     main(40, folder=tmp_path / "halves")
-    _, resumed = main(folder=tmp_path / "halves")
+    _, resumed = main(100, folder=tmp_path / "halves")
     _assert_same(_states(training.parts), _states(resumed.parts))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == lines[2]
@@ -100,6 +102,7 @@ def _train_in_fsdp2(rank, folder):
 
 
 def _train(rank, world_size, folder):
+    warnings.simplefilter("error", CheckpointWarning)  # pytest's filters end where its process does
     _train_in_ddp(rank)
     _train_in_fsdp2(rank, folder)
 
