@@ -1,6 +1,7 @@
 """What the site's build adds to the Markdown files, which read well in the repository without it."""
 
 import ast
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -15,7 +16,11 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
 PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
-PAGES = DOCUMENTS | PROGRAMS
+NOTEBOOKS = {
+    f"examples/notebooks/{path.name}": f"examples/{path.stem}.md"
+    for path in sorted(ROOT.glob("examples/notebooks/*.ipynb"))
+}
+PAGES = DOCUMENTS | PROGRAMS | NOTEBOOKS
 """Files outside docs/ that are pages of the site, too: links to them lead to those pages."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
@@ -64,12 +69,21 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def _as_page(source: str, text: str) -> str:
+    """Return a program as its docstring and its code, a notebook as its cells, and any other file as it is."""
+    if source.endswith(".ipynb"):
+        title, *cells = map(_as_markdown, json.loads(text)["cells"])
+        return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *cells])
     if not source.endswith(".py"):
         return text
     docstring = ast.get_docstring(ast.parse(text)) or ""
     title, _, story = docstring.partition(": ")
     code = text.split('"""', 2)[2].lstrip()
     return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
+
+
+def _as_markdown(cell: dict[str, Any]) -> str:
+    text = "".join(cell["source"])
+    return text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
 
 
 def _target(link: str, src_uri: str) -> str:

@@ -1,0 +1,69 @@
+"""Keras `fit` in float16: a batch that is skipped moves neither weights nor schedule nor BatchNorm's averages.
+
+    pip install '.[tensorflow]' scikit-learn
+    python examples/keras_fit.py
+
+A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
+overflow. The optimizer follows applied steps by itself, and `Keeping` makes the moving averages do so, too.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from lossscale_core import DynamicScaling
+from lossscale_tf import LossScaleLogger, LossScaleOptimizer
+
+POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
+BATCH_SIZE = 128
+
+
+class Keeping(keras.Model):
+    """A model whose moving averages stay as they were where the optimizer skips the batch."""
+
+    def train_step(self, data: Any) -> Any:
+        """Take Keras's own step, then put the averages back if `iterations`, the count of applied steps, stands."""
+        averages = [each for each in self.non_trainable_variables if "float" in each.dtype]
+        before = [tf.identity(each) for each in averages]
+        iterations = tf.identity(self.optimizer.iterations)
+        logs = super().train_step(data)
+        applied = tf.convert_to_tensor(self.optimizer.iterations) > iterations
+        for average, old in zip(averages, before, strict=True):
+            average.assign(tf.where(applied, tf.convert_to_tensor(average), old))
+        return logs
+
+
+def build() -> keras.Model:
+    """Return the compiled model."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((64,))
+    hidden = keras.layers.Dense(64)(inputs)
+    hidden = keras.layers.BatchNormalization(momentum=0.9)(hidden)
+    logits = keras.layers.Dense(10, dtype="float32")(keras.layers.ReLU()(hidden))
+    model = Keeping(inputs, logits)
+    schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, decay_steps=1, decay_rate=0.99)
+    optimizer = LossScaleOptimizer(keras.optimizers.AdamW(schedule), POLICY, global_clipnorm=1.0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # worth it in longer runs
+    return model
+
+
+def main(epochs: int = 10, steps_per_epoch: int = 20) -> tuple[float, keras.Model, dict[str, list[float]]]:
+    """Train, say how it went in a line, and return the accuracy, the model and the history."""
+    images, labels = load_digits(return_X_y=True)
+    images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
+    batches = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(2000, seed=0).repeat().batch(BATCH_SIZE)
+    model = build()
+    options = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "shuffle": False, "verbose": 0}
+    history = model.fit(batches, callbacks=[LossScaleLogger()], **options).history
+    _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
+    print(f"accuracy {accuracy:.3f}; {model.optimizer.diagnose()}")
+    return accuracy, model, history
+
+
+if __name__ == "__main__":
+    main()

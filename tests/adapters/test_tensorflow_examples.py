@@ -1,0 +1,79 @@
+"""The Keras examples, run for real: they learn in float16, and the steps that overflow change nothing."""
+
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: F401, I001  # the devices of all tests, before any is used
+import runpy
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = {"keras_fit", "keras_custom_loop"}
+
+
+@pytest.fixture(autouse=True)
+def dtype_policy():
+    """Put Keras's own dtype policy back, which the examples set."""
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def _main(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def _assert_healthy(accuracy, optimizer):
+    assert accuracy > 0.9
+    assert int(optimizer.metrics()["steps"]) == 200
+    assert 0 < int(optimizer.metrics()["skipped_steps"]) < 20
+    assert optimizer.diagnose().startswith("healthy: ")
+
+
+def _numbers(variables):
+    return [np.asarray(variable).tobytes() for variable in variables]
+
+
+def test_no_example_is_left_out():
+    """Each example is run here."""
+    assert {path.stem for path in EXAMPLES.glob("keras_*.py")} == PROGRAMS
+
+
+def test_fit_learns_and_logs_the_scale():
+    """The history has the scale of each epoch, and what was skipped."""
+    accuracy, model, history = _main("keras_fit")()
+    _assert_healthy(accuracy, model.optimizer)
+    assert len(history["loss_scale"]) == 10
+    assert history["skipped_steps"][-1] == int(model.optimizer.metrics()["skipped_steps"])
+
+
+def test_a_loop_of_ones_own_learns_and_resumes(tmp_path):
+    """A run that was stopped and started again is bit for bit one that was not."""
+    main = _main("keras_custom_loop")
+    accuracy, training = main(folder=tmp_path / "whole")
+    _assert_healthy(accuracy, training.optimizer)
+    main(40, folder=tmp_path / "halves")
+    _, resumed = main(folder=tmp_path / "halves")
+    ours, theirs = ([*each.optimizer.variables, *each.average] for each in (training, resumed))
+    assert _numbers(ours) == _numbers(theirs)
+
+
+def test_an_overflow_changes_nothing_in_fit():
+    """The first batch overflows: weights, BatchNorm's averages, slots and `iterations` are as before."""
+    main = _main("keras_fit")
+    (_, before, _), (_, after, _) = main(0, 1), main(1, 1)
+    assert int(after.optimizer.metrics()["skipped_steps"]) == 1
+    assert _numbers(before.weights) == _numbers(after.weights)
+    slots = [each for each in after.optimizer.inner_optimizer.variables if "momentum" in each.path]
+    assert slots
+    assert not any(np.asarray(slot).any() for slot in slots)
+    assert int(after.optimizer.iterations) == 0
+
+
+def test_an_overflow_changes_nothing_in_a_loop_of_ones_own(tmp_path):
+    """The first step overflows: weights, momentum, average and `iterations` are as before."""
+    main = _main("keras_custom_loop")
+    (_, before), (_, after) = (main(steps, folder=tmp_path / str(steps)) for steps in (0, 1))
+    assert int(after.optimizer.metrics()["skipped_steps"]) == 1
+    ours, theirs = ([*each.optimizer.inner_optimizer.variables, *each.average] for each in (before, after))
+    assert _numbers(ours) == _numbers(theirs)

@@ -1,0 +1,112 @@
+"""The PyTorch examples, run for real: they learn in float16, skip overflows as a whole, and go on from a checkpoint."""
+
+import runpy
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lossscale_core.errors import CheckpointWarning
+from tests.adapters.test_torch_distributed import _local, _on_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = {"torch_plain", "torch_ddp", "torch_fsdp2"}
+
+
+def _main(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+@pytest.fixture
+def one_thread():
+    """Give small tensors one thread, as the threads of several test workers would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _assert_healthy(accuracy, scaler, steps):
+    counts = scaler.metrics()
+    assert accuracy > 0.85
+    assert counts["steps"] == steps
+    assert 0 < counts["skipped_steps"] < 20
+    assert scaler.diagnose().startswith("healthy: ")
+
+
+def _states(parts):
+    """Return the tensors and numbers of some parts, in order."""
+    return torch.utils._pytree.tree_leaves([part.state_dict() for part in parts])
+
+
+def _assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_no_example_is_left_out():
+    """Each example is run here."""
+    assert {path.stem for path in EXAMPLES.glob("torch_*.py")} == PROGRAMS
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[tk]*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_a_screen(path):
+    """It has 80 lines or fewer."""
+    assert len(path.read_text().splitlines()) <= 80
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_plain_loop_learns_and_resumes(tmp_path, capsys):
+    """A run that was stopped and started again is bit for bit one that was not; its log has each step's scale."""
+    main = _main("torch_plain")
+    accuracy, training = main(100, folder=tmp_path / "whole")
+    _assert_healthy(accuracy, training.scaler, 100)
+    main(40, folder=tmp_path / "halves")
+    _, resumed = main(100, folder=tmp_path / "halves")
+    _assert_same(_states(training.parts), _states(resumed.parts))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[2]
+    assert len([*(tmp_path / "whole").glob("events.*")]) == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_overflow_changes_nothing_but_the_scale(tmp_path):
+    """The first step of the plain loop overflows: weights, buffers, average, optimizers and schedules stay."""
+    main = _main("torch_plain")
+    (_, before), (_, after) = (main(steps, folder=tmp_path / str(steps)) for steps in (0, 1))
+    assert after.scaler.get_scale() == before.scaler.get_scale() / 2
+    before.parts.remove(before.scaler)
+    after.parts.remove(after.scaler)
+    _assert_same(_states(before.parts), _states(after.parts))
+
+
+def _train_in_ddp(rank):
+    accuracy, model, scaler = _main("torch_ddp")(50)
+    _assert_healthy(accuracy, scaler, 50)
+    for param in model.parameters():
+        others = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, param.detach())
+        assert all(torch.equal(param, other) for other in others), rank
+
+
+def _train_in_fsdp2(rank, folder):
+    main = _main("torch_fsdp2")
+    accuracy, model, scaler = main(50, folder=folder / "whole")
+    _assert_healthy(accuracy, scaler, 50)
+    main(20, folder=folder / "halves")
+    _, resumed, _ = main(50, folder=folder / "halves")
+    _assert_same(_local(model), _local(resumed))
+
+
+def _train(rank, world_size, folder):
+    warnings.simplefilter("error", CheckpointWarning)  # pytest's filters end where its process does
+    _train_in_ddp(rank)
+    _train_in_fsdp2(rank, folder)
+
+
+def test_they_learn_on_two_ranks(tmp_path):
+    """DDP's ranks end with the same weights; a run of FSDP2 goes on from its sharded checkpoint, bit for bit."""
+    _on_ranks(2, partial(_train, folder=tmp_path))

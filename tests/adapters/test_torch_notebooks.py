@@ -1,0 +1,32 @@
+"""The notebooks, run in a kernel of their own: every cell works, and nothing that a run printed is stored."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples/notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request):
+    """Return a notebook as it is stored."""
+    return nbformat.read(request.param, as_version=nbformat.NO_CONVERT)
+
+
+def test_a_notebook_is_stored_without_outputs(notebook):
+    """A change of it is a change of its text or its code."""
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)
+
+
+def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
+    """It runs from top to bottom, where its own assertions hold, and draws a picture."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the threads of several test workers would wait for each other
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=240).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in each.get("data", ()) or "image/svg+xml" in each.get("data", ()) for each in outputs)
+    assert "healthy: " in outputs[-1].data["text/plain"]
