@@ -205,5 +205,5 @@ def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
     session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
-    for name in ("core", "torch", "jax", "tensorflow"):
+    for name in ("core", "torch", "step", "jax", "tensorflow"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

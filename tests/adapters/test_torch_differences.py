@@ -119,12 +119,14 @@ def _negated(make_scaler):
     return _step(make_scaler, torch.tensor([2048j]).conj().imag)
 
 
-@difference("expanded and float8 gradients are refused in the words of a kernel", "RuntimeError: unsupported", "ValueE")
+@difference(
+    "expanded and float8 gradients are refused with the error of a kernel", "RuntimeError: unsupported", "ValueE"
+)
 def _expanded(make_scaler):
     return _step(make_scaler, torch.ones(()).expand(3))
 
 
-@difference("float16 gradients are refused without a name", NEVER, "param 0")
+@difference("float16 gradients are refused, and the message does not name them", NEVER, "param 0")
 def _half(make_scaler):
     _, optimizer = _one(torch.ones(1, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients") as caught:
@@ -213,7 +215,7 @@ def _update(make_scaler):
     return NEVER if info is None else info.applied
 
 
-@difference("a look at `_found_inf_per_device` makes a scaler one that cannot be pickled", "AssertionError", True)
+@difference("once `_found_inf_per_device` was read, the scaler cannot be pickled", "AssertionError", True)
 def _look(make_scaler):
     scaler = _ready(make_scaler)
     scaler._found_inf_per_device(_one()[1])
@@ -221,7 +223,7 @@ def _look(make_scaler):
 
 
 @difference(
-    "gradients that were there before another optimizer's update are divided by the new scale",
+    "gradients that were computed before another optimizer's update are divided by the new scale",
     (-1.0, -0.5),
     (-1.0, -1.0),
 )
@@ -275,7 +277,9 @@ def _written(make_scaler):
     return param.tolist()
 
 
-@difference("a late `backward` is refused in words about versions", "RuntimeError: one of", "RuntimeError: backward()")
+@difference(
+    "the error of a late `backward` is about versions of tensors", "RuntimeError: one of", "RuntimeError: backward()"
+)
 def _late(make_scaler):
     param, optimizer = _one()
     scaler = _ready(make_scaler)

@@ -21,7 +21,7 @@ PROGRAMS = 3000 if IS_SWEEP else 300
 LENGTH = 24
 BOTH = (torch.amp.GradScaler, GradScaler)
 ROWS = {
-    "waits": "gradients that were there before another optimizer's update are divided by the new scale",
+    "waits": "gradients that were computed before another optimizer's update are divided by the new scale",
     "refused": "gradients that may be of two scales are divided by the last",
     "counted": "optimizers updated one by one after one loss count as many steps",
     "none": "an optimizer without gradients is an `AssertionError`",

@@ -16,7 +16,14 @@ def test_each_ratio_is_one_that_was_measured(ratio):
     assert f"| {ratio} " in MEASURED
 
 
+@pytest.mark.parametrize("time", re.findall(r"\d+\.\d\d ms(?: \(\d+\.\d%\))?", PAGE))
+def test_each_time_is_one_that_was_measured(time):
+    """In the row of its model on the page of the whole step, with its share."""
+    assert f"| {time} |" in MEASURED
+
+
 def test_the_page_quotes_some_ratios_and_says_what_is_not_known():
     """Each of the measured pages says that no GPU was measured, and so does this one."""
     assert len(re.findall(r"\b\d\.\d\d ×", PAGE)) >= 4
+    assert len(re.findall(r"\d ms \(", PAGE)) >= 4
     assert "not on a GPU" in PAGE
