@@ -24,6 +24,8 @@ nox.options.error_on_missing_interpreters = True
 os.environ.setdefault("PIP_COMPILE", "0")
 # Containers often set this; then each of the many processes of the tests would compile what it imports once more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# The tests run in as many processes as there are cores; threads of each would only wait for one another.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
@@ -59,7 +61,7 @@ def _run_tests(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework, or those of the core where it is `numpy`."""
     adapter = "" if framework == "numpy" else f"test_{framework}_*.py"
     of_adapter = map(str, sorted(Path("tests/adapters").glob(adapter))) if adapter else ()
-    session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs)
+    session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ONE_THREAD)
 
 
 def _install(session: nox.Session, framework: str) -> None:
@@ -139,9 +141,9 @@ def conformance(session: nox.Session) -> None:
     """
     groups = [*_group("test"), *_group("conformance"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, JAX, TENSORFLOW, OPTAX)
-    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs)
+    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL)
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
 
 
 @nox.session

@@ -43,7 +43,10 @@ no scaling, show what scaling costs beside a fast backward pass.
 
 Without scaling, XLA can use up each gradient as soon as it is there. With scaling, all gradients are kept until it is
 known whether they are finite, and the update reads them once more: that is the temporary memory beyond that of no
-scaling. Whoever selects afterwards, as the others do, keeps the old parameters and states as well."""
+scaling. jmp, flax and mpx, which select afterwards, and `skip="select"` keep the old parameters and states as well.
+
+In a train step, `update` writes the updates where the gradients lay. Where the gradients come from outside of the
+compiled function and are not donated, as in the rows of the optimizer alone, it has to copy them first."""
 SELECTING = 'apply_gradients, skip="select"'
 PEERS = ("jmp", "flax DynamicScale", "mpx", "optax.apply_if_finite")
 
