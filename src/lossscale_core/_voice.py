@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -79,7 +80,8 @@ def _is_quiet(policy: BaseScaling, state: AnyScaleState, said: Said) -> bool:
     """Return whether a state is in the middle of a healthy run, which is told without a diagnosis."""
     if "calibrated" not in said.events or state.overflow_streak:
         return False
-    return bool(0.0 < state.loss_scale < policy.bounds()[1])  # compared in float32
+    ceiling = policy.bounds()[1] if policy.adapts else math.inf
+    return bool(0.0 < state.loss_scale < ceiling)  # compared in float32
 
 
 def _calibrated(policy: BaseScaling, numbers: Numbers, sentence: str, said: Said) -> str | None:
