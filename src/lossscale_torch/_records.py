@@ -169,7 +169,11 @@ class OptimizerRecords:
 
     def checked(self) -> list[OptimizerRecord]:
         """Return the records in which something was found."""
-        return [OptimizerRecord.of(each) for each in self.by_id.values() if each["found_inf_per_device"]]
+        found = []
+        for each in self.by_id.values():
+            if each["found_inf_per_device"]:
+                found.append(each if type(each) is OptimizerRecord else OptimizerRecord.of(each))
+        return found
 
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""

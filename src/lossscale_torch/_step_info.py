@@ -37,6 +37,6 @@ def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], defaul
     for flag in flags.values():
         if flag is False:
             info = info._replace(applied=False)
-    whole = StepInfo(*info)
+    whole = tuple.__new__(StepInfo, info)  # as `_make` does, for half its time
     whole._flags, whole._default = flags, default
     return whole
