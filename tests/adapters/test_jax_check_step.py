@@ -8,6 +8,7 @@ import pytest
 from lossscale_core import DynamicScaling
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, select, unscale, value_and_grad
 from lossscale_jax.testing import TrainStepError, check_train_step
+from tests.adapters.pages import code_of, split_loop
 
 POLICY = DynamicScaling(init_scale=2.0**10)
 ADAM = optax.adam(1e-2)
@@ -56,6 +57,15 @@ def test_steps_that_follow_pass(transform):
     """With `loss_scaled`, and by hand with `select`."""
     check_train_step(transform(_with_optimizer), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
     check_train_step(transform(_by_hand(select)), _start(), BATCHES)
+
+
+def test_the_step_of_the_page_passes():
+    """That of docs/jax.md, as it stands there."""
+    names = {}
+    exec(split_loop(code_of("docs/jax.md", "Around an optimizer"))[0], names)
+    batches = [(batch, batch[:, 0]) for batch in jax.random.normal(jax.random.key(1), (6, 4, 2))]
+    start = names["params"], names["opt_state"]
+    check_train_step(lambda state, batch: names["step"](*state, *batch), start, batches)
 
 
 def test_an_average_outside_of_the_select():
