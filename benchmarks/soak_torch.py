@@ -81,8 +81,8 @@ class Run:
         layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
         )
-        # Otherwise DDP lays its buckets out anew after the first step of a process, and the ring over four ranks then adds
-        # the same numbers in another order: a run that has begun again would differ by roundings.
+        # Otherwise DDP lays its buckets out anew after the first step of a process, and the ring over four ranks then
+        # adds the same numbers in another order: a run that has begun again would differ by roundings.
         self._model = DistributedDataParallel(layers, find_unused_parameters=True)
         self._optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2, fused=bool(seed % 2))
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.99)
