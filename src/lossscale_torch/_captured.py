@@ -114,17 +114,12 @@ class ScaledLosses:
         if self.captured is None:
             self._state.begin_step()
             self._backwards = Backwards()
-        self.captured = self._state.capture(is_recorded=self.is_recorded())
+        self._is_recorded = self._is_recorded or is_being_recorded()
+        self.captured = self._state.capture(self._is_recorded)
         result = scaled(loss, self.captured.scale)
         if result.requires_grad:
             result.register_hook(self._backwards.note)
         return result
-
-    def is_recorded(self) -> bool:
-        """Return whether this call, or one before it, was recorded, and may be replayed without any Python."""
-        if not self._is_recorded:
-            self._is_recorded = is_being_recorded()
-        return self._is_recorded
 
     def scale_of(self, record: OptimizerRecord) -> CapturedScale:
         """Return the loss scale that a record's gradients were made with, on the device of the present one.
@@ -148,7 +143,7 @@ class ScaledLosses:
         kept only if some optimizer was stepped: else the user has skipped. `used_present` says whether some gradients
         belonged to the present scale.
         """
-        is_recorded = self.is_recorded()
+        is_recorded = self._is_recorded = self._is_recorded or is_being_recorded()
         if self.captured is None:
             if used_present:
                 self._forget()
@@ -156,7 +151,7 @@ class ScaledLosses:
             return
         self._used_up = stepped or set(unscaled)
         may_wait = self._backwards.last is not None and not is_recorded
-        waiting = self._look_at_what_waits() if may_wait else {}
+        waiting = self._look_at_what_waits() if may_wait and not self._used_up.issuperset(self._known) else {}
         self._unscaled = {key: record for key, record in unscaled.items() if key in waiting} if unscaled else {}
         for record in self._unscaled.values():
             record.is_doubtful = record.moment != self.moment()
@@ -212,8 +207,6 @@ class ScaledLosses:
 
     def _look_at_what_waits(self) -> dict[int, GradientsSeen]:
         """Return the gradients of the known optimizers that have not used them up."""
-        if self._used_up.issuperset(self._known):
-            return {}
         waiting = {}
         for key, reference in list(self._known.items()):
             optimizer = reference()

@@ -1,6 +1,6 @@
 """An optimizer's gradients, walked once: real, dense, local values that can be checked, unscaled and multiplied."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,7 @@ class Gradients:
     def multiply_(self, factor: float | Tensor) -> None:
         """Multiply in place by one number, or by a tensor of shape `()`."""
         for bucket in self.buckets:
-            here = moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor
-            _write(torch._foreach_mul_, bucket, here)
+            multiply_(bucket, moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor)
 
     @torch.no_grad()
     def are_zero(self) -> bool:
@@ -159,9 +158,12 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
             found_inf.copy_(
                 torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(some, torch.inf)).amax()))
             )
-        _write(torch._foreach_mul_, bucket, factor)
-    else:
-        _write(torch._amp_foreach_non_finite_check_and_unscale_, bucket, found_inf, factor)
+        multiply_(bucket, factor)
+        return
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
+    except RuntimeError as error:  # the kernel refuses lazily negated tensors, before it writes to any
+        torch._amp_foreach_non_finite_check_and_unscale_(_without_signs(bucket, error), found_inf, factor)
 
 
 def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -218,14 +220,19 @@ def _writable_values(param: Tensor) -> Tensor | None:
     return values
 
 
-def _write(kernel: Callable[..., Any], bucket: Bucket, *arguments: Any) -> None:
-    """Call a kernel that writes to a bucket; lazily negated tensors, which it refuses at once, lose their sign."""
+def multiply_(bucket: Bucket, factor: float | Tensor) -> None:
+    """Multiply in place by one number, or by a tensor of shape `()` on the same device."""
     try:
-        kernel(bucket, *arguments)
-    except RuntimeError:
-        if not any(each.is_neg() for each in bucket):
-            raise
-        kernel([_without_lazy_bits(each) for each in bucket], *arguments)
+        torch._foreach_mul_(bucket, factor)
+    except RuntimeError as error:  # as above
+        torch._foreach_mul_(_without_signs(bucket, error), factor)
+
+
+def _without_signs(bucket: Bucket, error: RuntimeError) -> Bucket:
+    """Return views of a bucket without lazy negation; raise the kernel's error where there is none."""
+    if not any(each.is_neg() for each in bucket):
+        raise error
+    return [_without_lazy_bits(each) for each in bucket]
 
 
 def _without_lazy_bits(grad: Tensor) -> Tensor:

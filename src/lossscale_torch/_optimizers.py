@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from lossscale_torch._gradients import moved
 
 _FUSED = "_step_supports_amp_scaling"
+_HAS_CUDA = torch.backends.cuda.is_built()
 _in_a_step: dict[int, Any] = {}  # fused optimizers that hold a factor and a flag of ours
 
 
@@ -58,9 +60,9 @@ def has_zero_rates(optimizer: Any) -> bool:
 
 def is_being_recorded() -> bool:
     """Return whether what runs now may run again without any Python: in a CUDA graph, or under a dispatch mode."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if _len_torch_dispatch_stack() > 0:
         return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def call_fused_step(

@@ -42,7 +42,7 @@ class OptimizerRecords:
         if type(record) is not OptimizerRecord:
             record = self.by_id[key] = OptimizerRecord.of(record)
         if not record.is_admitted:
-            record = self._admit(optimizer, record)
+            record = self._admitted(optimizer, record)
         if record.had_none and record["stage"] is UNSCALED and any(each.numel() for each in grads_of(optimizer)):
             raise CallOrderError(
                 "this rank had no gradients when it decided with the others, and has some now; "
@@ -172,7 +172,7 @@ class OptimizerRecords:
         found = []
         for each in self.by_id.values():
             if each["found_inf_per_device"]:
-                found.append(each if type(each) is OptimizerRecord else OptimizerRecord.of(each))
+                found.append(OptimizerRecord.of(each))
         return found
 
     def are_untouched(self) -> bool:
@@ -199,7 +199,7 @@ class OptimizerRecords:
         self.by_id, self._joint, self.are_flags_shared = new_records(), [], False
         return flags
 
-    def _admit(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
+    def _admitted(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
         origin = self.losses.origin(optimizer)
         if origin is None:
             return record

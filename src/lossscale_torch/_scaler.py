@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lossscale_core import (
-    BaseScaling,
     PolicyLike,
     SpikeGuard,
     as_policy,
@@ -498,11 +497,7 @@ class GradScaler(TorchNames):
     def _require_no_streak(self) -> None:
         if self._records.guards.guard is not None:
             self._records.guards.check()
-        if (
-            self._enabled
-            and self._state.is_on_host
-            and BaseScaling.of(self._state.policy).max_overflow_streak is not None
-        ):
+        if self._state.limits_streaks and self._state.is_on_host and self._enabled:
             check_overflow_streak(self.policy, self._state.read())
         if self._enabled:
             self._voice.updated(self._state)
@@ -513,7 +508,9 @@ class GradScaler(TorchNames):
             skipped, self._skipped = self._skipped, set()
             self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
             return self._last_step
-        loss_scale, records = self._require_scale("update"), self._records
+        loss_scale, records = self._state.loss_scale, self._records
+        if loss_scale is None:
+            loss_scale = self._require_scale("update")
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -525,7 +522,7 @@ class GradScaler(TorchNames):
             for record in checked:
                 record.read_again()
         finite, spiked = outcome(checked, loss_scale)
-        is_same_step = self._state.is_mid_step()
+        is_same_step = self._protection is not None and self._state.is_mid_step()
         if new_scale is not None:
             info = self._state.update_to(new_scale, finite, self._device)
         elif checked:

@@ -63,6 +63,16 @@ class ScalerState:
         self._number_of: Any = None
         self._number = 0.0
 
+    @property
+    def policy(self) -> ScalingPolicy:
+        """The policy, which may be replaced."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: ScalingPolicy) -> None:
+        self._policy = policy
+        self.limits_streaks = BaseScaling.of(policy).max_overflow_streak is not None
+
     def place(self, device: torch.device | str) -> None:
         """Make the persistent tensors, on `device`."""
         self._host = self.read()
@@ -138,7 +148,7 @@ class ScalerState:
             return self.stay()._replace(applied=False, spiked=True)
         before = self._host if self._before is None else self._before
         finite = grads_finite if self._finite is None else self._finite and grads_finite
-        after = self.policy.update(before, finite)
+        after = self._policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
         scales = self._as_number(before.loss_scale), self._as_number(after.loss_scale)
