@@ -41,7 +41,7 @@ PAGES = {
     "quickstart": Page("docs/quickstart.md", "PyTorch"),
     "torch": Page("docs/torch.md", "PyTorch", start="optimizer.zero_grad()"),
     "retries": Page(
-        "docs/retries.md", "A step with retries", start="scaler.minimize", replaced={"retries=32": "retries=0"}
+        "docs/retries.md", "Retry a step that overflowed", start="scaler.minimize", replaced={"retries=32": "retries=0"}
     ),
     "spike-guard": Page("docs/spike-guard.md", "Skipping spikes", lambda batch: [batch]),
     "logging": Page("docs/logging.md", "PyTorch", lambda batch: [(batch, _pair(batch))]),
