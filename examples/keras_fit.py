@@ -48,7 +48,7 @@ def build() -> keras.Model:
     schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, decay_steps=1, decay_rate=0.99)
     optimizer = LossScaleOptimizer(keras.optimizers.AdamW(schedule), POLICY, global_clipnorm=1.0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # worth it in longer runs
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # compiling pays off in longer runs only
     return model
 
 

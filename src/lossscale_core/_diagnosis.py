@@ -137,14 +137,16 @@ def forward_pass(scale: float) -> str:
 def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
     """Return the skips beyond those that lowered the scale from `init_scale`.
 
-    Those are subtracted once a run of finite steps shows that the scale has settled.
+    Those are subtracted once a run of finite steps, or many of them in all, shows that the scale has settled.
     """
     if not policy.adapts:
         return numbers.skipped
     if numbers.applied == numbers.finite_in_a_row:
         return 0  # every overflow came before the first applied step
     has_settled = numbers.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
-    if numbers.scale >= numbers.start or not has_settled:
+    if not has_settled and 2 * _OFTEN * numbers.applied < numbers.skipped:
+        return numbers.skipped
+    if numbers.scale >= numbers.start:
         return numbers.skipped
     return max(0.0, numbers.skipped - policy.overflows_down_to(numbers.scale))
 

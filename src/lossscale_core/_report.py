@@ -169,8 +169,8 @@ def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | No
         guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
 
     Returns:
-        A text that begins with `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`, `pressing
-        against max_scale`, `spiking`, `healthy`, or, for a scale that no policy reaches, `broken`.
+        A text that begins with `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`,
+            `pressing against max_scale`, `spiking`, `healthy`, or, for a scale that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.

@@ -34,8 +34,19 @@ class Rule:
             return None
         value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
-            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self.mend}")
+            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._mend_of(value)}")
         return self.type(value)
+
+    def _mend_of(self, value: Any) -> str:
+        """Return what to pass in the place of a value: what was probably meant, if that can be told."""
+        if isinstance(value, str):
+            try:
+                return f"pass {self.validate('', float(value))} without quotes"
+            except (PolicyError, ValueError, OverflowError):
+                return self.mend
+        if self.type is int and isinstance(value, float) and self.minimum < value < self.maximum:
+            return f"pass {round(value)}"
+        return self.mend
 
     def _accepts(self, value: Any) -> bool:
         """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
@@ -98,8 +109,8 @@ RULES = {
     "refill_on_finite": FLAG,
     "refill_on_backoff": FLAG,
     "cooldown": COUNT_OR_ZERO,
-    "min_scale": SCALE,
-    "max_scale": SCALE,
+    "min_scale": dataclasses.replace(SCALE, mend="pass 1.0 or less, or leave it out for 2**-126"),
+    "max_scale": dataclasses.replace(SCALE, mend="pass a power of two such as 2.0**24, or leave it out for 2**126"),
     "max_overflow_streak": COUNT_OR_NONE,
     "tolerance": SHARE,
 }

@@ -162,6 +162,11 @@ class _Wrapper(NamedTuple):
                 "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
                 "that are not; reduce the gradients over the axis first and leave axis_name out"
             )
+        if isinstance(self.inner, type) or not (hasattr(self.inner, "init") and hasattr(self.inner, "update")):
+            raise TypeError(
+                f"inner={self.inner!r} must be an optimizer with init and update; pass one that is made, such as "
+                "optax.adamw(1e-3)"
+            )
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
         if not isinstance(self.guard, SpikeGuard | None):

@@ -43,7 +43,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     differing = [
         f"{name}={theirs!r} and {ours!r}"
         for name, theirs, ours in _values_given_twice(saved)
-        if theirs != ours and not (_is_number(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
+        if theirs != ours and _is_number(ours) and not (_is_number(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
     ]
     if not differing:
         return saved

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import GuardState, SpikeGuard, check_spike_streak, guard_state_from_dict, state_to_dict
-from lossscale_core.errors import CallOrderError
+from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch._gradients import is_dtensor
 from lossscale_torch._optimizers import is_being_recorded, weak_reference
 
@@ -23,6 +23,8 @@ class Guards:
     """
 
     def __init__(self, guard: SpikeGuard | None = None, saved: Any = None) -> None:
+        if not isinstance(guard, SpikeGuard | None):
+            raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
         self.guard = guard
         self._states: list[Any] = []
         self._places: dict[int, tuple[Any, int]] = {}

@@ -457,6 +457,13 @@ def test_settings_that_make_no_sense(settings, message):
         loss_scaled(optax.sgd(1.0), POLICY, **settings)
 
 
+@pytest.mark.parametrize("inner", [optax.sgd, None, optax.GradientTransformation])
+def test_an_optimizer_that_is_not_made_is_refused(inner):
+    """The message says what to pass."""
+    with pytest.raises(TypeError, match=r"pass one that is made, such as optax\.adamw"):
+        loss_scaled(inner, POLICY)
+
+
 def test_wrapping_twice_is_refused():
     """Gradients would be unscaled twice."""
     with pytest.raises(PolicyError, match="loss-scaled already"):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import SpikeGuard, guard_state_from_dict
-from lossscale_core.errors import CheckpointWarning, SpikeStreakError
+from lossscale_core.errors import CheckpointWarning, PolicyError, SpikeStreakError
 from lossscale_core.testing import simulate
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
@@ -439,3 +439,9 @@ def _decide_together(rank, world_size, kind, fused):
 def test_ranks_decide_together(kind):
     """A spike that one rank alone can see skips the step on every rank."""
     _on_ranks(2, partial(_decide_together, kind=kind, fused=kind != "fsdp2"))
+
+
+def test_a_guard_that_is_not_one_is_refused():
+    """At once, and not in the first step."""
+    with pytest.raises(PolicyError, match="guard='spike' must be a SpikeGuard"):
+        GradScaler("cpu", guard="spike")

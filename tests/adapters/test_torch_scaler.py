@@ -729,6 +729,8 @@ def test_a_policy_given_is_a_policy_kept():
     assert scaler.get_growth_interval() == 7
     with pytest.raises(CheckpointError, match=r"growth_tracker=0\.5"):
         scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "_growth_tracker": 0.5})
+    with pytest.raises(CheckpointError, match="loss_scale='big'"):
+        scaler.load_state_dict({**scaler.state_dict(), "loss_scale": "big"})
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"])

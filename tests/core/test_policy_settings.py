@@ -51,6 +51,23 @@ def test_a_broken_rule_is_named_with_the_value_and_a_mend(name, value, rule):
 
 
 @pytest.mark.parametrize(
+    ("setting", "mend"),
+    [
+        ({"growth_interval": 2000.5}, "; pass 2000"),
+        ({"growth_interval": "500"}, "; pass 500 without quotes"),
+        ({"init_scale": "1024"}, "; pass 1024.0 without quotes"),
+        ({"growth_interval": "many"}, "; pass 1 for the smallest count"),
+        ({"min_scale": 0}, "; pass 1.0 or less"),
+    ],
+)
+def test_the_mend_is_what_was_probably_meant(setting, mend):
+    """It does not lead to another mistake."""
+    with pytest.raises(PolicyError) as caught:
+        DynamicScaling(**setting)
+    assert mend in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("settings", "low", "high"),
     [
         ({"init_scale": 0.5}, "min_scale=1.0", "init_scale=0.5"),

@@ -72,6 +72,12 @@ CASES = {
     "coming down at the start": (DynamicScaling(), STREAK, "calibrating"),
     "came down, then fine": (DynamicScaling(), [False] * 10 + [True] * 5, "healthy"),
     "fine": (DynamicScaling(), [True] * 50, "healthy"),
+    "one overflow long after the calibration": (
+        DynamicScaling(init_scale=2.0**24),
+        [False] * 11 + [True] * 150 + [False, True],
+        "healthy",
+    ),
+    "a fall in steps": (DynamicScaling(), [True] + [False, False, True] * 5, "skipping too often"),
     "one skip in a hundred": (DynamicScaling(), ([True] * 99 + [False]) * 3, "healthy"),
     "a short interval skips by design": (DynamicScaling(growth_interval=5), ([True] * 5 + [False]) * 20, "healthy"),
     "one skip in five": (DynamicScaling(), [True, True, True, True, False] * 100, "skipping too often"),

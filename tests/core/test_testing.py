@@ -75,6 +75,9 @@ def test_unknown_kinds_and_text_are_refused():
         policies("static")
     with pytest.raises(TypeError, match="sequence of bools"):
         simulate("dynamic", "0010")
+    for odd in (None, "x", float("nan"), 0.5):
+        with pytest.raises(TypeError, match="which is not a bool"):
+            simulate("dynamic", [True, odd])
 
 
 def test_simulate_gradients_finds_the_level():

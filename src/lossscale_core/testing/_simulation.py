@@ -67,12 +67,12 @@ def simulate(
 
     Raises:
         PolicyError: `policy` is not a policy.
-        TypeError: `grads_finite` is text.
+        TypeError: `grads_finite` is text, or holds something other than bools, 0 and 1.
         ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
     if isinstance(grads_finite, str):
         raise TypeError(f"grads_finite={grads_finite!r} must be a sequence of bools, not text; pass [True, False]")
-    flags = [bool(flag) for flag in grads_finite]
+    flags = list(map(_as_flag, grads_finite))
     if (norms is None) != (guard is None):
         raise ValueError("a guard judges norms; pass both norms= and guard=, or none of them")
     if guard is None:
@@ -177,6 +177,14 @@ def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
     """
     strategy: SearchStrategy[list[bool]] = _strategies().runs_of_flags(max_steps)
     return strategy
+
+
+def _as_flag(flag: Any) -> bool:
+    if isinstance(flag, bool):
+        return flag
+    if flag is None or isinstance(flag, str) or (flag != 0 and flag != 1):
+        raise TypeError(f"grads_finite holds {flag!r}, which is not a bool; pass True for a step that is finite")
+    return bool(flag)
 
 
 def _spikes(guard: SpikeGuard, flags: list[bool], norms: "NDArray[np.float32]") -> "NDArray[np.bool_]":
