@@ -143,8 +143,7 @@ def check_overflow_streak(policy: PolicyLike, state: AnyScaleState, *, on_floor:
     """
     members = BaseScaling.of(as_policy(policy))
     limit = members.max_overflow_streak
-    if on_floor != "warn":
-        choose_on_floor(members, on_floor)
+    choose_on_floor(members, on_floor)
     if limit is None and on_floor != "raise":
         return
     log_arrays(members, state)

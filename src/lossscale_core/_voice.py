@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from collections import deque
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -80,8 +81,8 @@ def _is_quiet(policy: BaseScaling, state: AnyScaleState, said: Said) -> bool:
     """Return whether a state is in the middle of a healthy run, which is told without a diagnosis."""
     if "calibrated" not in said.events or state.overflow_streak:
         return False
-    ceiling = policy.bounds()[1] if policy.adapts else math.inf
-    return bool(0.0 < state.loss_scale < ceiling)  # compared in float32
+    floor, ceiling = policy.bounds() if policy.adapts else (0.0, math.inf)
+    return bool(floor < state.loss_scale < ceiling)  # compared in float32
 
 
 def _calibrated(policy: BaseScaling, numbers: Numbers, sentence: str, said: Said) -> str | None:
@@ -92,8 +93,8 @@ def _calibrated(policy: BaseScaling, numbers: Numbers, sentence: str, said: Said
 
 
 def _floor(policy: BaseScaling, numbers: Numbers, sentence: str) -> str | None:
-    """Return what to say where an overflow has brought the scale down to its floor, or leaves it there for long."""
-    if not numbers.at_floor or not numbers.streak or sentence.startswith("broken"):
+    """Return what to say where overflows have brought the scale down to its floor, or leave it there for long."""
+    if not numbers.at_floor or not numbers.skipped or sentence.startswith("broken"):
         return None
     if not sentence.startswith("healthy"):
         return sentence
@@ -159,16 +160,7 @@ class ScaleWatch:
         Raises:
             PolicyError: `policy` is not a policy.
         """
-        members, state = BaseScaling.of(as_policy(policy)), _on_host(state)
-        found, self._said = remarks(members, state, self._said)
-        if not found or (self.on_floor == "ignore" and Numbers(members, state).at_floor):
-            return
-        steps, streak = int(state.steps), int(state.overflow_streak)
-        facts = {"steps": steps, "loss_scale": float(state.loss_scale), "overflow_streak": streak}
-        for remark in found:
-            level = logging.INFO if remark.event == "calibrated" else logging.WARNING
-            extra = {"event": remark.event, **facts}
-            _LOGGER.log(level, "loss scaling, step %d: %s", steps, remark.sentence, extra=extra)
+        self._said = _say(BaseScaling.of(as_policy(policy)), _on_host(state), self._said, self.on_floor)
 
     def check(self, policy: PolicyLike, state: AnyScaleState) -> None:
         """Log as `log` does, and raise an error if `on_floor` says so. Synchronises with the host.
@@ -186,6 +178,19 @@ class ScaleWatch:
         self.log(policy, state)
 
 
+def _say(policy: BaseScaling, state: AnyScaleState, said: Said, on_floor: OnFloor) -> Said:
+    """Log what is worth saying about a state of the host, and return what has been said then."""
+    found, said = remarks(policy, state, said)
+    if found and on_floor == "ignore" and Numbers(policy, state).at_floor:
+        found = [remark for remark in found if remark.event == "broken"]
+    facts = {"steps": said.steps, "loss_scale": float(state.loss_scale), "overflow_streak": int(state.overflow_streak)}
+    for remark in found:
+        level = logging.INFO if remark.event == "calibrated" else logging.WARNING
+        extra = {"event": remark.event, **facts}
+        _LOGGER.log(level, "loss scaling, step %d: %s", said.steps, remark.sentence, extra=extra)
+    return said
+
+
 def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
     """Raise `ScaleFloorError` if the last step overflowed and left the scale at the policy's floor."""
     if not state.overflow_streak:
@@ -199,12 +204,12 @@ def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
 
 
 def log_arrays(policy: BaseScaling, state: AnyScaleState) -> None:
-    """Log what is worth saying about a state of arrays; all runs whose policies look alike have one memory.
+    """Log what is worth saying about a state of arrays.
 
     A state of host scalars is passed over: it belongs to a facade that logs by itself, or to a simulation.
     """
     if not _is_on_host(state):
-        _shared_watch(repr(policy)).log(policy, state)
+        _runs_under(repr(policy)).log(policy, _on_host(state))
 
 
 def _is_on_host(state: AnyScaleState) -> bool:
@@ -222,9 +227,27 @@ def _on_host(state: AnyScaleState) -> AnyScaleState:
 
 def choose_on_floor(policy: BaseScaling, on_floor: OnFloor) -> None:
     """Set what `log_arrays` does at the floor of a policy."""
-    _shared_watch(repr(policy)).on_floor = ScaleWatch(on_floor).on_floor
+    _runs_under(repr(policy)).on_floor = ScaleWatch(on_floor).on_floor
+
+
+class _Runs:
+    """The memories of the last runs whose policies look alike, for pure functions, which do not know whose state it is.
+
+    A state belongs to the run whose last state is nearest before it.
+    """
+
+    def __init__(self) -> None:
+        self.on_floor: OnFloor = "warn"
+        self._said: deque[Said] = deque(maxlen=16)
+
+    def log(self, policy: BaseScaling, state: AnyScaleState) -> None:
+        earlier = [said for said in self._said if said.steps <= int(state.steps)]
+        said = max(earlier, key=lambda said: said.steps, default=None)
+        if said is not None:
+            self._said.remove(said)
+        self._said.append(_say(policy, state, said or Said(), self.on_floor))
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_watch(_: str) -> ScaleWatch:
-    return ScaleWatch()  # pure functions have no other place for a memory
+def _runs_under(_: str) -> _Runs:
+    return _Runs()

@@ -94,8 +94,8 @@ def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
         if int(new.skipped_steps) != int(old.skipped_steps) + 1:
             raise TrainStepError(
                 f"step {number} overflowed, but {name}.skipped_steps went from {int(old.skipped_steps)} to "
-                f"{int(new.skipped_steps)}; scale the loss, and pass every step to the policy, so that the loss scale can "
-                "follow"
+                f"{int(new.skipped_steps)}; scale the loss, and pass every step to the policy, so that the loss scale "
+                "can follow"
             )
 
 

@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import BaseScaling, StepInfo, step_info
-from lossscale_core.errors import OverflowStreakError, PolicyError
-from lossscale_tf._step import Step
+from lossscale_core.errors import OverflowStreakError, PolicyError, ScaleFloorError
+from lossscale_tf._step import Step, merges_replicas
 
 
 class Tries:
@@ -28,9 +28,11 @@ class Tries:
         self._retries = retries if BaseScaling.of(step.policy).adapts else 0
         self._variables = [each for item in tf.nest.flatten(protect) for each in _variables_of(item)]
         self.is_plain = not retries and not self._variables
-        if not self.is_plain and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        strategy = tf.distribute.get_strategy()
+        is_looped = self._retries > 0 and not tf.executing_eagerly()
+        if not self.is_plain and (strategy.num_replicas_in_sync > 1 or (is_looped and merges_replicas())):
             raise ValueError(
-                f"{type(tf.distribute.get_strategy()).__name__} combines gradients across replicas, which cannot be "
+                f"{type(strategy).__name__} combines gradients across replicas, which cannot be "
                 "done in the loop of the tries; leave retries= and protect= out, and run a step that was skipped again"
             )
 
@@ -58,7 +60,7 @@ class Tries:
         for left in range(self._retries, -1, -1):
             try:
                 info = self._take(differentiate, apply)
-            except OverflowStreakError:  # the state is updated before it is raised
+            except (OverflowStreakError, ScaleFloorError):  # the state is updated before it is raised
                 put_back()
                 if not left:
                     raise

@@ -246,7 +246,8 @@ def summed_over_replicas(grads: list[Gradient]) -> list[Gradient]:
 class _StepLock:
     """Lets one thread at a time take an eager step, in which the state is read, updated on the host, and set.
 
-    Replicas, which are threads as well and may wait for each other within a step, are not kept apart.
+    Replicas, which are threads as well and may wait for each other within a step, are not kept apart; nor is the only
+    replica of a strategy that merges, since another thread then goes on with its step.
     """
 
     def __init__(self) -> None:
@@ -254,7 +255,8 @@ class _StepLock:
         self._held = threading.local()
 
     def __enter__(self) -> None:
-        self._held.by_this_thread = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        is_alone = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        self._held.by_this_thread = is_alone and not merges_replicas()
         if self._held.by_this_thread:
             self._lock.acquire()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossscale_core import LARGEST_SCALE
 from lossscale_torch._decision import OptimizerRecord, found_inf, with_spike
-from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
+from lossscale_torch._gradients import Gradients, is_dtensor, params_of
 from lossscale_torch._meshes import meshes_of
 from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_device, unscaled_norm
 from lossscale_torch._optimizers import is_being_recorded, is_fused
@@ -150,10 +150,7 @@ def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: 
             record.note({flag.device: flag.clone()})
     norm = how.apply_torchs(optimizers)
     if records.guards.guard is not None:
-        flag = moved(found_inf(ours, records.device), norm.device)
-        # The squares of finite float32 gradients may overflow: such a norm is a spike, as where float64 can hold it.
-        largest = torch.finfo(norm.dtype).max
-        records.judge(optimizers, torch.where((flag == 0.0) & torch.isinf(norm), largest, norm))
+        records.judge(optimizers, norm.full_tensor() if is_dtensor(norm) else norm)  # type: ignore[attr-defined]
     return norm
 
 

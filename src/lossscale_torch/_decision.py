@@ -112,7 +112,7 @@ class Flags:
 def known_on_host(record: OptimizerRecord) -> bool:
     """Return whether a record's step may be applied; waits for the device the first time it is asked."""
     if record.finite is None:
-        found = list(map(Tensor.item, record["found_inf_per_device"].values()))  # Ctrl-C may interrupt the wait
+        found = [flag.item() for flag in record["found_inf_per_device"].values()]  # Ctrl-C may interrupt the wait
         record.finite = found.count(0.0) == len(found)
         record.spiked = not record.finite and found.count(0.0) + found.count(SPIKE) == len(found)
         if record.is_combined and math.inf in found:

@@ -148,6 +148,9 @@ class OptimizerRecords:
         if self.guards.guard is None or all(record.is_judged for record in records):
             return
         spiked = self.guards.judge(optimizers[0], norm)
+        # The squares of finite gradients may overflow, and torch's clip then makes zeros of them: refused as a spike,
+        # also while the guard accepts any norm to begin with. The guard counts norms that were measured, so not this.
+        spiked = spiked | (bool(torch.isinf(norm)) if isinstance(spiked, bool) else torch.isinf(norm))
         for optimizer, record in zip(optimizers, records, strict=True):
             if groups := self.ranks.groups_of(optimizer):
                 flag = torch.as_tensor(spiked, device=self.device).float()

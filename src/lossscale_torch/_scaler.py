@@ -287,7 +287,7 @@ class GradScaler(TorchNames):
 
         """
         info = self._update(new_scale)
-        self._require_no_streak()
+        self._require_no_streak(info)
         return info
 
     @not_compiled
@@ -328,7 +328,7 @@ class GradScaler(TorchNames):
 
         """
         info = Minimization(self, optimizer, loss_fn, retries, max_norm).run()
-        self._require_no_streak()
+        self._require_no_streak(info)
         return info
 
     @property
@@ -494,13 +494,13 @@ class GradScaler(TorchNames):
             self._has_begun = True
             warn_if_resumed(optimizer, self._state)
 
-    def _require_no_streak(self) -> None:
+    def _require_no_streak(self, info: StepInfo) -> None:
         if self._records.guards.guard is not None:
             self._records.guards.check()
         if self._state.limits_streaks and self._state.is_on_host and self._enabled:
             check_overflow_streak(self.policy, self._state.read())
         if self._enabled:
-            self._voice.updated(self._state)
+            self._voice.updated(self._state, info.overflowed)
 
     def _update(self, new_scale: float | Tensor | None = None) -> StepInfo:
         """Update as `update` does, without an error for a streak."""

@@ -18,12 +18,15 @@ class Voice:
         self._every = 1 if on_floor == "raise" else _EVERY
         self._left = self._every
 
-    def updated(self, state: ScalerState) -> None:
-        """Note an update, and look at the state if it is time to and no device is waited for."""
+    def updated(self, state: ScalerState, overflowed: Any) -> None:
+        """Note an update, and look at the state if it is time to and no device is waited for.
+
+        What stands in the state of an overflow before is no error after an update that is known to count none.
+        """
         self._left -= 1
         if self._left <= 0 and (on_host := state.peek()) is not None:
             self._left = self._every
-            self._watch.check(state.policy, on_host)
+            (self._watch.log if overflowed is False else self._watch.check)(state.policy, on_host)
 
     def waited(self, state: ScalerState) -> None:
         """Look at the state if it is time to, since its device was waited for just now."""
@@ -33,5 +36,4 @@ class Voice:
 
     def was_read(self, policy: ScalingPolicy, on_host: Any) -> None:
         """Look at a state that was read, and raise nothing."""
-        self._left = self._every
         self._watch.log(policy, on_host)

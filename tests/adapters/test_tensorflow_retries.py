@@ -8,7 +8,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
-from lossscale_core.errors import OverflowStreakError, PolicyError, SpikeStreakError
+from lossscale_core.errors import OverflowStreakError, PolicyError, ScaleFloorError, SpikeStreakError
 from lossscale_tf import LossScaleOptimizer, v1
 
 POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=3)
@@ -300,3 +300,32 @@ def test_v1_refuses_a_graph_for_sessions():
     optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5), POLICY)
     with pytest.raises(ValueError, match="pass a callable"):
         tf.function(lambda: optimizer.minimize(tf.constant(1.0), retries=1))()
+
+
+def test_one_replica_of_a_strategy_that_merges():
+    """Eagerly it retries, without waiting for itself; a loop in a graph cannot merge, and is refused."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        weight = tf.Variable([1.0])
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), POLICY)
+
+    def step():
+        return strategy.run(lambda: optimizer.minimize(lambda: _overflowing(weight), [weight], retries=8))
+
+    step()
+    assert float(optimizer.loss_scale) == GOOD_SCALE
+    assert weight.numpy() != 1.0
+    with pytest.raises(ValueError, match="run a step that was skipped again"):
+        tf.function(step, autograph=False)()
+
+
+def test_the_floor_is_no_end_while_a_lower_scale_is_left():
+    """`on_floor="raise"` raises for the last try alone."""
+    weight = tf.Variable([1.0])
+    policy = DynamicScaling(init_scale=2.0 * GOOD_SCALE, min_scale=GOOD_SCALE)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), policy, on_floor="raise")
+    optimizer.minimize(lambda: _overflowing(weight), [weight], retries=5)
+    assert float(optimizer.loss_scale) == GOOD_SCALE
+    assert weight.numpy() != 1.0
+    with pytest.raises(ScaleFloorError):
+        optimizer.minimize(lambda: _overflowing(weight) * 1e30, [weight], retries=5)

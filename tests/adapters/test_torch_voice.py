@@ -150,3 +150,17 @@ def test_a_subclass_may_replace_update(caplog):
     assert _events(caplog) == [("streak", 32)]
     _run(GradScaler("cpu", enabled=False), NAN * 40)
     assert len(caplog.records) == 1
+
+
+def test_an_update_without_a_step_raises_nothing():
+    """The overflow that stands in a loaded state was counted before."""
+    policy = {"kind": "dynamic", "init_scale": 2.0, "min_scale": 1.0}
+    saved = _run(GradScaler("cpu", policy=policy), NAN).state_dict()
+    scaler = GradScaler("cpu", policy=policy, on_floor="raise")
+    scaler.load_state_dict(saved)
+    optimizer = _Plain([torch.nn.Parameter(torch.ones(1))])
+    scaler.scale(torch.ones(()))
+    scaler.skip(optimizer)
+    assert scaler.update().overflowed is False
+    with pytest.raises(ScaleFloorError):
+        _run(scaler, NAN)

@@ -241,3 +241,43 @@ def test_the_switch_is_that_of_logging():
         LOGGER.setLevel(logging.ERROR)
         ScaleWatch().log(policy, state)
     assert records == []
+
+
+def test_a_floor_is_said_also_where_no_look_falls_on_an_overflow():
+    """The scale has come down to it and stays there, with an overflow now and then."""
+    policy = DynamicScaling(init_scale=16.0, min_scale=1.0)
+    flags = ([False] + [True] * 39) * 20
+    records, _ = _run(policy, flags, every=32)
+    assert "floor" in [record.event for record in records]
+
+
+def test_runs_under_equal_policies_are_kept_apart():
+    """Two states of arrays in turn, as of two networks, say each thing once."""
+    policy = DynamicScaling(init_scale=4.0, min_scale=1.0)
+    states = [init_state(policy, xp=array_api_strict) for _ in range(2)]
+    with _heard() as records:
+        for step in range(10):
+            for place in range(2):
+                for _ in range(1 + 2 * place if step == 0 else 1):
+                    states[place] = policy.update(states[place], array_api_strict.asarray(False), xp=array_api_strict)
+                diagnose(policy, states[place])
+    assert sorted(record.event for record in records) == ["floor", "floor"]
+
+
+def test_ignore_does_not_outlive_its_run():
+    """The next run under an equal policy is heard; and a scale that no policy reaches is never ignored."""
+    policy = DynamicScaling(init_scale=4.0, min_scale=1.0, growth_interval=1999)
+    state = init_state(policy, xp=array_api_strict)
+    for _ in range(9):
+        state = policy.update(state, array_api_strict.asarray(False), xp=array_api_strict)
+    with _heard() as records:
+        check_overflow_streak(policy, state, on_floor="ignore")
+        assert records == []
+        ScaleWatch("ignore").log(policy, policy.init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0)))
+        assert [record.event for record in records] == ["broken"]
+        check_overflow_streak(policy, policy.init_state())
+        state = init_state(policy, xp=array_api_strict)
+        for _ in range(8):
+            state = policy.update(state, array_api_strict.asarray(False), xp=array_api_strict)
+        diagnose(policy, state)
+    assert [record.event for record in records] == ["broken", "floor"]
