@@ -34,7 +34,7 @@ from lossscale_core._report import (
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, TolerantScaleState
-from lossscale_core._voice import ScaleWatch
+from lossscale_core._voice import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import dialects
@@ -50,6 +50,7 @@ __all__ = [
     "GradientReport",
     "GuardState",
     "NoScaling",
+    "OnFloor",
     "OperationRange",
     "OverflowReport",
     "PolicyLike",

@@ -126,6 +126,7 @@ def _is_too_low(numbers: Numbers) -> bool:
 
 
 def forward_pass(scale: float) -> str:
+    """Say where to look for overflows that a smaller scale than this would hardly mend."""
     if scale > 1.0:
         return "Lower min_scale, or look for a NaN or infinity in the forward pass."
     return (

@@ -15,6 +15,7 @@ from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import PolicyError, ScaleFloorError
 
 OnFloor = Literal["warn", "raise", "ignore"]
+"""What an overflow does that brings the loss scale down to `min_scale`."""
 
 _LOGGER = logging.getLogger("lossscale")
 _OF_THE_HOST = (np.generic, np.ndarray, float, int)
@@ -241,6 +242,7 @@ class _Runs:
         self._said: deque[Said] = deque(maxlen=16)
 
     def log(self, policy: BaseScaling, state: AnyScaleState) -> None:
+        """Log what is worth saying about a state of the host."""
         earlier = [said for said in self._said if said.steps <= int(state.steps)]
         said = max(earlier, key=lambda said: said.steps, default=None)
         if said is not None:

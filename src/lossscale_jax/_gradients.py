@@ -47,9 +47,8 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
     return lax.cond(proven, lambda _: known, exact, leaves)
 
 
-_all_finite_at_once = jax.jit(
-    _all_finite, static_argnums=(2, 3)
-)  # eagerly, `cond` would be compiled anew at every call
+# Eagerly, `cond` would be compiled anew at every call.
+_all_finite_at_once = jax.jit(_all_finite, static_argnums=(2, 3))
 
 
 def each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:

@@ -114,12 +114,17 @@ class ScaledLosses:
         if self.captured is None:
             self._state.begin_step()
             self._backwards = Backwards()
-        self._is_recorded = self._is_recorded or is_being_recorded()
-        self.captured = self._state.capture(self._is_recorded)
+        self.captured = self._state.capture(is_recorded=self.is_recorded())
         result = scaled(loss, self.captured.scale)
         if result.requires_grad:
             result.register_hook(self._backwards.note)
         return result
+
+    def is_recorded(self) -> bool:
+        """Return whether this call, or one before it, was recorded, and may be replayed without any Python."""
+        if not self._is_recorded:
+            self._is_recorded = is_being_recorded()
+        return self._is_recorded
 
     def scale_of(self, record: OptimizerRecord) -> CapturedScale:
         """Return the loss scale that a record's gradients were made with, on the device of the present one.
@@ -133,8 +138,7 @@ class ScaledLosses:
             # A step that is recorded, or counted by a dispatch mode, does not make the scaler a recorded one.
             if captured is None or self._is_recorded or is_being_recorded():
                 return state.present()
-        device = state.device
-        return captured if captured.scale.device == device else captured.moved_to(device)
+        return captured.moved_to(state.device)
 
     def end(self, stepped: set[int], unscaled: dict[int, OptimizerRecord], used_present: bool) -> None:
         """Note an update, which these optimizers were stepped or only unscaled before, by their ids.
@@ -143,7 +147,7 @@ class ScaledLosses:
         kept only if some optimizer was stepped: else the user has skipped. `used_present` says whether some gradients
         belonged to the present scale.
         """
-        is_recorded = self._is_recorded = self._is_recorded or is_being_recorded()
+        is_recorded = self.is_recorded()
         if self.captured is None:
             if used_present:
                 self._forget()

@@ -128,10 +128,7 @@ def outcome(records: list[OptimizerRecord], loss_scale: Tensor) -> tuple[bool | 
 
     Bools where the host knows, else tensors on the device of the loss scale.
     """
-    for record in records:
-        if not record.finite:
-            break
-    else:
+    if all(record.finite for record in records):
         return True, False
     if all(record.finite is not None for record in records):
         spiked = any(record.spiked for record in records)

@@ -1,6 +1,6 @@
 """An optimizer's gradients, walked once: real, dense, local values that can be checked, unscaled and multiplied."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,11 +19,8 @@ class Gradients:
 
     __slots__ = ("are_complex", "buckets")
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if len(optimizers) == 1:
-            grads = grads_of(optimizers[0])
-        else:
-            grads = [grad for optimizer in optimizers for grad in grads_of(optimizer)]
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        grads = [grad for optimizer in optimizers for grad in grads_of(optimizer)]
         self.are_complex = False
         if not grads:
             self.buckets: list[Bucket] = []
@@ -45,10 +42,8 @@ class Gradients:
     def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":
         """Return the gradients; raise torch's `ValueError` for float16 ones unless they are allowed."""
         gradients = cls(optimizers)
-        if not allow_half:
-            for bucket in gradients.buckets:
-                if bucket[0].dtype is torch.float16:
-                    raise ValueError(half_gradients_message(optimizers))
+        if not allow_half and torch.float16 in gradients.dtypes:
+            raise ValueError(half_gradients_message(optimizers))
         return gradients
 
     @property

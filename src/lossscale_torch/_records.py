@@ -86,7 +86,7 @@ class OptimizerRecords:
             self._note_message(optimizer, record, self._message(optimizer, flag), groups, had_none=not found)
             return
         record.had_none, record.moment, record.is_combined = not found, self.losses.moment(), False
-        record.is_rehearsal = bool(found) and has_zero_rates(optimizer) and _is_rehearsal(optimizer)
+        record.is_rehearsal = bool(found) and _is_rehearsal(optimizer)
         if found:
             record.note(found, known, spiked)
 
@@ -172,11 +172,7 @@ class OptimizerRecords:
 
     def checked(self) -> list[OptimizerRecord]:
         """Return the records in which something was found."""
-        found = []
-        for each in self.by_id.values():
-            if each["found_inf_per_device"]:
-                found.append(OptimizerRecord.of(each))
-        return found
+        return [OptimizerRecord.of(each) for each in self.by_id.values() if each["found_inf_per_device"]]
 
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import (
+    OnFloor,
     PolicyLike,
     SpikeGuard,
     as_policy,
@@ -35,7 +36,7 @@ from lossscale_torch._stepping import step_by_itself, step_fused
 from lossscale_torch._torch_names import TorchNames
 from lossscale_torch._types import Tree
 from lossscale_torch._unscaling import check, unscale
-from lossscale_torch._voice import OnFloor, Voice
+from lossscale_torch._voice import Voice
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
@@ -232,8 +233,7 @@ class GradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if self._state.loss_scale is None:
-            self._require_scale("step")
+        self._require_scale("step")
         record, fused, hooks = self._records.to_step(optimizer), is_fused(optimizer), self._hooks()
         if fused and takes_scaler(type(optimizer).step):
             result = step_by_itself(self, optimizer, record, args, kwargs)
@@ -461,12 +461,10 @@ class GradScaler(TorchNames):
             getattr(self, method)(optimizer)
             self._records.are_flags_shared = True
             return self._records.of(optimizer, "step")
-        if self._records.guards.guard is not None:
-            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
-        elif fused:
+        if fused and self._records.guards.guard is None:
             check(self._records, optimizer, record)
         else:
-            self._unscale(optimizer, record, hooks)
+            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
         return record
 
     def _step_plain(
@@ -495,8 +493,7 @@ class GradScaler(TorchNames):
             warn_if_resumed(optimizer, self._state)
 
     def _require_no_streak(self, info: StepInfo) -> None:
-        if self._records.guards.guard is not None:
-            self._records.guards.check()
+        self._records.guards.check()
         if self._state.limits_streaks and self._state.is_on_host and self._enabled:
             check_overflow_streak(self.policy, self._state.read())
         if self._enabled:
@@ -508,21 +505,17 @@ class GradScaler(TorchNames):
             skipped, self._skipped = self._skipped, set()
             self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
             return self._last_step
-        loss_scale, records = self._state.loss_scale, self._records
-        if loss_scale is None:
-            loss_scale = self._require_scale("update")
+        loss_scale, records = self._require_scale("update"), self._records
         found = records.checked()
         if not found and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
-        if records.ranks.joined is not None:
-            records.ranks.end_step()
-        self._had_no_gradients = not found
+        records.ranks.end_step()
+        self._had_no_gradients, is_same_step = not found, self._state.is_mid_step()
         checked = [record for record in found if not record.is_rehearsal]
         if records.are_flags_shared:
             for record in checked:
                 record.read_again()
         finite, spiked = outcome(checked, loss_scale)
-        is_same_step = self._protection is not None and self._state.is_mid_step()
         if new_scale is not None:
             info = self._state.update_to(new_scale, finite, self._device)
         elif checked:

@@ -60,8 +60,6 @@ class ScalerState:
         self._captured: CapturedScale | None = None  # a copy of the placed loss scale, while the host knows it
         self._before: Any = None
         self._finite: Any = None
-        self._number_of: Any = None
-        self._number = 0.0
 
     @property
     def policy(self) -> ScalingPolicy:
@@ -151,7 +149,7 @@ class ScalerState:
         after = self._policy.update(before, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        scales = self._as_number(before.loss_scale), self._as_number(after.loss_scale)
+        scales = plain(before.loss_scale), plain(after.loss_scale)
         return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
 
     def read(self) -> Any:
@@ -240,12 +238,6 @@ class ScalerState:
         if self._placed.loss_scale.is_cpu:
             return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # the host reads its own memory
         return BaseScaling.of(self.policy).min_scale < 1.0
-
-    def _as_number(self, loss_scale: Any) -> float:
-        """Return a loss scale of the host as a Python number, which is made once until the scale changes."""
-        if loss_scale is not self._number_of:
-            self._number_of, self._number = loss_scale, plain(loss_scale)
-        return self._number
 
     def _set_host(self, state: Any) -> None:
         self._host = state

@@ -34,9 +34,8 @@ def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], defaul
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    for flag in flags.values():
-        if flag is False:
-            info = info._replace(applied=False)
+    if any(flag is False for flag in flags.values()):
+        info = info._replace(applied=False)
     whole = tuple.__new__(StepInfo, info)  # as `_make` does, for half its time
     whole._flags, whole._default = flags, default
     return whole

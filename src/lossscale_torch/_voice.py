@@ -1,11 +1,9 @@
 """When a scaler logs by itself: now and then, where its state is read anyway or reading it waits for no device."""
 
-from typing import Any, Literal
+from typing import Any
 
-from lossscale_core import ScaleWatch, ScalingPolicy
+from lossscale_core import OnFloor, ScaleWatch, ScalingPolicy
 from lossscale_torch._state import ScalerState
-
-OnFloor = Literal["warn", "raise", "ignore"]
 
 _EVERY = 32  # a look at the state on the host takes about as long as its update
 
@@ -21,7 +19,7 @@ class Voice:
     def updated(self, state: ScalerState, overflowed: Any) -> None:
         """Note an update, and look at the state if it is time to and no device is waited for.
 
-        What stands in the state of an overflow before is no error after an update that is known to count none.
+        An overflow that was counted before is not an error after an update that is known to count none.
         """
         self._left -= 1
         if self._left <= 0 and (on_host := state.peek()) is not None:

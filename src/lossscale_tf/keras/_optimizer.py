@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale_core import ScaleWatch, SpikeGuard
+from lossscale_core import OnFloor, ScaleWatch, SpikeGuard
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
@@ -84,7 +84,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         global_clipnorm: float | None = None,
         jit_compile: bool = False,
         guard: SpikeGuard | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
+        on_floor: OnFloor = "warn",
         name: str | None = None,
         optimizer: Any = None,
         **base_arguments: Any,

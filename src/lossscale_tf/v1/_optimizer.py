@@ -4,11 +4,11 @@ import functools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import ScaleWatch, SpikeGuard, as_policy
+from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
@@ -66,7 +66,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         loss_scale: Any = None,
         global_clipnorm: float | None = None,
         guard: SpikeGuard | None = None,
-        on_floor: Literal["warn", "raise", "ignore"] = "warn",
+        on_floor: OnFloor = "warn",
     ) -> None:
         _require_optimizer(opt)
         if (loss_scale_manager is None) == (loss_scale is None):
