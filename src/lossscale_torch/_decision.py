@@ -56,6 +56,8 @@ class OptimizerRecord(dict[str, Any]):
     """Whether its flag was combined over ranks."""
     had_none: bool = False
     """Whether there were no gradients to check."""
+    borrowed: Tensor | None = None
+    """The one of its flags that came from `Flags`."""
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "OptimizerRecord":
@@ -96,17 +98,23 @@ class OptimizerRecord(dict[str, Any]):
 
 
 class Flags:
-    """Flags that are not raised, made in blocks: a kernel for each would take as long as the check of a small model."""
+    """Flags that are not raised: making one takes as long as the check of a small model, so each serves many steps."""
 
     def __init__(self) -> None:
-        self._block: list[Tensor] = []
+        self._spare: list[Tensor] = []
 
     def take(self, device: torch.device) -> Tensor:
-        """Return a new flag: 0.0, float32, shape `()`."""
-        if not self._block or self._block[-1].device != device:
-            with torch.inference_mode(False):  # the block outlives a validation loop that may be running
-                self._block = list(torch.zeros(64, dtype=torch.float32, device=device).unbind())
-        return self._block.pop()
+        """Return a flag: 0.0, float32, shape `()`."""
+        if self._spare:
+            flag = self._spare.pop()
+            if flag.device == device:
+                return flag
+        with torch.inference_mode(False):  # the flag outlives a validation loop that may be running
+            return torch.zeros((), dtype=torch.float32, device=device)
+
+    def give_back(self, flag: Tensor) -> None:
+        """Take back a flag that was not raised and that nobody else holds."""
+        self._spare.append(flag)
 
 
 def known_on_host(record: OptimizerRecord) -> bool:
@@ -128,7 +136,10 @@ def outcome(records: list[OptimizerRecord], loss_scale: Tensor) -> tuple[bool | 
 
     Bools where the host knows, else tensors on the device of the loss scale.
     """
-    if all(record.finite for record in records):
+    for record in records:
+        if not record.finite:
+            break
+    else:
         return True, False
     if all(record.finite is not None for record in records):
         spiked = any(record.spiked for record in records)

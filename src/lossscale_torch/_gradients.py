@@ -20,7 +20,7 @@ class Gradients:
     __slots__ = ("are_complex", "buckets")
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        grads = [grad for optimizer in optimizers for grad in grads_of(optimizer)]
+        grads = grads_of(*optimizers)
         self.are_complex = False
         if not grads:
             self.buckets: list[Bucket] = []
@@ -42,8 +42,9 @@ class Gradients:
     def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":
         """Return the gradients; raise torch's `ValueError` for float16 ones unless they are allowed."""
         gradients = cls(optimizers)
-        if not allow_half and torch.float16 in gradients.dtypes:
-            raise ValueError(half_gradients_message(optimizers))
+        for bucket in gradients.buckets:
+            if not allow_half and bucket[0].dtype is torch.float16:
+                raise ValueError(half_gradients_message(optimizers))
         return gradients
 
     @property
@@ -69,9 +70,10 @@ class Gradients:
         `found_inf` is the flag, 0.0, on the device of `inverse`; other devices get copies of both.
         """
         found: dict[torch.device, Tensor] = {}
+        here = found_inf.device
         for bucket in self.buckets:
             device = bucket[0].device
-            is_here = device == found_inf.device
+            is_here = device == here
             if device not in found:
                 found[device] = found_inf if is_here else moved(found_inf.clone(), device)
             check_and_multiply_(bucket, found[device], inverse if is_here else moved(inverse, device))
@@ -100,12 +102,18 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def grads_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the gradients of an optimizer's parameters, in order; raise torch's `AssertionError` for another type."""
+def grads_of(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the gradients of optimizers' parameters, in order; raise torch's `AssertionError` for another type."""
     try:
-        return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+        return [
+            g
+            for each in optimizers
+            for group in each.param_groups
+            for p in group["params"]
+            if (g := p.grad) is not None
+        ]
     except AttributeError:
-        for param in params_of(optimizer):
+        for param in (param for optimizer in optimizers for param in params_of(optimizer)):
             if not isinstance(param, Tensor):
                 raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}") from None
         raise
@@ -247,17 +255,20 @@ def _without_partial_sums(grad: Any) -> Any:
 
 def _are_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
-    first, strided = grads[0], torch.strided
-    dtype, device, is_cpu = first.dtype, first.get_device(), first.is_cpu
-    if dtype.is_complex or dtype.itemsize < 2 or (device < 0 and not is_cpu):  # a device type without indices
+    dtype, is_cpu, index = grads[0].dtype, grads[0].is_cpu, grads[0].get_device()
+    if dtype.is_complex or dtype.itemsize < 2 or (index < 0 and not is_cpu):  # a device type without indices
         return False
-    for grad in grads:
-        if type(grad) is not Tensor or grad.dtype is not dtype or grad.layout is not strided:
-            return False
-        if not (grad.is_cpu if is_cpu else grad.get_device() == device and not grad.is_cpu):
-            return False
-        if not grad.is_contiguous():
-            return False
+    try:
+        for grad in grads:
+            if (
+                type(grad) is not Tensor
+                or grad.dtype is not dtype
+                or not (grad.is_cpu if is_cpu else grad.get_device() == index)  # a CPU tensor has the index -1
+                or not grad.is_contiguous()  # nor is a sparse or an expanded one
+            ):
+                return False
+    except RuntimeError:  # some sparse layouts do not know whether they are
+        return False
     return True
 
 

@@ -23,9 +23,9 @@ def is_fused(optimizer: Any) -> bool:
     A wrapper that only passes on what it is asked for does not count: the flag and the factor would be set on the
     wrapper, and the optimizer inside would never see them.
     """
-    if _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED):
-        return bool(getattr(optimizer, _FUSED))
-    return False
+    if not getattr(optimizer, _FUSED, False):
+        return False
+    return _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
 
 
 def weak_reference(optimizer: Any) -> Callable[[], Any]:

@@ -192,6 +192,8 @@ class OptimizerRecords:
             used_present = used_present or record.captured is None
             if record["stage"] is STEPPED:
                 flags[key] = record.flag
+                if record.borrowed is not None and record.finite and not self.are_flags_shared:
+                    self.flags.give_back(record.borrowed)
             elif record["stage"] is UNSCALED:
                 unscaled[key] = record
         self.losses.end(set(flags), unscaled, used_present)

@@ -18,7 +18,6 @@ from lossscale_core import (
     state_to_dict,
     tree,
 )
-from lossscale_core import StepInfo as CoreStepInfo
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _clip
 from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
@@ -503,7 +502,7 @@ class GradScaler(TorchNames):
         """Update as `update` does, without an error for a streak."""
         if not self._enabled:
             skipped, self._skipped = self._skipped, set()
-            self._last_step = with_optimizers(CoreStepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
+            self._last_step = with_optimizers(StepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
             return self._last_step
         loss_scale, records = self._require_scale("update"), self._records
         found = records.checked()

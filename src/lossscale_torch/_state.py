@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lossscale_core import BaseScaling, ScalingPolicy, StepInfo, step_info
+from lossscale_core import BaseScaling, ScalingPolicy, step_info
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
+from lossscale_torch._step_info import StepInfo
 
 _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
@@ -70,6 +71,7 @@ class ScalerState:
     def policy(self, policy: ScalingPolicy) -> None:
         self._policy = policy
         self.limits_streaks = BaseScaling.of(policy).max_overflow_streak is not None
+        self._ahead = Lookahead(policy)
 
     def place(self, device: torch.device | str) -> None:
         """Make the persistent tensors, on `device`."""
@@ -144,13 +146,18 @@ class ScalerState:
             return self._update_on_device(grads_finite, spiked)
         if spiked and grads_finite:
             return self.stay()._replace(applied=False, spiked=True)
-        before = self._host if self._before is None else self._before
-        finite = grads_finite if self._finite is None else self._finite and grads_finite
-        after = self._policy.update(before, finite)
+        if self._before is None:
+            before, finite = self._host, grads_finite
+        else:
+            before, finite = self._before, self._finite and grads_finite
+        if finite and before is self._host:
+            after, info = self._ahead.after_finite(before)
+        else:
+            after = self._policy.update(before, finite)
+            info = _info_of(before, after, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
-        scales = plain(before.loss_scale), plain(after.loss_scale)
-        return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
+        return info
 
     def read(self) -> Any:
         """Return the state as host scalars; waits for the device while its tensors are the truth."""
@@ -241,7 +248,8 @@ class ScalerState:
 
     def _set_host(self, state: Any) -> None:
         self._host = state
-        if self._placed is not None and state.loss_scale != self._uploaded.loss_scale:
+        # Identity first: comparing two of NumPy's scalars takes as long as a whole call of the scaler may.
+        if self._placed is not None and state.loss_scale is not self._uploaded.loss_scale:
             self._upload("loss_scale")
 
     def _trust_device(self) -> None:
@@ -283,13 +291,54 @@ class ScalerState:
             after = after._make(torch.where(spiked, *pair) for pair in zip(self._placed, after, strict=True))
         torch._foreach_copy_(list(self._placed), list(after))
         self._before, self._finite = before, finite
-        return step_info(before, after, spiked=spiked)
+        return StepInfo(*step_info(before, after, spiked=spiked))
 
     @staticmethod
     def _as_tensors(state: Any, device: torch.device | str) -> Any:
         dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
         pairs = zip(state, dtypes, strict=True)
         return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+
+
+class Lookahead:
+    """The states after the next finite steps, computed several at a time.
+
+    A policy is pure, so that it does not matter when its update runs; and the arithmetic of NumPy's scalars takes a
+    third of the time where it runs many times in a row, instead of once between the kernels of a training step.
+    """
+
+    def __init__(self, policy: ScalingPolicy) -> None:
+        self._policy = policy
+        # Policies of the library's base are frozen; another object may be changed between two steps.
+        self._most = 64 if BaseScaling.of(policy) is policy else 1
+        self._state: Any = None  # the state that `_next` goes on from
+        self._next: list[tuple[Any, StepInfo]] = []  # the nearest one last
+        self._count = 1
+
+    def after_finite(self, state: Any) -> tuple[Any, StepInfo]:
+        """Return the state after a finite step, and what happened."""
+        if state is not self._state:
+            self._next, self._count = [], 1  # what was computed is thrown away, so begin with little
+        if not self._next:
+            self._next = self._steps_from(state)
+            self._count = min(2 * self._count, self._most)
+        step = self._next.pop()
+        self._state = step[0]
+        return step
+
+    def _steps_from(self, state: Any) -> list[tuple[Any, StepInfo]]:
+        steps = []
+        for _ in range(self._count):
+            before, state = state, self._policy.update(state, True)
+            steps.append((state, _info_of(before, state, finite=True)))
+        steps.reverse()
+        return steps
+
+
+def _info_of(before: Any, after: Any, finite: bool) -> StepInfo:
+    """Return what a step did, from the states before and after it, host scalars."""
+    scales = plain(before.loss_scale), plain(after.loss_scale)
+    return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
 
 
 def plain(value: Any) -> Any:

@@ -29,13 +29,13 @@ class StepInfo(lossscale_core.StepInfo):
         return flag == 0.0 if isinstance(flag, torch.Tensor) else flag
 
 
-def with_optimizers(info: lossscale_core.StepInfo, flags: dict[int, Any], default: bool = False) -> StepInfo:
+def with_optimizers(info: StepInfo, flags: dict[int, Any], default: bool = False) -> StepInfo:
     """Return `info` with a flag for each optimizer that was stepped.
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """
-    if any(flag is False for flag in flags.values()):
-        info = info._replace(applied=False)
-    whole = tuple.__new__(StepInfo, info)  # as `_make` does, for half its time
-    whole._flags, whole._default = flags, default
-    return whole
+    for flag in flags.values():
+        if flag is False:
+            info = info._replace(applied=False)
+    info._flags, info._default = flags, default
+    return info

@@ -32,8 +32,9 @@ def unscale(
         inverse, found_inf = captured.inverse(), torch.zeros_like(captured.scale)
     else:
         inverse, found_inf = captured.known_inverse, records.flags.take(captured.scale.device)
-    if is_replaced:
-        inverse = inverse.clone()  # a subclass may write to the factor, which other steps share
+        record.borrowed = found_inf
+    if is_replaced:  # a subclass may write to the factor, which other steps share, and keep the flag
+        inverse, record.borrowed = inverse.clone(), None
     found = unscale_grads(optimizer, inverse, found_inf, allow_half)
     if captured.may_be_below_one:  # there a finite gradient may overflow by being unscaled
         Gradients([optimizer]).check_again(found)

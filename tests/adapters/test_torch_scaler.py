@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 import warnings
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_from_dict
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_from_dict, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
@@ -675,6 +677,61 @@ def test_a_loss_that_is_not_finite_is_the_cause(loss):
     assert report.verdict.startswith("the loss itself is not finite")
     assert str(report) == f"weight: 12 NaN, 0 +inf, 0 -inf, largest finite 0\n{report.verdict}"
     assert "pass loss=" in overflow_report(model.named_parameters()).verdict
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([True] * 8 + [False, "interval", "factor", "scale", "load"]), max_size=200),
+    st.sampled_from([DynamicScaling(growth_interval=5, growth_factor=1.7, cooldown=2), TolerantScaling(tolerance=0.2)]),
+)
+def test_every_state_is_the_policys(events, policy):
+    """Whatever is set, loaded or overflows between runs of finite steps of any length, bit for bit."""
+    param, optimizer = _one_param(torch.ones(2))
+    scaler = GradScaler("cpu", policy=policy)
+    scaler.scale(torch.ones(()))
+    expected = policy.init_state()
+    for event in events:
+        if event == "interval":
+            scaler.set_growth_interval(3 + policy.growth_interval % 5)
+        elif event == "factor":
+            scaler.set_growth_factor(1.0 + policy.growth_factor / 2)
+        elif event == "scale":
+            scaler._scale = torch.tensor(3.0)
+            expected = expected._replace(loss_scale=np.float32(3.0))
+        elif event == "load":
+            scaler.load_state_dict(state_to_dict(policy.init_state(), policy))
+            expected = policy.init_state()
+        else:
+            param.grad = torch.tensor([1.0, 1.0 if event else math.inf])
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            before, expected = expected, policy.update(expected, event)
+            info = scaler.update()
+            assert info == (event, before.loss_scale, expected.loss_scale, expected.overflow_streak, not event, False)
+        policy = scaler.policy
+    assert state_from_dict(scaler.state_dict(), policy) == expected
+
+
+def test_a_policy_may_change_between_two_steps():
+    """One that is not frozen decides each step as it is then."""
+
+    class Adjustable:
+        factor = 1.0
+
+        def init_state(self):
+            return DynamicScaling(init_scale=8.0).init_state()
+
+        def update(self, state, grads_finite, *, xp=None):
+            return state._replace(loss_scale=state.loss_scale * self.factor)
+
+    policy = Adjustable()
+    scaler = GradScaler("cpu", policy=policy)
+    _, optimizer = _one_param(torch.ones(2))
+    for policy.factor in [1.0] * 20 + [2.0] * 3:
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 64.0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
