@@ -12,15 +12,18 @@ from lossscale_core import (
     SMALLEST_SCALE,
     BaseScaling,
     DynamicScaling,
+    PolicyLike,
     ScalingPolicy,
+    as_policy,
     policy_from_dict,
     state_from_dict,
     state_to_dict,
 )
 from lossscale_core.dialects import from_peer, number_within
-from lossscale_core.errors import CheckpointError, CheckpointWarning, SyncError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError, SyncError
 from lossscale_torch._state import ScalerState
 
+_TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -83,7 +86,7 @@ def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPoli
         return policy
     growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
     backoff = _factor(saved, "backoff_factor", 2.0**-126, 1.0 - 2.0**-24)
-    return torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
+    return _torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
 
 
 def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
@@ -148,7 +151,18 @@ def _is_positive(count: Any) -> bool:
     return isinstance(count, int | float) and count > 0
 
 
-def torch_policy(
+def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int], enabled: bool) -> ScalingPolicy:
+    """Return the policy of a scaler from its `policy` argument, or from the four arguments that are torch's."""
+    if policy is None:
+        return _torch_policy(*torchs, enabled)
+    if torchs != _TORCH_DEFAULTS:
+        raise PolicyError(
+            "pass either policy= or init_scale, growth_factor, backoff_factor and growth_interval, not both"
+        )
+    return as_policy(policy)
+
+
+def _torch_policy(
     init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
 ) -> ScalingPolicy:
     """Return torch's dynamic rule; what torch asserts is asserted in its words, and every positive scale is taken."""

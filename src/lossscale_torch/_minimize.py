@@ -18,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from lossscale_core import BaseScaling, tree
 from lossscale_core.errors import CallOrderError, SyncError
 from lossscale_torch._buffers import SavedBuffers, unknown_modules
-from lossscale_torch._decision import READY, STEPPED, known_on_host
+from lossscale_torch._decision import READY, known_on_host
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch._steps import Steps
 from lossscale_torch._unscaling import check
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
@@ -31,13 +32,15 @@ _FIRES_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on
 class Minimization:
     """One call of `GradScaler.minimize`: the losses of a step, and what it goes back to where they overflow."""
 
-    def __init__(self, scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> None:
-        self._scaler, self._optimizer, self._max_norm = scaler, optimizer, max_norm
+    def __init__(
+        self, scaler: Any, steps: Steps, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None
+    ) -> None:
+        self._scaler, self._steps, self._optimizer, self._max_norm = scaler, steps, optimizer, max_norm
         self._loss_fns = _as_list(loss_fn)
         self._retries = _checked_retries(retries)
         if not (scaler.is_enabled() and BaseScaling.of(scaler.policy).adapts):
             self._retries = 0
-        self._protection = scaler._protection
+        self._protection = steps.protection
         self._protected = [] if self._protection is None else self._protection.modules()
         self._start = _Point(optimizer, may_go_back=self._retries > 0)
 
@@ -92,7 +95,7 @@ class Minimization:
             self._scaler.step(self._optimizer)
         else:
             self._scaler.clip_and_step(self._optimizer, self._max_norm)
-        return self._scaler._update()
+        return self._steps.update()
 
     def _accumulate(self) -> StepInfo | None:
         """Add up the gradients of micro-batches, each at a scale at which their sum is finite.
@@ -119,7 +122,7 @@ class Minimization:
     def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> bool:
         """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
         self._backward(loss_fn, points)
-        records = self._scaler._records
+        records = self._steps.records
         record = records.of(self._optimizer, "minimize")
         check(records, self._optimizer, record)
         if not known_on_host(record):
@@ -128,7 +131,7 @@ class Minimization:
         return True
 
     def _try_closure(self, weights: "_WeightsAndState") -> StepInfo:
-        self._scaler._note_first_step(self._optimizer)
+        self._steps.note_first_step(self._optimizer)
         try:
             self._optimizer.step(self._closure)
         except _OverflowInClosure:
@@ -137,24 +140,22 @@ class Minimization:
 
     def _closure(self) -> Tensor:
         """Make the unscaled gradients anew, and return the unscaled loss: shape `()`."""
-        self._scaler._records.by_id.pop(id(self._optimizer), None)
+        self._steps.records.by_id.pop(id(self._optimizer), None)
         _forget_gradients(self._optimizer)
         losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
         if self._max_norm is None:
             self._scaler.unscale_(self._optimizer)
         else:
             self._scaler.unscale_and_clip_(self._optimizer, self._max_norm)
-        if self._scaler.is_enabled() and not known_on_host(self._scaler._records.of(self._optimizer, "minimize")):
+        if self._scaler.is_enabled() and not known_on_host(self._steps.records.of(self._optimizer, "minimize")):
             raise _OverflowInClosure
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _end_without_step(self) -> StepInfo:
         """Update by what was found of the gradients: an optimizer with a closure has stepped, another does not."""
         if self._scaler.is_enabled():
-            record = self._scaler._records.of(self._optimizer, "minimize")
-            record.flag = known_on_host(record)
-            record["stage"] = STEPPED
-        return self._scaler._update()
+            self._steps.end(self._optimizer)
+        return self._steps.update()
 
     def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""
@@ -168,14 +169,14 @@ class Minimization:
 
     def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and copy the buffers of each module before it runs."""
-        group = self._scaler._records.ranks.process_group
+        group = self._steps.records.ranks.process_group
         with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
             for module in self._protected:
                 watch.see(module)
             return loss_fn()
 
     def _require_untouched(self) -> None:
-        record = self._scaler._records.by_id.get(id(self._optimizer))
+        record = self._steps.records.by_id.get(id(self._optimizer))
         if record is not None and record["stage"] is not READY:
             raise CallOrderError(
                 "minimize() makes gradients of its own, but unscale_(), step() or skip() was called on this optimizer "

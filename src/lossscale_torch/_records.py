@@ -21,7 +21,7 @@ class OptimizerRecords:
     """The records of the optimizers that a scaler has met since the last update, and how their flags are combined."""
 
     def __init__(self, state: ScalerState, ranks: Ranks, joint_skip: bool, guards: Guards) -> None:
-        self._state, self.ranks, self.joint_skip, self.guards = state, ranks, joint_skip, guards
+        self.state, self.ranks, self.joint_skip, self.guards = state, ranks, joint_skip, guards
         self.losses = ScaledLosses(state)
         self.by_id: defaultdict[int, Any] = new_records()
         """torch's own dict of records, by the id of their optimizer."""
@@ -33,7 +33,7 @@ class OptimizerRecords:
     @property
     def device(self) -> torch.device:
         """The device of the loss scale."""
-        return self._state.device
+        return self.state.device
 
     def of(self, optimizer: Any, caller: str) -> OptimizerRecord:
         """Return an optimizer's record; the first time since an update, ask where its gradients come from."""
@@ -170,6 +170,14 @@ class OptimizerRecords:
         self._joint = [each for each in self.by_id.values() if isinstance(each, OptimizerRecord)]
         return self._joint
 
+    def may_step(self, record: OptimizerRecord) -> bool:
+        """Return whether a step may be applied, and note it; waits for the device unless that was done before."""
+        if self.joint_skip:
+            record.flag = all(map(known_on_host, self.deciding(record)))
+        else:
+            record.flag = known_on_host(record)
+        return record.flag
+
     def checked(self) -> list[OptimizerRecord]:
         """Return the records in which something was found."""
         return [OptimizerRecord.of(each) for each in self.by_id.values() if each["found_inf_per_device"]]
@@ -200,6 +208,11 @@ class OptimizerRecords:
         self.by_id, self._joint, self.are_flags_shared = new_records(), [], False
         return flags
 
+    def copied(self) -> "OptimizerRecords":
+        """Return a copy for another scaler, with its state on the host, which knows no optimizer and no group yet."""
+        state = ScalerState(self.state.policy, self.state.read())
+        return OptimizerRecords(state, Ranks(), self.joint_skip, self.guards.copied())
+
     def _admitted(self, optimizer: Any, record: OptimizerRecord) -> OptimizerRecord:
         origin = self.losses.origin(optimizer)
         if origin is None:
@@ -209,7 +222,7 @@ class OptimizerRecords:
             record.is_carried = True
         record.captured, record.is_admitted = origin.captured, True
         if not origin.is_same_step and self.losses.captured is None:
-            self._state.begin_step()
+            self.state.begin_step()
         return record
 
 

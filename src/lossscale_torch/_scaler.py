@@ -7,38 +7,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lossscale_core import (
-    OnFloor,
-    PolicyLike,
-    SpikeGuard,
-    as_policy,
-    check_overflow_streak,
-    diagnose,
-    metrics,
-    state_to_dict,
-    tree,
-)
-from lossscale_core.errors import PolicyError
-from lossscale_torch import _clip
-from lossscale_torch._checkpoint import given_interval, require_same_on_ranks, torch_policy, warn_if_resumed
+from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
+from lossscale_torch._checkpoint import given_interval, policy_of, require_same_on_ranks
+from lossscale_torch._clip import clipping
 from lossscale_torch._compiling import not_compiled
-from lossscale_torch._decision import READY, STEPPED, OptimizerRecord, Ranks, known_on_host, outcome, require_member
+from lossscale_torch._decision import Ranks, require_member
 from lossscale_torch._gradients import Gradients
 from lossscale_torch._guard import Guards
 from lossscale_torch._minimize import Minimization
-from lossscale_torch._optimizers import is_fused, takes_factor, takes_scaler
 from lossscale_torch._protect import protection_of
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, plain
-from lossscale_torch._step_info import StepInfo, with_optimizers
-from lossscale_torch._stepping import step_by_itself, step_fused
+from lossscale_torch._step_info import StepInfo
+from lossscale_torch._steps import HOOKS, Steps
 from lossscale_torch._torch_names import TorchNames
 from lossscale_torch._types import Tree
-from lossscale_torch._unscaling import check, unscale
+from lossscale_torch._unscaling import check_again
 from lossscale_torch._voice import Voice
-
-_TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
-_HOOKS = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
 
 
 class GradScaler(TorchNames):
@@ -85,7 +70,7 @@ class GradScaler(TorchNames):
     """
 
     _replaced: frozenset[str] = frozenset()
-    """The methods among `_HOOKS` that a subclass has replaced."""
+    """The methods among `HOOKS` that a subclass has replaced."""
 
     def __init__(
         self,
@@ -109,23 +94,14 @@ class GradScaler(TorchNames):
         self._follows_checkpoint = policy is None
         if not isinstance(device, str | torch.device):
             raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; a policy goes to policy=")
-        if policy is not None and (init_scale, growth_factor, backoff_factor, growth_interval) != _TORCH_DEFAULTS:
-            raise PolicyError(
-                "pass either policy= or init_scale, growth_factor, backoff_factor and growth_interval, not both"
-            )
+        torchs = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._state = ScalerState(policy_of(policy, torchs, self._enabled))
         if policy is None:
-            policy = torch_policy(init_scale, growth_factor, backoff_factor, growth_interval, self._enabled)
-            self._interval_as_given = given_interval(growth_interval, policy)
-        self._state = ScalerState(as_policy(policy))
-        self._voice = Voice(on_floor)
+            self._interval_as_given = given_interval(growth_interval, self._state.policy)
         self._begun_with = (self._state.read_loss_scale(), 0)
         self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip, Guards(guard))
-        self._half_gradients = half_gradients
-        self._has_begun = False  # whether a step was taken, or a state loaded
-        self._had_no_gradients = False
-        self._skipped: set[int] = set()  # while disabled: the optimizers that `skip` named since the last update
-        self._last_step: StepInfo | None = None
-        self._protection = protection_of(protect if self._enabled else ())
+        protection = protection_of(protect if self._enabled else ())
+        self._steps = Steps(self._records, self._enabled, half_gradients, Voice(on_floor), protection)
 
     @not_compiled
     def scale(self, outputs: Tree) -> Tree:
@@ -162,7 +138,8 @@ class GradScaler(TorchNames):
 
         """
         if self._enabled:
-            self._unscale_and_judge(optimizer, self._record_to_unscale(optimizer, "unscale_"), self._hooks())
+            self._state.require_placed("unscale_")
+            self._steps.unscale(self, optimizer, self._records.to_unscale(optimizer, "unscale_"), self._hooks())
 
     @not_compiled
     def unscale_and_clip_(
@@ -197,7 +174,10 @@ class GradScaler(TorchNames):
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
-        return self._clip(optimizers, _clip.clipping(max_norm, norm_type, error_if_nonfinite), "unscale_and_clip_")
+        how = clipping(max_norm, norm_type, error_if_nonfinite)
+        if not self._enabled:
+            return how.apply_torchs(optimizers)
+        return self._steps.clip(self, optimizers, how, "unscale_and_clip_", self._hooks())
 
     @not_compiled
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -207,8 +187,11 @@ class GradScaler(TorchNames):
         it reads them. Call `update` afterwards. Synchronises with the host once for an ordinary optimizer, for a fused
         one on a CUDA device not at all.
         """
-        how = _clip.clipping(max_norm, norm_type)
-        norm = self._clip([optimizer], how, "clip_and_step", may_defer=True)
+        how = clipping(max_norm, norm_type)
+        if not self._enabled:
+            norm = how.apply_torchs([optimizer])
+        else:
+            norm = self._steps.clip(self, [optimizer], how, "clip_and_step", self._hooks(), may_defer=True)
         self.step(optimizer)
         return norm
 
@@ -232,21 +215,7 @@ class GradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._require_scale("step")
-        record, fused, hooks = self._records.to_step(optimizer), is_fused(optimizer), self._hooks()
-        if fused and takes_scaler(type(optimizer).step):
-            result = step_by_itself(self, optimizer, record, args, kwargs)
-        else:
-            if record["stage"] is READY:
-                record = self._prepare(optimizer, record, fused, hooks)
-            if not self._has_begun and not record.is_rehearsal:
-                self._note_first_step(optimizer)
-            if fused:
-                result = step_fused(self._records, optimizer, record, args, kwargs)
-            else:
-                result = self._step_plain(optimizer, record, hooks, args, kwargs)
-        record["stage"] = STEPPED
-        return result
+        return self._steps.step(self, optimizer, self._hooks(), args, kwargs)
 
     @not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -256,13 +225,7 @@ class GradScaler(TorchNames):
         was found of them: a check that `unscale_` made counts as ever; without one nothing is counted. Does not
         synchronise. Raises `RuntimeError` after `step`.
         """
-        if not self._enabled:
-            self._skipped.add(id(optimizer))
-            return
-        self._require_scale("skip")
-        record = self._records.to_step(optimizer)
-        record.flag = False
-        record["stage"] = STEPPED
+        self._steps.skip(optimizer)
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
@@ -285,8 +248,8 @@ class GradScaler(TorchNames):
             ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and the host knows.
 
         """
-        info = self._update(new_scale)
-        self._require_no_streak(info)
+        info = self._steps.update(new_scale, self._device)
+        self._steps.require_no_streak(info)
         return info
 
     @not_compiled
@@ -326,14 +289,14 @@ class GradScaler(TorchNames):
             ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
 
         """
-        info = Minimization(self, optimizer, loss_fn, retries, max_norm).run()
-        self._require_no_streak(info)
+        info = Minimization(self, self._steps, optimizer, loss_fn, retries, max_norm).run()
+        self._steps.require_no_streak(info)
         return info
 
     @property
     def last_step(self) -> StepInfo | None:
         """The `StepInfo` that the last `update` returned, for code whose framework called it; None before the first."""
-        return self._last_step
+        return self._steps.last
 
     def place_on(self, device: torch.device | str) -> None:
         """Put the loss scale on a device without scaling a loss; the first `scale` does it otherwise.
@@ -359,9 +322,9 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
         state = self._state.read()
-        self._voice.was_read(self.policy, state)
+        self._steps.voice.was_read(self.policy, state)
         answer = diagnose(self.policy, state, guard=self._records.guards.worst())
-        if self._had_no_gradients:
+        if self._steps.had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
             )
@@ -383,31 +346,13 @@ class GradScaler(TorchNames):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._replaced = frozenset(name for name in _HOOKS if getattr(cls, name) is not getattr(GradScaler, name))
+        cls._replaced = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(GradScaler, name))
 
     def _hooks(self) -> frozenset[str]:
-        """Return the methods among `_HOOKS` that a subclass, or an assignment to this scaler, has replaced."""
-        if _HOOKS.isdisjoint(self.__dict__):
+        """Return the methods among `HOOKS` that a subclass, or an assignment to this scaler, has replaced."""
+        if HOOKS.isdisjoint(self.__dict__):
             return self._replaced
-        return self._replaced | (_HOOKS & self.__dict__.keys())
-
-    def _record_to_unscale(self, optimizer: Any, caller: str) -> OptimizerRecord:
-        self._require_scale(caller)
-        return self._records.to_unscale(optimizer, caller)
-
-    def _unscale_and_judge(
-        self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str], may_defer: bool = False
-    ) -> None:
-        """Unscale, or leave that to a fused optimizer, and let the guard judge the norm if there is one."""
-        if self._records.guards.guard is None:
-            self._unscale(optimizer, record, hooks)
-        elif self._clip_in_one_read([optimizer], [record], _clip.MEASURING, hooks, may_defer) is None:
-            self._unscale(optimizer, record, hooks)
-            _clip.clip_after_unscaling(self._records, [optimizer], _clip.MEASURING)
-
-    def _unscale(self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str]) -> None:
-        is_replaced = "_unscale_grads_" in hooks
-        unscale(self._records, optimizer, record, self._unscale_grads_, self._half_gradients, is_replaced)
+        return self._replaced | (HOOKS & self.__dict__.keys())
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
@@ -415,117 +360,11 @@ class GradScaler(TorchNames):
         return Gradients.to_unscale([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        self._require_scale("_check_inf_per_device")
-        record = self._records.of(optimizer, "_check_inf_per_device")
-        stage = record["stage"]
-        check(self._records, optimizer, record)
-        record["stage"] = stage
-        self._records.are_flags_shared = True
-        return record["found_inf_per_device"]
-
-    def _clip_in_one_read(
-        self,
-        optimizers: list[Any],
-        records: list[OptimizerRecord],
-        how: _clip.Clipping,
-        hooks: frozenset[str],
-        may_defer: bool,
-    ) -> Tensor | None:
-        if "_unscale_grads_" in hooks or any(record.is_carried for record in records):
-            return None
-        is_deferred = may_defer and takes_factor(optimizers[0])
-        return _clip.unscale_and_clip(self._records, optimizers, how, self._half_gradients, is_deferred)
-
-    def _clip(self, optimizers: list[Any], how: _clip.Clipping, caller: str, may_defer: bool = False) -> Tensor:
-        if not self._enabled:
-            return how.apply_torchs(optimizers)
-        records = [self._record_to_unscale(each, caller) for each in optimizers]
-        hooks = self._hooks()
-        if (
-            "unscale_" not in hooks
-            and (norm := self._clip_in_one_read(optimizers, records, how, hooks, may_defer)) is not None
-        ):
-            return norm
-        for optimizer, record in zip(optimizers, records, strict=True):
-            if "unscale_" in hooks and not record.is_carried:
-                self.unscale_(optimizer)
-            else:
-                self._unscale(optimizer, record, hooks)
-        return _clip.clip_after_unscaling(self._records, optimizers, how)
-
-    def _prepare(self, optimizer: Any, record: OptimizerRecord, fused: bool, hooks: frozenset[str]) -> OptimizerRecord:
-        """Unscale and check, or only check for a fused optimizer, by the methods that a subclass may have replaced."""
-        method = "_check_inf_per_device" if fused else "unscale_"
-        if method in hooks:
-            getattr(self, method)(optimizer)
-            self._records.are_flags_shared = True
-            return self._records.of(optimizer, "step")
-        if fused and self._records.guards.guard is None:
-            check(self._records, optimizer, record)
-        else:
-            self._unscale_and_judge(optimizer, record, hooks, may_defer=fused)
-        return record
-
-    def _step_plain(
-        self, optimizer: Any, record: OptimizerRecord, hooks: frozenset[str], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        if self._records.are_flags_shared:
-            record.finite = None  # other code may have raised a flag since it was read
-        if "_maybe_opt_step" not in hooks:
-            return self._maybe_opt_step(optimizer, record, *args, **kwargs)
-        self._records.are_flags_shared, record.flag = True, None
-        result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
-        if record.flag is None:
-            record.flag = known_on_host(record)
-        return result
+        self._state.require_placed("_check_inf_per_device")
+        return check_again(self._records, optimizer)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._records.joint_skip:
-            optimizer_state.flag = all(map(known_on_host, self._records.deciding(optimizer_state)))
-        else:
-            optimizer_state.flag = known_on_host(optimizer_state)
-        return optimizer.step(*args, **kwargs) if optimizer_state.flag else None
-
-    def _note_first_step(self, optimizer: Any) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            warn_if_resumed(optimizer, self._state)
-
-    def _require_no_streak(self, info: StepInfo) -> None:
-        self._records.guards.check()
-        if self._state.limits_streaks and self._state.is_on_host and self._enabled:
-            check_overflow_streak(self.policy, self._state.read())
-        if self._enabled:
-            self._voice.updated(self._state, info.overflowed)
-
-    def _update(self, new_scale: float | Tensor | None = None) -> StepInfo:
-        """Update as `update` does, without an error for a streak."""
-        if not self._enabled:
-            skipped, self._skipped = self._skipped, set()
-            self._last_step = with_optimizers(StepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
-            return self._last_step
-        loss_scale, records = self._require_scale("update"), self._records
-        found = records.checked()
-        if not found and new_scale is None and records.are_untouched():
-            raise AssertionError("No inf checks were recorded prior to update.")
-        records.ranks.end_step()
-        self._had_no_gradients, is_same_step = not found, self._state.is_mid_step()
-        checked = [record for record in found if not record.is_rehearsal]
-        if records.are_flags_shared:
-            for record in checked:
-                record.read_again()
-        finite, spiked = outcome(checked, loss_scale)
-        if new_scale is not None:
-            info = self._state.update_to(new_scale, finite, self._device)
-        elif checked:
-            info = self._state.update(finite, spiked)
-        else:
-            info = self._state.stay()
-        stepped = None if self._protection is None else records.stepped_params()
-        self._last_step = with_optimizers(info, records.end())
-        if self._protection is not None:
-            self._protection.end_step(self._last_step, stepped, is_same_step)
-        return self._last_step
+        return optimizer.step(*args, **kwargs) if self._records.may_step(optimizer_state) else None
 
 
 def _is_available(device: str) -> bool:

@@ -10,6 +10,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
 from lossscale_torch._step_info import StepInfo
 
+_ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
 )
@@ -81,6 +82,12 @@ class ScalerState:
             self._placed = self._as_tensors(self._host, device)
         self._uploaded, self._captured = self._host, None
         self.loss_scale = self._placed.loss_scale
+
+    def require_placed(self, caller: str) -> Tensor:
+        """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
+        if self.loss_scale is None:
+            raise AssertionError(f"Attempted {caller} but _scale is None.  {_ADVICE}")
+        return self.loss_scale
 
     def capture(self, is_recorded: bool) -> CapturedScale:
         """Return a copy of the loss scale, for backward to keep and for unscaling; the tensor itself may change.

@@ -26,6 +26,6 @@ def step_by_itself(
     scaler: Any, optimizer: Any, record: OptimizerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Step an optimizer of torch's older contract, which is handed the scaler and calls its methods."""
-    warnings.warn(_LEGACY, FutureWarning, stacklevel=3)  # past this function and `step`
+    warnings.warn(_LEGACY, FutureWarning, stacklevel=4)  # past this function and both of `step`
     record.flag = True
     return optimizer.step(*args, **kwargs, grad_scaler=scaler)

@@ -1,6 +1,5 @@
 """torch's own names: getters, setters, state dicts, copies, its part in Join, and names that others read and write."""
 
-import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -12,17 +11,15 @@ from lossscale_core import BaseScaling, ScalingPolicy, state_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
-from lossscale_torch._decision import Ranks
 from lossscale_torch._join import JoinedScaler
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._state import ScalerState, within_bounds
-from lossscale_torch._voice import Voice
+from lossscale_torch._steps import Steps
 
 _UNPROTECTED = (
     "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "
     "this one"
 )
-_ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
 class TorchNames(torch.amp.GradScaler):
@@ -38,11 +35,9 @@ class TorchNames(torch.amp.GradScaler):
     _enabled: bool
     _state: ScalerState
     _records: OptimizerRecords
-    _voice: Voice
+    _steps: Steps
     _follows_checkpoint: bool
-    _has_begun: bool
     _begun_with: tuple[float, int]
-    _protection: Any = None
     _interval_as_given: Any = None
 
     @property
@@ -59,7 +54,7 @@ class TorchNames(torch.amp.GradScaler):
         if not self._enabled:
             return 1.0
         scale = self._state.read_loss_scale()
-        self._voice.waited(self._state)
+        self._steps.voice.waited(self._state)
         return scale
 
     def get_growth_factor(self) -> float:
@@ -101,7 +96,7 @@ class TorchNames(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._state.read()
-        self._voice.was_read(self.policy, state)
+        self._steps.voice.was_read(self.policy, state)
         return {
             "scale": float(state.loss_scale),
             "growth_factor": self.get_growth_factor(),
@@ -137,7 +132,7 @@ class TorchNames(torch.amp.GradScaler):
             interval = saved.get("growth_interval")
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
         self._begun_with = (self._state.read_loss_scale(), self._get_growth_tracker())
-        self._has_begun = True
+        self._steps.has_begun = True
 
     def join_hook(self, **kwargs: Any) -> JoinedScaler:
         """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
@@ -166,15 +161,10 @@ class TorchNames(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        state = ScalerState(self.policy, self._state.read())
-        records = OptimizerRecords(state, Ranks(), self._records.joint_skip, self._records.guards.copied())
-        if self._protection is not None:
+        steps = self._steps.copied()
+        if self._steps.protection is not None:
             warnings.warn(_UNPROTECTED, stacklevel=2)
-        return {
-            **self.__dict__,
-            **{"_state": state, "_records": records, "_last_step": None, "_skipped": set(), "_protection": None},
-            "_voice": copy.deepcopy(self._voice),
-        }
+        return {**self.__dict__, "_state": steps.state, "_records": steps.records, "_steps": steps}
 
     def __copy__(self) -> "TorchNames":
         other = type(self).__new__(type(self))
@@ -191,16 +181,9 @@ class TorchNames(torch.amp.GradScaler):
         self._state.policy = dataclasses.replace(self.policy, **settings)  # type: ignore[type-var]  # it has settings
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale = self._require_scale(funcname)
+        scale = self._state.require_placed(funcname)
         self._state.hand_out()
         return scale, self._state.growth_tracker  # type: ignore[return-value]
-
-    def _require_scale(self, caller: str) -> Tensor:
-        """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
-        scale = self._state.loss_scale
-        if scale is None:
-            raise AssertionError(f"Attempted {caller} but _scale is None.  {_ADVICE}")
-        return scale
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._begun_with = (self._init_scale, self._init_growth_tracker)

@@ -41,6 +41,16 @@ def unscale(
     records.note(optimizer, record, found)
 
 
+def check_again(records: OptimizerRecords, optimizer: Any) -> dict[Any, Any]:
+    """Check as `check` does, but leave the optimizer's stage; return the flags, which others may raise."""
+    record = records.of(optimizer, "_check_inf_per_device")
+    stage = record["stage"]
+    check(records, optimizer, record)
+    record["stage"] = stage
+    records.are_flags_shared = True
+    return record["found_inf_per_device"]
+
+
 def check(records: OptimizerRecords, optimizer: Any, record: OptimizerRecord) -> None:
     """Note whether the gradients are finite, and will be when a fused optimizer unscales them; leave them alone."""
     captured = records.losses.scale_of(record)

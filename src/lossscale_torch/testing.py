@@ -10,7 +10,6 @@ from torch import Tensor
 from lossscale_core import DynamicScaling
 from lossscale_torch._protect import protection_of
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
@@ -94,7 +93,6 @@ class _PlantingScaler(GradScaler):
     is_armed = False
     only_first = False
     losses = 0
-    updates = 0
 
     def scale(self, outputs: Tree) -> Tree:
         """Scale, and multiply by infinity where an overflow is planned."""
@@ -104,9 +102,14 @@ class _PlantingScaler(GradScaler):
             return torch.utils._pytree.tree_map(lambda each: each * torch.inf, scaled)
         return scaled
 
-    def _update(self, new_scale: Any = None) -> StepInfo:
-        self.updates += 1
-        return super()._update(new_scale)
+    @property
+    def updates(self) -> int:
+        """How many updates there were, those within `minimize` too."""
+        return self._steps.updates
+
+    def protect(self, modules: Any) -> None:
+        """Protect modules that were made after the scaler."""
+        self._steps.protection = protection_of(modules)
 
 
 class _Run:
@@ -120,7 +123,7 @@ class _Run:
         self.norms: list[float] = []
         if not callable(getattr(self.loop, "step", None)) or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
-        self.scaler._protection = protection_of(getattr(self.loop, "protect", ()))
+        self.scaler.protect(getattr(self.loop, "protect", ()))
         if fused:
             _make_fused(self.loop.optimizer)
 
@@ -128,13 +131,14 @@ class _Run:
         """Take a step, with an overflow if `plant`."""
         scaler = self.scaler
         scaler.is_armed, scaler.only_first = plant and _is_last_rank(), only_first
-        scaler.losses = scaler.updates = 0
+        scaler.losses, updates = 0, scaler.updates
         torch.manual_seed(number + 1)
         self.loop.step(number)
         scaler.is_armed = False
-        if scaler.updates != 1:
+        updates = scaler.updates - updates
+        if updates != 1:
             raise LoopError(
-                f"step({number}) called scaler.update() {scaler.updates} times; take one step of the optimizer, with "
+                f"step({number}) called scaler.update() {updates} times; take one step of the optimizer, with "
                 "one update, in each step(batch)"
             )
 
