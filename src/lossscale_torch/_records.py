@@ -178,9 +178,20 @@ class OptimizerRecords:
             record.flag = known_on_host(record)
         return record.flag
 
-    def checked(self) -> list[OptimizerRecord]:
-        """Return the records in which something was found."""
-        return [OptimizerRecord.of(each) for each in self.by_id.values() if each["found_inf_per_device"]]
+    def counted(self) -> list[OptimizerRecord]:
+        """Return the records in which something was found that counts for the loss scale."""
+        counted = []
+        for each in self.by_id.values():
+            record = OptimizerRecord.of(each)
+            if record["found_inf_per_device"] and not record.is_rehearsal:
+                if self.are_flags_shared:
+                    record.read_again()
+                counted.append(record)
+        return counted
+
+    def found_none(self) -> bool:
+        """Return whether nothing was found in any record."""
+        return not any(record["found_inf_per_device"] for record in self.by_id.values())
 
     def are_untouched(self) -> bool:
         """Return whether no optimizer was unscaled, stepped or skipped since the last update."""
@@ -205,7 +216,11 @@ class OptimizerRecords:
             elif record["stage"] is UNSCALED:
                 unscaled[key] = record
         self.losses.end(set(flags), unscaled, used_present)
-        self.by_id, self._joint, self.are_flags_shared = new_records(), [], False
+        if self.are_flags_shared:
+            self.by_id, self.are_flags_shared = new_records(), False  # torch leaves the old dict to those who hold it
+        else:
+            self.by_id.clear()
+        self._joint = []
         return flags
 
     def copied(self) -> "OptimizerRecords":
@@ -237,4 +252,4 @@ def _may_rehearse(optimizer: Any) -> bool:
 
 def _is_rehearsal(optimizer: Any) -> bool:
     """Return whether a step would move nothing on this rank, and so may only make the optimizer allocate its state."""
-    return _may_rehearse(optimizer) and Gradients([optimizer]).are_zero()
+    return has_zero_rates(optimizer) and not is_being_recorded() and Gradients([optimizer]).are_zero()

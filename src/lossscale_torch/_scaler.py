@@ -14,10 +14,11 @@ from lossscale_torch._compiling import not_compiled
 from lossscale_torch._decision import Ranks, require_member
 from lossscale_torch._gradients import Gradients
 from lossscale_torch._guard import Guards
+from lossscale_torch._lookahead import plain
 from lossscale_torch._minimize import Minimization
 from lossscale_torch._protect import protection_of
 from lossscale_torch._records import OptimizerRecords
-from lossscale_torch._state import ScalerState, plain
+from lossscale_torch._state import ScalerState
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._steps import HOOKS, Steps
 from lossscale_torch._torch_names import TorchNames

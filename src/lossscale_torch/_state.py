@@ -8,6 +8,7 @@ from torch import Tensor
 from lossscale_core import BaseScaling, ScalingPolicy, step_info
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
+from lossscale_torch._lookahead import Lookahead, info_of, plain
 from lossscale_torch._step_info import StepInfo
 
 _ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -79,7 +80,7 @@ class ScalerState:
         self._host = self.read()
         self.is_on_host = True
         with torch.inference_mode(False):  # they outlive a validation loop that may be running
-            self._placed = self._as_tensors(self._host, device)
+            self._placed = _as_tensors(self._host, device)
         self._uploaded, self._captured = self._host, None
         self.loss_scale = self._placed.loss_scale
 
@@ -127,14 +128,17 @@ class ScalerState:
     @property
     def growth_tracker(self) -> Tensor | None:
         """The persistent tensor of the growth tracker: int32, shape `()`; None until it is placed."""
-        if self._placed is None:
-            return None
-        return self._placed.growth_tracker
+        return None if self._placed is None else self._placed.growth_tracker
 
     def hand_out(self) -> None:
         """Make the tensors the truth, and bring them up to date: other code may write to them from now on."""
-        if self.is_on_host and self._placed is not None:
-            self._trust_device()
+        if not self.is_on_host or self._placed is None:
+            return
+        for name in self._host._fields:
+            self._upload(name)
+        self.is_on_host = False
+        if self._before is not None:
+            self._before = _as_tensors(self._before, self._placed.loss_scale.device)
 
     def begin_step(self) -> None:
         """Say that the next update belongs to another step than the last."""
@@ -161,7 +165,7 @@ class ScalerState:
             after, info = self._ahead.after_finite(before)
         else:
             after = self._policy.update(before, finite)
-            info = _info_of(before, after, finite)
+            info = info_of(before, after, finite)
         self._before, self._finite = before, finite
         self._set_host(after)
         return info
@@ -204,13 +208,13 @@ class ScalerState:
 
     def update_to(self, new_scale: Any, grads_finite: bool | Tensor, device_type: str) -> StepInfo:
         """Set the loss scale instead of updating it; raise torch's error for what is not a scale."""
+        _require_scale(new_scale, device_type)
         before = self.snapshot()
         if isinstance(new_scale, Tensor):
-            if new_scale.device.type != device_type or new_scale.numel() != 1 or new_scale.requires_grad:
-                raise AssertionError(_NEW_SCALE)
-            self._set_loss_scale(new_scale)
-        elif isinstance(new_scale, bool) or not isinstance(new_scale, int | float) or not new_scale > 0:
-            raise AssertionError(_NEW_SCALE)
+            self.begin_step()
+            self.hand_out()
+            low, high = scale_bounds(self.policy)
+            self._placed.loss_scale.copy_(new_scale.detach().reshape(()).float().clamp(low, high))
         else:
             self.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self.snapshot()
@@ -223,19 +227,12 @@ class ScalerState:
         now = self.snapshot()
         return StepInfo(*map(plain, step_info(now, now)))
 
-    def _set_loss_scale(self, tensor: Tensor) -> None:
-        """Set the loss scale to what a tensor of one element holds, within bounds. Does not synchronise."""
-        self.begin_step()
-        self.hand_out()
-        low, high = scale_bounds(self.policy)
-        self._placed.loss_scale.copy_(tensor.detach().reshape(()).float().clamp(low, high))
-
     def restore(self, policy: ScalingPolicy, state: Any) -> None:
         """Go on under `policy` from `state`, host scalars; tensors that are placed stay and are written in place."""
         on_host, device = self.is_on_host, None if self._placed is None else self._placed.loss_scale.device
         if device is not None and self._placed._fields != state._fields:
             kept = {"loss_scale": self._placed.loss_scale, "growth_tracker": self._placed.growth_tracker}
-            self._placed, self._uploaded = self._as_tensors(state, device)._replace(**kept), state
+            self._placed, self._uploaded = _as_tensors(state, device)._replace(**kept), state
         self.policy, self.is_on_host = policy, True
         self.begin_step()
         self._host = state
@@ -259,13 +256,6 @@ class ScalerState:
         if self._placed is not None and state.loss_scale is not self._uploaded.loss_scale:
             self._upload("loss_scale")
 
-    def _trust_device(self) -> None:
-        for name in self._host._fields:
-            self._upload(name)
-        self.is_on_host = False
-        if self._before is not None:
-            self._before = self._as_tensors(self._before, self._placed.loss_scale.device)
-
     def _upload(self, name: str) -> None:
         """Write a field of the host's state to its tensor, unless it holds that value already."""
         value = getattr(self._host, name)
@@ -282,8 +272,7 @@ class ScalerState:
         self._uploaded = self._uploaded._replace(**{name: value})
 
     def _update_on_device(self, grads_finite: bool | Tensor, spiked: bool | Tensor) -> StepInfo:
-        if self.is_on_host:
-            self._trust_device()
+        self.hand_out()
         device = self._placed.loss_scale.device
         if isinstance(grads_finite, bool):
             grads_finite = torch.full((), grads_finite, device=device)
@@ -300,57 +289,21 @@ class ScalerState:
         self._before, self._finite = before, finite
         return StepInfo(*step_info(before, after, spiked=spiked))
 
-    @staticmethod
-    def _as_tensors(state: Any, device: torch.device | str) -> Any:
-        dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
-        pairs = zip(state, dtypes, strict=True)
-        return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+
+def _as_tensors(state: Any, device: torch.device | str) -> Any:
+    dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
+    pairs = zip(state, dtypes, strict=True)
+    return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
 
 
-class Lookahead:
-    """The states after the next finite steps, computed several at a time.
-
-    A policy is pure, so that it does not matter when its update runs; and the arithmetic of NumPy's scalars takes a
-    third of the time where it runs many times in a row, instead of once between the kernels of a training step.
-    """
-
-    def __init__(self, policy: ScalingPolicy) -> None:
-        self._policy = policy
-        # Policies of the library's base are frozen; another object may be changed between two steps.
-        self._most = 64 if BaseScaling.of(policy) is policy else 1
-        self._state: Any = None  # the state that `_next` goes on from
-        self._next: list[tuple[Any, StepInfo]] = []  # the nearest one last
-        self._count = 1
-
-    def after_finite(self, state: Any) -> tuple[Any, StepInfo]:
-        """Return the state after a finite step, and what happened."""
-        if state is not self._state:
-            self._next, self._count = [], 1  # what was computed is thrown away, so begin with little
-        if not self._next:
-            self._next = self._steps_from(state)
-            self._count = min(2 * self._count, self._most)
-        step = self._next.pop()
-        self._state = step[0]
-        return step
-
-    def _steps_from(self, state: Any) -> list[tuple[Any, StepInfo]]:
-        steps = []
-        for _ in range(self._count):
-            before, state = state, self._policy.update(state, True)
-            steps.append((state, _info_of(before, state, finite=True)))
-        steps.reverse()
-        return steps
-
-
-def _info_of(before: Any, after: Any, finite: bool) -> StepInfo:
-    """Return what a step did, from the states before and after it, host scalars."""
-    scales = plain(before.loss_scale), plain(after.loss_scale)
-    return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
-
-
-def plain(value: Any) -> Any:
-    """Return a host scalar as the plain Python number it is; a tensor stays on its device."""
-    return value if isinstance(value, Tensor) or not hasattr(value, "item") else value.item()
+def _require_scale(new_scale: Any, device_type: str) -> None:
+    """Raise torch's error for what is not a loss scale."""
+    if isinstance(new_scale, Tensor):
+        is_scale = new_scale.device.type == device_type and new_scale.numel() == 1 and not new_scale.requires_grad
+    else:
+        is_scale = not isinstance(new_scale, bool) and isinstance(new_scale, int | float) and new_scale > 0
+    if not is_scale:
+        raise AssertionError(_NEW_SCALE)
 
 
 def within_bounds(scale: float, policy: Any) -> float:

@@ -55,9 +55,9 @@ class Steps:
     ) -> None:
         """Unscale, or leave that to a fused optimizer, and let the guard judge the norm if there is one."""
         if self.records.guards.guard is None:
-            self._unscale(scaler, optimizer, record, replaced)
+            unscale(self.records, optimizer, record, scaler, self._allow_half, replaced)
         elif self._clip_in_one_read([optimizer], [record], _clip.MEASURING, replaced, may_defer) is None:
-            self._unscale(scaler, optimizer, record, replaced)
+            unscale(self.records, optimizer, record, scaler, self._allow_half, replaced)
             _clip.clip_after_unscaling(self.records, [optimizer], _clip.MEASURING)
 
     def clip(
@@ -80,7 +80,7 @@ class Steps:
             if "unscale_" in replaced and not record.is_carried:
                 scaler.unscale_(optimizer)
             else:
-                self._unscale(scaler, optimizer, record, replaced)
+                unscale(self.records, optimizer, record, scaler, self._allow_half, replaced)
         return _clip.clip_after_unscaling(self.records, optimizers, how)
 
     def step(
@@ -133,15 +133,12 @@ class Steps:
             self.last = with_optimizers(StepInfo(True, 1.0, 1.0, 0), dict.fromkeys(skipped, False), True)
             return self.last
         loss_scale, records, state = self.state.require_placed("update"), self.records, self.state
-        found = records.checked()
-        if not found and new_scale is None and records.are_untouched():
+        counted = records.counted()
+        if not counted and new_scale is None and records.are_untouched():
             raise AssertionError("No inf checks were recorded prior to update.")
         records.ranks.end_step()
-        self.had_no_gradients, is_same_step = not found, state.is_mid_step()
-        counted = [record for record in found if not record.is_rehearsal]
-        if records.are_flags_shared:
-            for record in counted:
-                record.read_again()
+        is_same_step = state.is_mid_step()
+        self.had_no_gradients = not counted and records.found_none()
         finite, spiked = outcome(counted, loss_scale)
         if new_scale is not None:
             info = state.update_to(new_scale, finite, device_type)
@@ -170,10 +167,6 @@ class Steps:
         copy = Steps(self.records.copied(), self._is_enabled, self._allow_half, deepcopy(self.voice), None)
         copy.has_begun, copy.had_no_gradients = self.has_begun, self.had_no_gradients
         return copy
-
-    def _unscale(self, scaler: Any, optimizer: Any, record: OptimizerRecord, replaced: frozenset[str]) -> None:
-        is_replaced = "_unscale_grads_" in replaced
-        unscale(self.records, optimizer, record, scaler._unscale_grads_, self._allow_half, is_replaced)
 
     def _clip_in_one_read(
         self,

@@ -1,6 +1,5 @@
 """Unscaling an optimizer's gradients and finding out whether they are finite: in place, or for a fused optimizer."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ def unscale(
     records: OptimizerRecords,
     optimizer: Any,
     record: OptimizerRecord,
-    unscale_grads: Callable[..., Any],
+    scaler: torch.amp.GradScaler,
     allow_half: bool,
-    is_replaced: bool,
+    replaced: frozenset[str],
 ) -> None:
     """Divide the gradients of an optimizer by their loss scale, in place, and note whether they are finite.
 
-    `unscale_grads(optimizer, inverse, found_inf, allow_half)` does it, and returns a flag for each device; with
-    `is_replaced` it is a subclass's. Gradients that were unscaled before an `update` that was another optimizer's are
-    left as they are.
+    The scaler's `_unscale_grads_` does it, and returns a flag for each device. Gradients that were unscaled before an
+    `update` that was another optimizer's are left as they are.
     """
     if record.is_carried:
         record.is_carried = False
@@ -33,9 +31,9 @@ def unscale(
     else:
         inverse, found_inf = captured.known_inverse, records.flags.take(captured.scale.device)
         record.borrowed = found_inf
-    if is_replaced:  # a subclass may write to the factor, which other steps share, and keep the flag
+    if "_unscale_grads_" in replaced:  # a subclass may write to the factor, which other steps share, and keep the flag
         inverse, record.borrowed = inverse.clone(), None
-    found = unscale_grads(optimizer, inverse, found_inf, allow_half)
+    found = scaler._unscale_grads_(optimizer, inverse, found_inf, allow_half)
     if captured.may_be_below_one:  # there a finite gradient may overflow by being unscaled
         Gradients([optimizer]).check_again(found)
     records.note(optimizer, record, found)
