@@ -126,7 +126,7 @@ def warn_if_resumed(optimizer: Any, state: ScalerState) -> None:
             f"{state.read_loss_scale():g}; to go on from a checkpoint, save scaler.state_dict() in it and pass it to "
             "scaler.load_state_dict()",
             CheckpointWarning,
-            stacklevel=4,  # past this function, `step` and the wrapper of `torch.compiler.disable`
+            stacklevel=5,  # past this function, `Steps.note_first_step` and both of `step`
         )
 
 

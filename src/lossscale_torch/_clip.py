@@ -162,6 +162,7 @@ def _clip_on_host(
     finite, grad_scale = math.isfinite(norm), None
     if finite:
         factor = min(1.0, how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        # The kernel multiplies by the reciprocal of the factor, which must be a normal number of float32.
         if is_deferred and factor * LARGEST_SCALE > loss_scale:
             grad_scale = torch.full((), loss_scale / factor, dtype=torch.float32, device=scale.device)
         else:

@@ -54,6 +54,7 @@ class JoinedScaler:
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Go on from the state of a rank that had inputs to the end; called on every rank."""
+        # A rank that ran out of inputs has missed the updates since, and only the last joiners have counted all.
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, (is_last_joiner, self._scaler.state_dict()), group=self._group)
         if not is_last_joiner:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lossscale_torch._gradients import Bucket, Gradients, moved
 
-_JOIN_BELOW = 4096
+_JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
 _LARGEST_ORDER = 7.0  # the largest float32 to this power still is a float64, however many are summed
 _HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
@@ -35,7 +35,7 @@ def unscaled_norm(gradients: Gradients, scale: Tensor, norm_type: float) -> Unsc
     norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
     norm = _combined(norms, norm_type)
     if not math.isfinite(norm) and not math.isinf(norm_type):
-        norm = _norm_of_large(some, norm_type)
+        norm = _norm_of_large(some, norm_type)  # their squares may have overflowed, and they themselves not
     if loss_scale < 1.0 and any(_largest(b) / loss_scale > torch.finfo(b[0].dtype).max for b in some):
         norm = math.inf
     return UnscaledNorm(norm / loss_scale, loss_scale)
@@ -103,7 +103,7 @@ def _largest(bucket: Bucket) -> float:
 def _bucket_norm(bucket: Bucket, norm_type: float) -> Tensor:
     if norm_type == 2.0 and bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
         return _norm_by_dots(bucket)
-    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None
+    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, norm_type, dtype=dtype)), norm_type)
 
 

@@ -124,7 +124,7 @@ class GradScaler(TorchNames):
         if isinstance(outputs, dict | list | tuple):
             return cast(Tree, tree.map_leaves(self.scale, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return cast(Tree, map(self.scale, outputs))
+            return cast(Tree, map(self.scale, outputs))  # lazily, as torch's own scaler does
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     @not_compiled

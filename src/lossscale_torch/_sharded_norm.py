@@ -47,6 +47,7 @@ def local_norms(
         else:
             value = unscaled_norm(part, scale, norm_type).value
             norm = torch.full((), value, dtype=torch.float64, device=scale.device)
+        # The powers are summed over all ranks, so that each of the copies counts as its share of one.
         norms[place].append(norm * copies ** (-1.0 / norm_type))
     return [_joined(torch.stack(some), norm_type) if some else _zero_like(scale) for some in norms]
 
@@ -59,10 +60,13 @@ def agree(norms: list[Tensor], messages: Tensor, meshes: list[Any], norm_type: f
     largest counts, so that they go on with the same. Does not synchronise.
     """
     flag = (~torch.isfinite(torch.stack(norms))).any().to(messages.dtype)
+    # In float64, as the norm is, so that both go out in one tensor; it holds every number of a message exactly.
     told = torch.cat([flag.expand(len(messages), 1), messages[:, 1:]], dim=1).double().flatten()
     total = _zero_like(told)
     for norm, mesh in zip(norms, meshes, strict=True):
         for group in groups_over(mesh):
+            # Gathered and not reduced: norms are summed and messages maximised, and every rank sums in one order, so
+            # that all of them go on with the same bits.
             everyone = _gathered(torch.cat([norm.view(1), total.view(1), told]), group)
             norm, total, told = _joined(everyone[:, 0], norm_type), everyone[:, 1].amax(), everyone[:, 2:].amax(0)
         total = _joined(torch.stack([norm, total]), norm_type)

@@ -211,6 +211,6 @@ class Steps:
             return scaler._maybe_opt_step(optimizer, record, *args, **kwargs)
         self.records.are_flags_shared, record.flag = True, None
         result = scaler._maybe_opt_step(optimizer, record, *args, **kwargs)
-        if record.flag is None:
+        if record.flag is None:  # a subclass that did not call ours has decided by the flags, as torch's own does
             record.flag = known_on_host(record)
         return result

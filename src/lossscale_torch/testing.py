@@ -298,6 +298,7 @@ def _has_fused_kernel(optimizer: Any) -> bool:
 
 def _make_fused(optimizer: Any) -> None:
     """Let one of torch's optimizers step with its fused kernel, as if it had been made with `fused=True`."""
+    # Its constructor sets this: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L107
     optimizer._step_supports_amp_scaling = True
     optimizer.defaults.update(fused=True, foreach=False)
     for group in optimizer.param_groups:

@@ -534,7 +534,7 @@ def test_a_flag_raised_by_others_skips(flag, fused):
 
 
 def test_an_optimizer_of_the_old_contract_gets_the_scaler():
-    """As with torch: one whose step takes `grad_scaler` is handed it, with a warning."""
+    """As with torch: one whose step takes `grad_scaler` is handed it, with a warning at the line that steps."""
 
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -547,8 +547,9 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler():
     param.grad = torch.ones(1)
     optimizer = Old([param], lr=1.0)
     scaler = _ready()
-    with pytest.warns(FutureWarning, match="stop passing itself"):
+    with pytest.warns(FutureWarning, match="stop passing itself") as told:
         scaler.step(optimizer)
+    assert told[0].filename == __file__
     assert optimizer.given is scaler
     assert scaler.update().applied
 
