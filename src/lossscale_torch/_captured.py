@@ -16,6 +16,8 @@ backward ran, and the optimizer has not been stepped since. Then:
 A scaler whose calls were recorded (a CUDA graph) always takes the present scale: a replay leaves no trace here.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -117,7 +119,7 @@ class ScaledLosses:
         self.captured = self._state.capture(is_recorded=self.is_recorded())
         result = scaled(loss, self.captured.scale)
         if result.requires_grad:
-            result.register_hook(self._backwards.note)
+            _call_in_backward(result, self._backwards.note)
         return result
 
     def is_recorded(self) -> bool:
@@ -222,6 +224,19 @@ class ScaledLosses:
 
     def _forget(self) -> None:
         self._past, self._used_up, self._seen, self._unscaled = None, set(), {}, {}
+
+
+def _call_in_backward(result: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Have backward call a hook when it reaches the result of an operation, as `register_hook` does.
+
+    That makes a handle, which takes five times as long as the rest of it, and which nobody wants.
+    """
+    if type(result) is not Tensor:
+        result.register_hook(hook)  # as its `__torch_function__` says
+        return
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py#L694
+    result._backward_hooks = OrderedDict({-1: hook})  # the handles of further hooks count from 0
+    result.grad_fn._register_hook_dict(result)  # type: ignore[union-attr]
 
 
 def _require_same(scale: float | Tensor, present_scale: Any) -> None:

@@ -566,3 +566,37 @@ def test_the_first_loss_may_be_scaled_in_inference_mode():
     assert _moved(param, scaler.step, optimizer) == 1.0
     scaler.update()
     assert scaler.get_scale() == 2048.0
+
+
+# -- what others do with the scaled loss -------------------------------------------------------------------------------
+
+
+@AGAINST_TORCH
+def test_hooks_on_the_scaled_loss(make_scaler):
+    """A scaled loss takes hooks as any tensor does: they run once for each backward, and may be removed."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=4.0)
+    scaled = scaler.scale(param.sum())
+    seen = []
+    kept, removed = (scaled.register_hook(lambda grad, name=name: seen.append((name, grad.item()))) for name in "ab")
+    scaled.backward(retain_graph=True)
+    removed.remove()
+    (scaled * 3.0).backward()
+    kept.remove()
+    assert seen == [("a", 1.0), ("b", 1.0), ("a", 3.0)]
+    assert _moved(param, scaler.step, optimizer) == 4.0
+    scaler.update()
+
+
+@AGAINST_TORCH
+def test_a_scaled_loss_that_is_written_in_place(make_scaler):
+    """What is added to it afterwards is part of the same backward."""
+    param, optimizer = _one()
+    scaler = make_scaler("cpu", init_scale=4.0)
+    scaled = scaler.scale(param.sum())
+    scaled += 2.0 * scaler.scale(param.sum())
+    scaled.backward()
+    assert _moved(param, scaler.step, optimizer) == 3.0
+    scaler.update()
+    with pytest.raises(RuntimeError, match="backward"):
+        scaled.backward()
