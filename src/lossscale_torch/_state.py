@@ -193,10 +193,10 @@ class ScalerState:
         before = self.snapshot()
         if isinstance(new_scale, Tensor):
             if new_scale.device.type != device_type or new_scale.numel() != 1 or new_scale.requires_grad:
-                raise AssertionError(_NEW_SCALE)
+                raise _new_scale_error(new_scale, device_type)
             self._set_loss_scale(new_scale)
         elif isinstance(new_scale, bool) or not isinstance(new_scale, int | float) or not new_scale > 0:
-            raise AssertionError(_NEW_SCALE)
+            raise _new_scale_error(new_scale, device_type)
         else:
             self.set(loss_scale=within_bounds(new_scale, self.policy))
         after = self.snapshot()
@@ -307,3 +307,14 @@ def scale_bounds(policy: Any) -> tuple[float, float]:
     """Return the least and the largest loss scale that may be set under a policy."""
     members = BaseScaling.of(policy)
     return members.min_scale, members.max_scale
+
+
+def _new_scale_error(new_scale: Any, device_type: str) -> AssertionError:
+    """Return torch's error for what is not a scale, with what was given and the rule after torch's own sentence."""
+    given = repr(new_scale)
+    if isinstance(new_scale, Tensor):
+        needs = "with" if new_scale.requires_grad else "without"
+        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
+    return AssertionError(
+        f"{_NEW_SCALE} It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+    )
