@@ -4,7 +4,15 @@
 """
 
 from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
-from lossscale_torch._range import range_report
+
+try:
+    from lossscale_torch._range import range_report
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
+    ) from error
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo

@@ -297,13 +297,20 @@ def _as_tensors(state: Any, device: torch.device | str) -> Any:
 
 
 def _require_scale(new_scale: Any, device_type: str) -> None:
-    """Raise torch's error for what is not a loss scale."""
+    """Raise torch's error for what is not a loss scale, with what was given and the rule after torch's sentence."""
     if isinstance(new_scale, Tensor):
         is_scale = new_scale.device.type == device_type and new_scale.numel() == 1 and not new_scale.requires_grad
     else:
         is_scale = not isinstance(new_scale, bool) and isinstance(new_scale, int | float) and new_scale > 0
-    if not is_scale:
-        raise AssertionError(_NEW_SCALE)
+    if is_scale:
+        return
+    given = repr(new_scale)
+    if isinstance(new_scale, Tensor):
+        needs = "with" if new_scale.requires_grad else "without"
+        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
+    raise AssertionError(
+        f"{_NEW_SCALE} It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+    )
 
 
 def within_bounds(scale: float, policy: Any) -> float:

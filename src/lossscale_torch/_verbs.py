@@ -41,10 +41,14 @@ def scale(loss: Any, state: HasLossScale) -> Any:
     Args:
         loss: A tensor of any shape and dtype, a Python number, or a nested structure of them.
         state: The scaling state.
+
+    Raises:
+        TypeError: A leaf of `loss` is not a number, or `state` is not a state.
     """
+    loss_scale = _loss_scale_of(state, "scale(loss, state)")
 
     def scale_leaf(leaf: Any) -> Tensor | None:
-        return None if leaf is None else scaled(_as_tensor(leaf), state.loss_scale)
+        return None if leaf is None else scaled(_as_tensor(leaf), loss_scale)
 
     return tree.map_leaves(scale_leaf, loss)
 
@@ -80,13 +84,17 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     Returns:
         The same structure. float16, bfloat16 and float8 leaves come back in float32; others keep their dtype, and
         sparse ones stay sparse.
+
+    Raises:
+        TypeError: A leaf of `grads` is neither a tensor nor a number, or `state` is not a state.
     """
+    loss_scale = _loss_scale_of(state, "unscale(grads, state)")
 
     def unscale_leaf(leaf: Any) -> Any:
         if not is_gradient(leaf):
             return leaf
         lifted = _lifted(_as_tensor(leaf))
-        return lifted / _on_device_of(state.loss_scale, lifted)
+        return lifted / _on_device_of(loss_scale, lifted)
 
     return cast(Tree, tree.map_leaves(unscale_leaf, grads))
 
@@ -101,10 +109,16 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
         old: The same structure before the step.
 
     Raises:
+        TypeError: `grads_finite` is not a bool of shape `()`.
         ValueError: Where the structures differ.
     """
     if isinstance(grads_finite, bool):
         return cast(Tree, tree.map_leaves(lambda a, b: a if grads_finite else b, new, old))
+    if not isinstance(grads_finite, Tensor) or grads_finite.dtype is not torch.bool or grads_finite.dim():
+        raise TypeError(
+            f"grads_finite is {_named(grads_finite)}, which is neither a Python bool nor a bool tensor of shape (); "
+            "pass what all_finite returned, in this order: select(grads_finite, new, old)"
+        )
 
     def select_leaf(a: Any, b: Any) -> Tensor | None:
         if a is None:
@@ -129,7 +143,26 @@ def is_gradient(leaf: Any) -> bool:
         return False
     if isinstance(leaf, (float, complex)):
         return True
-    raise TypeError(f"{leaf!r} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
+    raise TypeError(f"{_named(leaf)} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
+
+
+def _loss_scale_of(state: Any, call: str) -> Any:
+    """Return the loss scale of a state; raise `TypeError` for what is none, such as arguments in the other order."""
+    try:
+        return state.loss_scale
+    except AttributeError:
+        raise TypeError(
+            f"state is {_named(state)}, which has no loss_scale; pass the state that init_state returned, in this "
+            f"order: {call}"
+        ) from None
+
+
+def _named(value: Any) -> str:
+    """Return what a message calls a value: the values of a tensor, or of a dict of them, may fill pages."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    is_short = value is None or isinstance(value, str | float | int) or getattr(value, "shape", None) == ()
+    return repr(value) if is_short else f"a value of type {type(value).__name__}"
 
 
 def _as_tensor(leaf: Any) -> Tensor:
@@ -138,7 +171,10 @@ def _as_tensor(leaf: Any) -> Tensor:
         return leaf
     if isinstance(leaf, float):
         return torch.tensor(leaf, dtype=torch.float32)
-    return torch.tensor(leaf, dtype=torch.complex64 if isinstance(leaf, complex) else None)
+    try:
+        return torch.tensor(leaf, dtype=torch.complex64 if isinstance(leaf, complex) else None)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{_named(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
 
 
 def _readable(values: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""A device without float64 on a CPU, whose copies to the host arrive late unless they are waited for."""
+"""A device on a CPU, whose copies to the host arrive late unless they are waited for; without float64, if not CUDA."""
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _FACTORIES = {
     getattr(torch, name)
@@ -12,7 +13,7 @@ _FACTORIES = {
 }
 _READS = {torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.item}
 """Reads of a value, which wait for the device."""
-_GUARDED = {torch.Tensor.__getitem__, torch.Tensor.__invert__, torch.where}
+_GUARDED = {torch.Tensor.__getitem__, torch.Tensor.__invert__, torch.Tensor.copy_, torch.where}
 """Functions that ask for the device before they dispatch."""
 _SHARED_KERNELS = ("_amp_foreach_non_finite_check_and_unscale_", "_fused_adamw_", "_fused_sgd_", "_fused_adam_")
 """Kernels with an underscore that torch has on MPS and XPU, too."""
@@ -24,7 +25,7 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor, device: torch.device) -> "OnDevice":
         """Wrap `values`; autograd takes the tensor for one on `meta`, whose backward needs no stream."""
-        if values.dtype in (torch.float64, torch.complex128):
+        if device.type != "cuda" and values.dtype in (torch.float64, torch.complex128):
             raise TypeError(f"{device.type} has no {values.dtype}")
         result = torch.Tensor._make_wrapper_subclass(
             cls, values.size(), values.stride(), values.storage_offset(), dtype=values.dtype, device="meta",
@@ -40,6 +41,8 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the values, as the device would."""
+        if sharded := [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]:
+            return operation(*_replicated(args, sharded[0].device_mesh), **kwargs or {})
         kwargs = dict(kwargs or {})
         places = set()
         tree_map_only(OnDevice, lambda each: places.add(each.its_device), (args, kwargs))
@@ -79,12 +82,13 @@ class Emulated(TorchFunctionMode):
             return function(args[0].values)
         if function in _GUARDED and isinstance(args[0], OnDevice):
             return OnDevice(function(*_values(args)), self.device)
-        if function is torch.Tensor.to and isinstance(args[0], OnDevice) and self._is_meant(args[1]):
-            return args[0]
-        if function in (torch.Tensor.to, torch.as_tensor) and not isinstance(args[0], OnDevice):
-            meant = [each for each in (*args[1:], *kwargs.values()) if self._is_meant(each)]
-            if meant and isinstance(args[0], torch.Tensor):
-                return OnDevice(args[0].detach().clone(), self.device)
+        if function is torch.Tensor.__setitem__ and isinstance(args[0], OnDevice):
+            return function(*_values(args))
+        if function in (torch.Tensor.to, torch.as_tensor) and isinstance(args[0], torch.Tensor):
+            if not any(self._is_meant(each) for each in (*args[1:], *kwargs.values())):
+                return function(*args, **kwargs)
+            is_there = isinstance(args[0], OnDevice | DTensor)
+            return args[0] if is_there else OnDevice(args[0].detach().clone(), self.device)
         return function(*args, **kwargs)
 
     def _is_meant(self, device: Any) -> bool:
@@ -99,6 +103,11 @@ def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
     if not waits:
         raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
     return values
+
+
+def _replicated(tree: Any, mesh: Any) -> Any:
+    """Return numbers beside sharded tensors as DTensor itself takes them, if they are of no class of their own."""
+    return tree_map_only(OnDevice, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim), tree)
 
 
 def _require_waited(target: Any, non_blocking: bool) -> None:

@@ -1,11 +1,15 @@
 """Every public call on a device that lacks float64 and CUDA's own kernels; and the same numbers as on the host."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
-from lossscale_core import SpikeGuard
+from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_torch import (
     GradScaler,
     all_finite,
@@ -17,13 +21,18 @@ from lossscale_torch import (
     unscale,
 )
 from tests.adapters.emulated_device import Emulated, OnDevice
+from tests.adapters.test_torch_distributed import _on_ranks
 from tests.adapters.test_torch_odd_gradients import _WithoutFloat64
 
 INF = float("inf")
 GRADS = [1.0, 2.0, INF, 1.0, 1e18, 1.0, 50.0, 1.0, float("nan"), 2.0]
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-)
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
+    "fused sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, fused=True),
+    "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.5, fused=True),
+}
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+PLACES = [("mps", "sgd"), ("mps", "fused sgd"), ("xpu", "fused adamw")]
 CALLS = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
     "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
@@ -32,10 +41,10 @@ CALLS = {
 }
 
 
-def _run(device: str, fused: bool, call: str, **settings: Any) -> tuple[Any, ...]:
-    """Take steps with given gradients; return the outcomes, the weights and the state."""
+def _run(device: str, kind: str, call: str, **settings: Any) -> tuple[Any, ...]:
+    """Take steps with given gradients; return the outcomes, the weights and what the optimizer keeps, and the state."""
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.5, fused=fused)
+    optimizer = OPTIMIZERS[kind](params)
     scaler = GradScaler(device, init_scale=4.0, growth_interval=2, **settings)
     applied = []
     for size in GRADS:
@@ -44,21 +53,22 @@ def _run(device: str, fused: bool, call: str, **settings: Any) -> tuple[Any, ...
             param.grad = torch.full((3,), size, device=device) * scaler.get_scale()
         CALLS[call](scaler, optimizer)
         applied.append(bool(scaler.update().applied))
-    return applied, [param.detach().cpu().tolist() for param in params], scaler.state_dict(), scaler.metrics().keys()
+    kept = [each for state in optimizer.state.values() for each in state.values() if each is not None]
+    values = [each.detach().cpu().flatten().tolist() for each in (*params, *kept)]
+    return applied, values, scaler.state_dict(), scaler.metrics().keys()
 
 
-@pytest.mark.parametrize("device", ["mps", GPU])
 @pytest.mark.parametrize("guard", [None, SpikeGuard(warmup=2)], ids=["unguarded", "guarded"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_each_step_is_that_of_the_host(fused, call, guard, device):
-    """Outcomes, weights, state and guard are those of the CPU; nothing needs what the device lacks."""
-    expected = _run("cpu", fused, call, guard=guard)
+@pytest.mark.parametrize(("device", "kind"), [*PLACES, *(pytest.param("cuda", kind, marks=GPU) for kind in OPTIMIZERS)])
+def test_each_step_is_that_of_the_host(device, kind, call, guard):
+    """Outcomes, weights, moments, state and guard are those of the CPU; nothing needs what the device lacks."""
+    expected = _run("cpu", kind, call, guard=guard)
     if device == "cuda":
-        found = _run(device, fused, call, guard=guard)
+        found = _run(device, kind, call, guard=guard)
     else:
         with Emulated(device):
-            found = _run(device, fused, call, guard=guard)
+            found = _run(device, kind, call, guard=guard)
     assert found[0] == expected[0]
     for weights in zip(found[1], expected[1], strict=True):
         assert weights[0] == pytest.approx(weights[1], rel=1e-5)
@@ -82,6 +92,55 @@ def test_a_norm_whose_squares_overflow_is_a_spike(call):
             assert (bool(info.spiked), bool(info.overflowed)) == (size == 1e30, size == INF)
         guard = scaler.state_dict()["guard"]
         assert (guard["mean"], guard["norms"]) == (pytest.approx(3.0**0.5), 3)
+
+
+def _clip_shards(rank: int, device: str, kind: str, call: str) -> tuple[Any, ...]:
+    """Take steps with half of a parameter; return the outcomes, norms, weights and counts of collectives.
+
+    Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
+    the device itself: "PyTorch is not linked with support for xpu devices".
+    """
+    mesh = init_device_mesh(device, (2,))
+
+    def shard(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((2, 3), value, device=device), mesh, [Shard(0)])
+
+    param = torch.nn.Parameter(shard(1.0))
+    optimizer = OPTIMIZERS[kind]([param])
+    # below a scale of 1 a fused optimizer on CUDA would be clipped by torch
+    scaler = GradScaler(device, policy=DynamicScaling(init_scale=4.0, growth_interval=2, min_scale=1.0))
+    applied, norms, calls = [], [], []
+    for size in (1.0, INF, 1e18, 2.0, float("nan"), 1.0):
+        scaler.scale(torch.ones((), device=device))
+        spoilt = size if math.isfinite(size) or rank == 1 else 1.0  # one rank's overflow skips on both
+        param.grad = shard((1.0 + rank) * spoilt * scaler.get_scale())
+        with CommDebugMode() as collectives:
+            norm = scaler.unscale_and_clip_(optimizer, 1.0) if call == "clip" else scaler.clip_and_step(optimizer, 1.0)
+            if call == "clip":
+                scaler.step(optimizer)
+        norms.append(norm.cpu().item())
+        calls.append(collectives.get_total_counts())
+        applied.append(bool(scaler.update().applied))
+    return applied, norms, param.detach().to_local().cpu().flatten().tolist(), set(calls)
+
+
+def _compare_shards(rank: int, world_size: int) -> None:
+    # What asks the driver of a GPU, in this process alone: without one a scaler for "cuda" is disabled.
+    torch.cuda.amp.common.amp_definitely_not_available = torch.cuda.is_current_stream_capturing = bool
+    for device, calls in ("cuda", {1}), ("xpu", {2}):
+        for kind, call in ("sgd", "clip"), ("fused adamw", "clip"), ("fused adamw", "deferred"):
+            expected = _clip_shards(rank, "cpu", kind, call)
+            assert (expected[0], expected[3]) == ([True, False, True, True, False, True], {1})
+            with Emulated(device):
+                found = _clip_shards(rank, device, kind, call)
+            assert (found[0], found[3]) == (expected[0], calls), (device, kind, call, found)
+            for place in (1, 2):
+                assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
+
+
+def test_sharded_clipping_is_that_of_the_host():
+    """Norms, outcomes and weights are those of the CPU: in one collective, and in two where float64 is missing."""
+    _on_ranks(2, _compare_shards)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

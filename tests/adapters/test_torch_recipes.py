@@ -5,6 +5,7 @@ import shutil
 import sys
 import types
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -110,8 +111,8 @@ def _optimizer_of(model, fused=False):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def _arguments(folder, **settings):
-    return TrainingArguments(
+def _arguments(folder, kind=TrainingArguments, **settings):
+    return kind(
         output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, use_cpu=True, report_to=[],
         logging_strategy="no", disable_tqdm=True, seed=0, **{"save_strategy": "no", **settings},
     )  # fmt: skip
@@ -146,6 +147,52 @@ def test_why_the_trainer_needs_a_callback(tmp_path):
     trainer.train()
     assert model.skipped() == OVERFLOWS
     assert trainer.lr_scheduler.last_epoch == STEPS
+
+
+def _follow_applied_steps():
+    """Return the names of Trainer's recipe, with its callback, from before it makes a trainer."""
+    names = {}
+    exec(code_of(PAGE, "Hugging Face Trainer").partition("trainer = ")[0], names)
+    return names
+
+
+def _small_language_model():
+    """Return a language model of five words, and its tokenizer, made without any download."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("<pad>", "<eos>", "a", "b", "c"))}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), tokenizer
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_trl(optim, tmp_path):
+    """Supervised fine-tuning skips an overflow, and its schedule follows applied steps."""
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    model, tokenizer = _small_language_model()
+    norm, seen = model.model.norm, []
+
+    def spoil(grad):
+        seen.append(norm.weight.tolist())
+        return grad * (INF if len(seen) == 2 else 1.0)
+
+    norm.weight.register_hook(spoil)
+    args = _arguments(tmp_path, SFTConfig, bf16=False, max_length=8, learning_rate=0.1, optim=optim)
+    dataset = Dataset.from_list([{"text": "a b c a"}] * 32)  # four batches
+    names = {"model": model, "args": args, "dataset": dataset, "tokenizer": tokenizer}
+    names = _run("TRL", {**_follow_applied_steps(), **names})
+    changed = [before != after for before, after in pairwise([*seen, norm.weight.tolist()])]
+    assert changed == [True, False, True, True]
+    assert names["trainer"].lr_scheduler.last_epoch == 3
+    assert names["trainer"].accelerator.scaler.get_scale() == 2.0**15
 
 
 @pytest.mark.parametrize("fused", [False, True])

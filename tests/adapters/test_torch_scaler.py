@@ -199,9 +199,12 @@ def test_update_takes_a_new_scale():
     assert scaler.get_scale() == 4.0
     scaler.update(torch.tensor([2.0]))
     assert scaler._scale.item() == 2.0
-    for bad in (0.0, float("nan"), "8", True):
-        with pytest.raises(AssertionError, match="new_scale"):
+    for bad in (0.0, -1.0, float("nan"), "8", True, torch.ones(2), torch.ones(1, requires_grad=True)):
+        with pytest.raises(
+            AssertionError, match=r"^new_scale should be a float .*=False\. It is .* pass a positive"
+        ) as e:
             scaler.update(bad)
+        assert f" It is {'a tensor of shape' if isinstance(bad, torch.Tensor) else repr(bad)}" in str(e.value)
 
 
 @EACH_OPTIMIZER

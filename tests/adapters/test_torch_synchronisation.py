@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lossscale_core.errors import PolicyError
 from lossscale_torch import GradScaler, all_finite, init_state, scale, select, unscale
 
 
@@ -248,6 +249,34 @@ def test_the_verbs_on_python_numbers():
     assert not all_finite({"a": torch.ones(2), "b": float("nan")})
     with pytest.raises(TypeError, match="'1' is not a tensor"):
         all_finite("1")
+
+
+def test_wrong_arguments_are_named_in_one_sentence():
+    """Swapped ones above all: the message says what was given, and the order."""
+    state, loss, grads, flag = init_state("dynamic"), torch.ones(()), {"w": torch.ones(2)}, torch.tensor(True)
+    scale_order, unscale_order = r"in this order: scale\(loss, state\)", r"in this order: unscale\(grads, state\)"
+    for call, message in {
+        lambda: scale(state, loss): rf"state is a torch.float32 tensor of shape \(\), .* {scale_order}",
+        lambda: scale(loss, "dynamic"): f"state is 'dynamic', .* {scale_order}",
+        lambda: scale(loss, GradScaler("cpu")): "state is a value of type GradScaler",
+        lambda: scale("loss", state): "'loss' is not a number",
+        lambda: scale(object(), state): "a value of type object is not a number",
+        lambda: unscale(state, grads): f"state is a value of type dict, .* {unscale_order}",
+        lambda: unscale(grads, 4.0): "state is 4.0",
+        lambda: unscale(
+            iter([loss]), state
+        ): "a value of type list_iterator is not a tensor; .* in dicts, lists and tuples",
+        lambda: select(
+            grads, grads, flag
+        ): r"grads_finite is a value of type dict, .* order: select\(grads_finite, new, old\)",
+        lambda: select(loss, loss, flag): r"grads_finite is a torch.float32 tensor of shape \(\)",
+        lambda: select(torch.tensor([True, False]), grads, grads): r"is a torch.bool tensor of shape \(2,\)",
+        lambda: select(None, grads, grads): "grads_finite is None",
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(PolicyError, match="'cuda' is not a loss-scaling policy; pass a policy such as"):
+        init_state("cuda")
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])

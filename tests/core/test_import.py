@@ -37,3 +37,16 @@ def test_reading_other_tools_loads_no_framework():
         "ls.dialects.state_from_peer('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
     )
     assert not loaded & (FRAMEWORKS | EXTRAS)
+
+
+def test_the_torch_adapter_without_torch_says_what_to_install():
+    """The error is still a `ModuleNotFoundError` that names torch, and Python's own is its cause."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try:\n    import lossscale_torch\n"
+        "except ModuleNotFoundError as error:\n    print(error, error.name, error.__cause__.name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]" torch torch\n'
+    )
