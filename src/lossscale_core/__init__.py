@@ -7,7 +7,7 @@ functions of the same names for arrays on their framework's devices.
 
 import typing as _typing
 
-from lossscale_core import errors, testing, tree
+from lossscale_core import errors, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
@@ -21,7 +21,6 @@ from lossscale_core._policy import (
     ScalingPolicy,
     TolerantScaling,
 )
-from lossscale_core._range import OperationRange, RangeReport
 from lossscale_core._report import (
     GradientReport,
     OverflowReport,
@@ -37,7 +36,8 @@ from lossscale_core._state import ScaleState, TolerantScaleState
 from lossscale_core._voice import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import dialects
+    from lossscale_core import dialects, testing
+    from lossscale_core._range import OperationRange, RangeReport
 
 __version__ = "0.1.0"
 
@@ -90,11 +90,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name != "dialects":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # loaded on first use: only code that converts from another tool needs the twenty tables
+    # Training needs none of these, and they would add a tenth to the time of the import, which each process of a run
+    # pays. The import statements set the names in this module, so that only the first use comes here.
+    if name == "dialects":
+        import lossscale_core.dialects
+    elif name == "testing":
+        import lossscale_core.testing  # noqa: F401
+    elif name in ("OperationRange", "RangeReport"):
+        from lossscale_core._range import OperationRange, RangeReport
 
-    return importlib.import_module("lossscale_core.dialects")
+        globals().update(OperationRange=OperationRange, RangeReport=RangeReport)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 # A pickle stores the module name of a class: the public one lets the private modules change.

@@ -1,7 +1,6 @@
 """What a run logs about its loss scale by itself, through the logger `lossscale`."""
 
 import functools
-import logging
 import math
 from collections import deque
 from typing import Literal, NamedTuple, get_args
@@ -17,7 +16,6 @@ from lossscale_core.errors import PolicyError, ScaleFloorError
 OnFloor = Literal["warn", "raise", "ignore"]
 """What an overflow does that brings the loss scale down to `min_scale`."""
 
-_LOGGER = logging.getLogger("lossscale")
 _OF_THE_HOST = (np.generic, np.ndarray, float, int)
 _LONG = 20
 _TIMES_AS_LONG = 10
@@ -184,11 +182,15 @@ def _say(policy: BaseScaling, state: AnyScaleState, said: Said, on_floor: OnFloo
     found, said = remarks(policy, state, said)
     if found and on_floor == "ignore" and Numbers(policy, state).at_floor:
         found = [remark for remark in found if remark.event == "broken"]
+    if not found:
+        return said
+    import logging  # most processes say nothing, and it would add a twentieth to the time of importing the core
+
     facts = {"steps": said.steps, "loss_scale": float(state.loss_scale), "overflow_streak": int(state.overflow_streak)}
     for remark in found:
         level = logging.INFO if remark.event == "calibrated" else logging.WARNING
         extra = {"event": remark.event, **facts}
-        _LOGGER.log(level, "loss scaling, step %d: %s", said.steps, remark.sentence, extra=extra)
+        logging.getLogger("lossscale").log(level, "loss scaling, step %d: %s", said.steps, remark.sentence, extra=extra)
     return said
 
 
