@@ -7,10 +7,18 @@ functions of the same names for arrays on their framework's devices.
 
 import typing as _typing
 
-from lossscale_core import errors, tree
+from lossscale_core import errors, files, messages, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
-from lossscale_core._config import PolicyLike, as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._config import (
+    PolicyLike,
+    as_policy,
+    dump_policy,
+    load_policy,
+    policy_from_dict,
+    policy_to_dict,
+    policy_to_toml,
+)
 from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
 from lossscale_core._placement import init_state
 from lossscale_core._policy import (
@@ -71,13 +79,16 @@ __all__ = [
     "dialects",
     "dump_policy",
     "errors",
+    "files",
     "guard_state_from_dict",
     "init_state",
     "load_policy",
+    "messages",
     "metrics",
     "policy_from_dict",
     "policy_schema",
     "policy_to_dict",
+    "policy_to_toml",
     "scale",
     "select",
     "state_from_dict",

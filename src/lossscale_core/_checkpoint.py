@@ -13,8 +13,8 @@ from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core._voice import log_arrays
-from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.messages import shown
 
 VERSION = 1
 _MEND = "pass a dict that state_to_dict returned, or start a new state with init_state"

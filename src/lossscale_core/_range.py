@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._files import write_whole
 from lossscale_core._range_picture import Row, html_page, svg_picture
 from lossscale_core._range_records import (
     GRADIENT,
@@ -26,6 +25,7 @@ from lossscale_core._range_records import (
     to_plain,
 )
 from lossscale_core._range_search import recommended_scale, search
+from lossscale_core.files import write_whole
 
 
 @dataclass(frozen=True)

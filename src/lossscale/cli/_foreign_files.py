@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli._torch_files import SUFFIXES, read_pickle
-from lossscale_core._files import LARGEST_DATA, read_data, suffix_of
-from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_core.files import LARGEST_DATA, read_data, suffix_of
+from lossscale_core.messages import shown, shown_names
 
 _DEEPEST = 3
 _MOST_DICTS = 100_000

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core._files import LARGEST_DATA, read_data, read_text, suffix_of
-from lossscale_core._words import shown_names
 from lossscale_core.errors import TraceFileError
+from lossscale_core.files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core.messages import shown_names
 
 # The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
 _NAMES = {

@@ -31,9 +31,9 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core._files import write_whole
-from lossscale_core._words import shown
 from lossscale_core.errors import LossScaleError
+from lossscale_core.files import write_whole
+from lossscale_core.messages import shown
 
 _OPTIONS = (
     click.argument("file", type=FILE),

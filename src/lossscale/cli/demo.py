@@ -14,9 +14,8 @@ from rich.table import Table
 
 from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, number_text, require_new
-from lossscale_core import load_policy
-from lossscale_core._config import policy_to_toml
-from lossscale_core._files import write_whole
+from lossscale_core import load_policy, policy_to_toml
+from lossscale_core.files import write_whole
 
 _ADAPTERS = {
     "numpy": "lossscale_core",

@@ -25,7 +25,7 @@ from lossscale.cli._shared import (
 )
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
 from lossscale_core import BaseScaling, ScalingPolicy, as_policy, diagnose, policy_to_dict, testing
-from lossscale_core._files import write_whole
+from lossscale_core.files import write_whole
 
 _MOST_ROWS = 40
 _PICTURE = Path("simulation.png")

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER
 from lossscale_core.dialects._megatron import SHIFT_KEYS
 from lossscale_core.dialects._readings import HALVES, UNBOUNDED
 from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
+from lossscale_core.messages import shown
 
 _RULE = {"cooldown": 1, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, since_change, since_overflow
 from lossscale_core.dialects._readings import HALVES, UNBOUNDED
 from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Reading, Saved, Settings, key
+from lossscale_core.messages import shown
 
 _MOST_FALLS = 10_000
 

@@ -3,7 +3,6 @@
 import difflib
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import (
     _apex,
     _colossalai,
@@ -20,6 +19,7 @@ from lossscale_core.dialects import (
 )
 from lossscale_core.dialects._record import Peer
 from lossscale_core.errors import PolicyError
+from lossscale_core.messages import shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.

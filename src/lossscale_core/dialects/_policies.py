@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._policy import KINDS, ScalingPolicy
 from lossscale_core._settings import RULES, rules_of
-from lossscale_core._words import shown
 from lossscale_core.dialects._peers import find_peer, nearest
 from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
 from lossscale_core.errors import DialectWarning, PolicyError
+from lossscale_core.messages import shown
 
 _REMARKS = ("note", "comment", "_comment")  # JSON has no comments, so that people write them under these keys
 _MOST_WRAPPED = 8

@@ -12,12 +12,12 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core._state import AnyScaleState, HostScalar, StateT
-from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
 from lossscale_core.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
 from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.messages import shown, shown_names
 
 _ENDING = re.compile(r"(:\d+|_\d+)$")
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
