@@ -9,6 +9,7 @@ import typing as _typing
 
 from lossscale_core import errors, files, messages, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
+from lossscale_core._base import BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
 from lossscale_core._config import (
     PolicyLike,
@@ -21,14 +22,7 @@ from lossscale_core._config import (
 )
 from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
 from lossscale_core._placement import init_state
-from lossscale_core._policy import (
-    BaseScaling,
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    ScalingPolicy,
-    TolerantScaling,
-)
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core._report import (
     GradientReport,
     OverflowReport,

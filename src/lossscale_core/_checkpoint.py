@@ -7,9 +7,10 @@ from typing import Any, overload
 
 import numpy as np
 
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
-from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
+from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core._voice import log_arrays

@@ -7,7 +7,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from lossscale_core._policy import KINDS, BaseScaling, DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, is_policy
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core.errors import PolicyError
 from lossscale_core.files import read_data, suffix_of, write_whole

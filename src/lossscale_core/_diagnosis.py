@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
-from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from lossscale_core._policy import KINDS
+from lossscale_core._base import KINDS
 from lossscale_core._settings import Rule, rules_of
 
 _TYPES = {float: "number", int: "integer", bool: "boolean"}

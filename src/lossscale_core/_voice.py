@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, forward_pass
-from lossscale_core._policy import BaseScaling
 from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import PolicyError, ScaleFloorError
 

@@ -21,22 +21,23 @@ CORE = {
     "files": {"messages", "errors"},
     "_settings": {"messages", "errors"},
     "_arrays": {"tree", "_finite", "_state"},
-    "_policy": {"_settings", "_arrays", "_state", "errors"},
+    "_base": {"_settings", "_arrays", "_state", "errors"},
+    "_policy": {"_base", "_settings", "_arrays", "_state"},
     "_guard": {"_arrays", "_settings", "_state", "errors"},
-    "_config": {"files", "_policy", "_settings", "messages", "errors"},
-    "_schema": {"_policy", "_settings"},
-    "_checkpoint": {"_config", "_guard", "_policy", "_settings", "_state", "_voice", "messages", "errors"},
-    "_diagnosis": {"_guard", "_policy", "_settings", "_state"},
-    "_voice": {"_config", "_diagnosis", "_policy", "_state", "errors"},
-    "_report": {"_config", "_diagnosis", "_guard", "_policy", "_settings", "_state", "_voice", "errors"},
+    "_config": {"files", "_base", "_policy", "_settings", "messages", "errors"},
+    "_schema": {"_base", "_settings"},
+    "_checkpoint": {"_base", "_config", "_guard", "_policy", "_settings", "_state", "_voice", "messages", "errors"},
+    "_diagnosis": {"_base", "_guard", "_settings", "_state"},
+    "_voice": {"_base", "_config", "_diagnosis", "_state", "errors"},
+    "_report": {"_base", "_config", "_diagnosis", "_guard", "_settings", "_state", "_voice", "errors"},
     "_range_picture": set(),
     "_range_records": set(),
     "_range_search": {"_policy", "_range_records", "_settings"},
     "_range": {"files", "_range_picture", "_range_records", "_range_search"},
-    "_strategies": {"_policy", "_settings"},
-    "dialects": {"_checkpoint", "_config", "files", "_policy", "_settings", "_state", "messages", "errors"},
-    "_placement": {"_arrays", "_config", "_policy", "_state"},
-    "testing": {"_checkpoint", "_config", "_guard", "_policy", "_settings", "_state", "_strategies", "tree"},
+    "_strategies": {"_base", "_settings"},
+    "dialects": {"_base", "_checkpoint", "_config", "files", "_settings", "_state", "messages", "errors"},
+    "_placement": {"_arrays", "_base", "_config", "_policy", "_state"},
+    "testing": {"_base", "_checkpoint", "_config", "_guard", "_policy", "_settings", "_state", "_strategies", "tree"},
     "__main__": set(),
 }
 CORE_REQUIRES = {"numpy", "array_api_compat"}
@@ -182,8 +183,8 @@ def _is_policy(node: ast.expr) -> bool:
 
 
 def test_nobody_asks_a_policy_what_it_is():
-    """Only `_policy` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
-    for path in (path for path in SRC.rglob("*.py") if path.name != "_policy.py"):
+    """Only `_base` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
+    for path in (path for path in SRC.rglob("*.py") if path.name != "_base.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
                 if node.func.id in {"getattr", "hasattr"}:

@@ -7,8 +7,8 @@ from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
+from lossscale_core._base import KINDS, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._policy import KINDS, ScalingPolicy
 from lossscale_core._settings import RULES, rules_of
 from lossscale_core.dialects._peers import find_peer, nearest
 from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core._state import AnyScaleState, HostScalar, StateT
 from lossscale_core.dialects._peers import PEERS, find_peer

@@ -3,7 +3,8 @@
 import random
 from typing import NamedTuple
 
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._base import ScalingPolicy
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 
 
