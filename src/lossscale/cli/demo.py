@@ -74,7 +74,7 @@ def command(
     terminal.print(_results_table(experiment, is_narrow=terminal.width < _TABLE_WIDTH))
     contents: dict[str, str | bytes] = {
         "demo.png": experiment_as_png(experiment),
-        "trace.json": json.dumps(demo.as_json(experiment), indent=1) + "\n",
+        "trace.json": json.dumps(experiment.as_json(), indent=1) + "\n",
         "policy.toml": policy_to_toml(policy),
     }
     for path in results:

@@ -45,8 +45,7 @@ def init_weights(seed: int) -> list[NDArray[np.float32]]:
     rng = np.random.default_rng(seed)
     weights: list[NDArray[np.float32]] = []
     for n_in, n_out in itertools.pairwise(WIDTHS):
-        weights.append(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32))
-        weights.append(np.zeros(n_out, np.float32))
+        weights += [rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32), np.zeros(n_out, np.float32)]
     return weights
 
 
