@@ -39,7 +39,8 @@ from lossscale_core._voice import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import dialects, testing
-    from lossscale_core._range import OperationRange, RangeReport
+    from lossscale_core._range import RangeReport
+    from lossscale_core._range_records import OperationRange
 
 __version__ = "0.1.0"
 
@@ -102,7 +103,8 @@ def __getattr__(name: str) -> _typing.Any:
     elif name == "testing":
         import lossscale_core.testing  # noqa: F401
     elif name in ("OperationRange", "RangeReport"):
-        from lossscale_core._range import OperationRange, RangeReport
+        from lossscale_core._range import RangeReport
+        from lossscale_core._range_records import OperationRange
 
         globals().update(OperationRange=OperationRange, RangeReport=RangeReport)
     else:

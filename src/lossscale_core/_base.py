@@ -85,6 +85,8 @@ class BaseScaling:
 
     def __post_init__(self) -> None:
         settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
+        # object.__setattr__ is the way into a frozen dataclass from its own __post_init__:
+        # https://docs.python.org/3/library/dataclasses.html#frozen-instances
         for field, rule in _settings.rules_of(self):
             settings[field.name] = rule.validate(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, settings[field.name])
@@ -149,6 +151,10 @@ class _WithDefaults(BaseScaling):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
         self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
+
+    def __repr__(self) -> str:
+        # The memory of what a run has logged is found by this text; the address of a view is not that of the next one.
+        return repr(self._policy)
 
     def settings(self) -> dict[str, Any]:
         """Return the attributes that are settings of the library's policies."""

@@ -19,6 +19,7 @@ PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
 _LONGEST_NAME = 100
+# Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
 
@@ -134,6 +135,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         OSError: The file cannot be read.
     """
     _require_known_suffix(path)
+    # json accepts NaN and Infinity: https://docs.python.org/3/library/json.html#infinite-and-nan-number-values
     config = read_data(path, PolicyError, parse_constant=_refuse_constant)
     try:
         return policy_from_dict(config)
@@ -201,6 +203,7 @@ def _require_known_suffix(path: str | os.PathLike[str]) -> None:
 
 
 def _nearest(name: Any, known: Mapping[str, Any]) -> str:
+    # Imported late, as json above: most processes write no policy and misspell no key, and pay for every import.
     import difflib
 
     nearest = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1) if isinstance(name, str) else []

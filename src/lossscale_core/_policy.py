@@ -307,6 +307,7 @@ def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Name
 
 
 def _at_least(bound: float, x: Array, xp: Namespace) -> Array:
+    # `where` takes a plain number, which torch.maximum does not.
     return xp.where(x >= bound, x, bound)
 
 
@@ -316,6 +317,7 @@ def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
 
 def _filled(like: Array, value: int) -> Array:
     """Return a counter of this value with the dtype, shape and device of `like`."""
+    # Operators keep the dtype, the shape and the device of the counter, and need no namespace.
     return like * 0 + value if value else like * 0
 
 

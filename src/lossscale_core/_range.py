@@ -72,6 +72,7 @@ class RangeReport:
         Returns:
             The report.
         """
+        # A model may draw from them, for dropout or augmentation, and a report must not change the run that follows.
         with _restored_random_states():
             loss, records = forward()
             forward_records = tuple(records)

@@ -21,6 +21,7 @@ class _Format(NamedTuple):
     """The exponent of the smallest subnormal number."""
 
 
+# NumPy has the types of 16 bits and more but bfloat16; the others are those of https://github.com/jax-ml/ml_dtypes.
 _FORMATS = {
     "float16": _Format(65504.0, -24),
     "bfloat16": _Format(float.fromhex("0x1.fep127"), -133),
@@ -97,6 +98,7 @@ def _exponents(magnitudes: Any) -> dict[int, int]:
     """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
     if not magnitudes.size:
         return {}
+    # In place: the caller made this array by a selection, and needs it no more.
     magnitudes.sort()
     lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
     # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.

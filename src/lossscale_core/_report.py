@@ -143,6 +143,7 @@ def check_overflow_streak(policy: PolicyLike, state: AnyScaleState, *, on_floor:
     """
     members = BaseScaling.of(as_policy(policy))
     limit = members.max_overflow_streak
+    # Before the first return, so that a wrong on_floor is refused whatever the limit is.
     choose_on_floor(members, on_floor)
     if limit is None and on_floor != "raise":
         return

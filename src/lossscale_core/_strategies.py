@@ -48,4 +48,5 @@ def _values(rule: Rule, powers_of_two: bool) -> st.SearchStrategy[Any]:
         counts = st.integers(int(rule.minimum), 12)
         return st.none() | counts if rule.optional else counts
     low, high = _USUAL.get(rule, (rule.minimum, rule.maximum))
+    # A setting that float32 cannot hold would round in the state, and compare unequal there.
     return st.floats(low, high, width=32)

@@ -211,6 +211,7 @@ def log_arrays(policy: BaseScaling, state: AnyScaleState) -> None:
 
     A state of host scalars is passed over: it belongs to a facade that logs by itself, or to a simulation.
     """
+    # The key is the repr, since a policy of a user may have no hash.
     if not _is_on_host(state):
         _runs_under(repr(policy)).log(policy, _on_host(state))
 
@@ -241,10 +242,12 @@ class _Runs:
 
     def __init__(self) -> None:
         self.on_floor: OnFloor = "warn"
+        # A pure function does not learn that a run has ended, so that the oldest memory makes room for a new one.
         self._said: deque[Said] = deque(maxlen=16)
 
     def log(self, policy: BaseScaling, state: AnyScaleState) -> None:
         """Log what is worth saying about a state of the host."""
+        # Several runs under one policy take turns. A state with fewer steps than all of them begins another one.
         earlier = [said for said in self._said if said.steps <= int(state.steps)]
         said = max(earlier, key=lambda said: said.steps, default=None)
         if said is not None:

@@ -32,6 +32,7 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
         OSError: The file cannot be written. The error names `path`, and an existing file stays as it was.
     """
     target = os.fspath(path)
+    # In the same folder, because a rename works within one file system only.
     temporary = os.path.join(os.path.dirname(target), f".lossscale-{os.urandom(8).hex()}.tmp")
     try:
         _write_durably(temporary, content.encode("utf-8") if isinstance(content, str) else content)
@@ -139,6 +140,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _write_durably(path: str, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
+        # A rename may reach the disk before the content does, and then a crash would leave an empty file.
         file.flush()
         os.fsync(file.fileno())
 

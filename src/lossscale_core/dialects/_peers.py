@@ -57,5 +57,6 @@ def find_page(name: str) -> tuple[Peer, ...]:
 
 def nearest(name: Any, known: Any) -> str:
     """Return a question about the nearest known name, or an empty text."""
+    # The time of a match grows with the product of the lengths, and the name may come from any file.
     found = difflib.get_close_matches(name[:100], list(known), n=1) if isinstance(name, str) else []
     return f"did you mean {found[0]!r}? " if found else ""

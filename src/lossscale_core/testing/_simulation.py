@@ -111,6 +111,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     return _run(
         as_policy(policy),
         len(magnitudes),
+        # In float64, where the product itself does not overflow before it is compared.
         lambda step, scale: bool(float(scale) * magnitudes[step] <= LARGEST_NUMBER[dtype]),
     )
 
