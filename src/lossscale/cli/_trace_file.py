@@ -43,6 +43,7 @@ def _values(path: Path, key: str) -> list[Any]:
     if suffix_of(path) == ".json":
         content = read_data(path, TraceFileError, LARGEST_DATA)
     else:
+        # Bytes that are not text are replaced, so that the message shows the first bad value and its step.
         content = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
     if isinstance(content, dict):
         if key not in content:

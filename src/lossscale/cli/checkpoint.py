@@ -128,6 +128,7 @@ def read_state(file: Path, peer: str | None, scaling: ScalingPolicy | None, key:
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         place = f" at {shown(where)}" if where else ""
+        # None of the tools in `dialects` saves a version in the dict of its scaler.
         if peer is None and "version" in saved:
             scaling = _saved_policy(saved) if scaling is None else scaling
             return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)

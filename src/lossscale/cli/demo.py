@@ -55,6 +55,7 @@ def command(
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
+    # find_spec looks for a package without the seconds that an import of it takes.
     if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
         raise click.UsageError(
             f"--framework {framework} needs its adapter, which this installation lacks; {how_to_install(framework)}"

@@ -96,6 +96,7 @@ def _meanings(policy_type: type[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(policy_type.__mro__):
         # A method knows its file. A class only knows `__module__`, which is the public module, not the private one.
+        # The texts below fields are not kept at run time, so that they are read from the source.
         method = vars(base).get("update")
         with contextlib.suppress(OSError):
             lines = inspect.findsource(method)[0] if inspect.isfunction(method) else []

@@ -103,6 +103,7 @@ def _stretch(trace: testing.Trace, start: int, end: int) -> dict[str, Any]:
 def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
     applied = np.flatnonzero(~trace.skipped)
     last = {name: column[-1] for name, column in trace._asdict().items()}
+    # A policy may add counters of its own, which the trace has as columns, too.
     state: Any = SimpleNamespace(**last, loss_scale=trace.loss_scale_after[-1])
     limit = BaseScaling.of(scaling).max_overflow_streak
     reached = np.flatnonzero(trace.overflow_streak >= (limit or math.inf))
