@@ -21,6 +21,7 @@ _IN_FRAMEWORKS = {"GradScaler": "lossscale_torch", "loss_scaled": "lossscale_jax
 
 def __getattr__(name: str) -> Any:
     """Return a public name of the core, or import the package of the framework that has the name."""
+    # Each of these packages imports its framework, which takes seconds and may not be installed.
     if name in _IN_FRAMEWORKS:
         return getattr(importlib.import_module(_IN_FRAMEWORKS[name]), name)
     if name in __all__:

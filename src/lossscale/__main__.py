@@ -25,6 +25,7 @@ def main() -> None:
         run()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
+        # A missing module of any other package is a fault, and its traceback is needed to find it.
         if package not in _EXTRAS:
             raise
         print(

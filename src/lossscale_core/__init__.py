@@ -7,21 +7,22 @@ functions of the same names for arrays on their framework's devices.
 
 import typing as _typing
 
-from lossscale_core import errors, testing, tree
+from lossscale_core import errors, files, messages, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
+from lossscale_core._base import BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
-from lossscale_core._config import PolicyLike, as_policy, dump_policy, load_policy, policy_from_dict, policy_to_dict
+from lossscale_core._config import (
+    PolicyLike,
+    as_policy,
+    dump_policy,
+    load_policy,
+    policy_from_dict,
+    policy_to_dict,
+    policy_to_toml,
+)
 from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
 from lossscale_core._placement import init_state
-from lossscale_core._policy import (
-    BaseScaling,
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    ScalingPolicy,
-    TolerantScaling,
-)
-from lossscale_core._range import OperationRange, RangeReport
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core._report import (
     GradientReport,
     OverflowReport,
@@ -37,7 +38,9 @@ from lossscale_core._state import ScaleState, TolerantScaleState
 from lossscale_core._voice import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import dialects
+    from lossscale_core import dialects, testing
+    from lossscale_core._range import RangeReport
+    from lossscale_core._range_records import OperationRange
 
 __version__ = "0.1.0"
 
@@ -71,13 +74,16 @@ __all__ = [
     "dialects",
     "dump_policy",
     "errors",
+    "files",
     "guard_state_from_dict",
     "init_state",
     "load_policy",
+    "messages",
     "metrics",
     "policy_from_dict",
     "policy_schema",
     "policy_to_dict",
+    "policy_to_toml",
     "scale",
     "select",
     "state_from_dict",
@@ -90,11 +96,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name != "dialects":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # loaded on first use: only code that converts from another tool needs the twenty tables
+    # Training needs none of these, and they would add a tenth to the time of the import, which each process of a run
+    # pays. The import statements set the names in this module, so that only the first use comes here.
+    if name == "dialects":
+        import lossscale_core.dialects
+    elif name == "testing":
+        import lossscale_core.testing  # noqa: F401
+    elif name in ("OperationRange", "RangeReport"):
+        from lossscale_core._range import RangeReport
+        from lossscale_core._range_records import OperationRange
 
-    return importlib.import_module("lossscale_core.dialects")
+        globals().update(OperationRange=OperationRange, RangeReport=RangeReport)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 # A pickle stores the module name of a class: the public one lets the private modules change.

@@ -79,6 +79,7 @@ def scale(
 ) -> np.floating[Any]: ...
 @overload
 def scale(loss: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT: ...
+# Overflows are what a policy is for. NumPy would warn of each of them, beside the step that is skipped for it.
 @np.errstate(all="ignore")
 def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
     """Multiply `loss` by the loss scale: differentiate the result.
@@ -143,6 +144,7 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
             else:
                 finite = leaf_xp.asarray(True, device=_device(array))
             on_device = finite if on_device is None else on_device & finite
+    # An operator takes a Python bool beside an array of any device, without a transfer to it.
     return np.bool_(on_host) if on_device is None else on_device & on_host
 
 
@@ -221,6 +223,7 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     """Return `leaf` as an array with its namespace; NumPy arrays and scalars stay in NumPy, whatever `xp` is."""
+    # The usual leaf comes first, since an isinstance check against six types takes longer than this one.
     if type(leaf) is np.ndarray:
         return leaf, np
     if isinstance(leaf, _ON_HOST):

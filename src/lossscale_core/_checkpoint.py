@@ -7,14 +7,15 @@ from typing import Any, overload
 
 import numpy as np
 
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
-from lossscale_core._policy import KINDS, BaseScaling, NoScaling, ScalingPolicy
+from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core._voice import log_arrays
-from lossscale_core._words import shown
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.messages import shown
 
 VERSION = 1
 _MEND = "pass a dict that state_to_dict returned, or start a new state with init_state"
@@ -160,6 +161,7 @@ def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -
     """Move the restored scale to the nearest bound of the policy, in place as a float32; return a note of a change."""
     saved = fields["loss_scale"]
     scale = np.float32(min(max(saved, SMALLEST_SCALE), LARGEST_SCALE))
+    # The bounds are rounded as the scale of a state is, so that a scale at a bound is within it.
     low, high = (SMALLEST_SCALE, LARGEST_SCALE) if policy is None else BaseScaling.of(policy).bounds()
     fields["loss_scale"] = bounded = min(max(scale, np.float32(low)), np.float32(high))
     is_unchanged = bounded == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
@@ -191,6 +193,7 @@ def _plain_numbers(state: Any) -> dict[str, int | float]:
 
 
 def _plain_number(value: Any) -> int | float:
+    # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
     return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
 
 
@@ -212,6 +215,7 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> AnySca
     if policy is not None:
         start: AnyScaleState[HostScalar] = policy.init_state()
         return start
+    # A saved state without its policy tells its type by its keys alone, and a shorter type would drop some of them.
     longest: type[BaseScaling] = NoScaling
     for policy_type in KINDS.values():
         fields = policy_type.state_type._fields
@@ -251,6 +255,7 @@ def _restored(name: str, value: Any, initial: Any, largest: float = LARGEST_SCAL
         return _positive(name, value)
     value = _item(value)
     is_number = _is_number(value)
+    # This tracker counts up from below zero while a cooldown lasts.
     least = -(2**31) if name == "growth_tracker" else 0
     if isinstance(initial, np.integer):
         good = is_number and least <= value < 2**31 and value == int(value)

@@ -7,17 +7,19 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from lossscale_core._files import read_data, suffix_of, write_whole
-from lossscale_core._policy import KINDS, BaseScaling, DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, is_policy
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
-from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
+from lossscale_core.files import read_data, suffix_of, write_whole
+from lossscale_core.messages import shown
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
 _LONGEST_NAME = 100
+# Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
 
@@ -133,6 +135,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         OSError: The file cannot be read.
     """
     _require_known_suffix(path)
+    # json accepts NaN and Infinity: https://docs.python.org/3/library/json.html#infinite-and-nan-number-values
     config = read_data(path, PolicyError, parse_constant=_refuse_constant)
     try:
         return policy_from_dict(config)
@@ -140,7 +143,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         raise PolicyError(f"{os.fspath(path)}: {error}") from error
 
 
-def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
+def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
     """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
 
     An existing file is replaced atomically. A symbolic link is replaced itself, and its target is not changed.
@@ -148,22 +151,29 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str]) -> None:
     Args:
         policy: A policy that has a `kind`.
         path: The path of the file, which ends in `.toml` or `.json`.
+        overwrite: Whether to replace a file that exists.
 
     Raises:
         PolicyError: The suffix is another one, or the policy has no `kind` of its own.
+        FileExistsError: The file exists, and `overwrite` is False.
         OSError: The file cannot be written.
     """
-    write_whole(path, policy_as_text(policy, path), overwrite=True)
-
-
-def policy_as_text(policy: ScalingPolicy, path: str | os.PathLike[str]) -> str:
-    """Return the text of `policy` in the format of `path`'s suffix. Raises `PolicyError` for an unknown suffix."""
     _require_known_suffix(path)
-    return _WRITERS[suffix_of(path)](policy_to_dict(policy))
+    write_whole(path, _WRITERS[suffix_of(path)](policy_to_dict(policy)), overwrite=overwrite)
 
 
 def policy_to_toml(policy: ScalingPolicy) -> str:
-    """Return `policy` as the text of a `.toml` file."""
+    """Return `policy` as the text of a `.toml` file, which `load_policy` reads back to an equal policy.
+
+    Args:
+        policy: A policy that has a `kind`.
+
+    Returns:
+        A line for each key of `policy_to_dict`.
+
+    Raises:
+        PolicyError: The policy has no `kind` of its own.
+    """
     return _write_toml(policy_to_dict(policy))
 
 
@@ -193,6 +203,7 @@ def _require_known_suffix(path: str | os.PathLike[str]) -> None:
 
 
 def _nearest(name: Any, known: Mapping[str, Any]) -> str:
+    # Imported late, as json above: most processes write no policy and misspell no key, and pay for every import.
     import difflib
 
     nearest = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1) if isinstance(name, str) else []

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
-from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState
 
@@ -26,6 +26,7 @@ class Numbers:
         self.finite_in_a_row = max(0, int(state.growth_tracker))
         self.start = float(policy.init_state().loss_scale)
         low, high = policy.bounds()
+        # A state holds its scale in float32. Against the bound in float64, a scale at the bound might be above it.
         self.at_floor = policy.adapts and self.scale <= np.float32(low)
         self.at_ceiling = policy.adapts and self.scale >= np.float32(high)
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
@@ -34,6 +35,7 @@ class Numbers:
 def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
     """Return what `lossscale_core.diagnose` says of the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
+    # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
     for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
         if sentence := verdict(policy, numbers):
             return sentence + spikes

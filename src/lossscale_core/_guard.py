@@ -116,6 +116,7 @@ class SpikeGuard:
             with np.errstate(over="ignore"):  # an infinite limit refuses nothing
                 return self._judge_on_host(state, norm)
         limit = self.limit(state, xp=xp)
+        # NaN compares False as well, and an operator needs no isfinite, which tf has elsewhere than the array API does.
         is_finite = norm < math.inf
         spiked = (norm > limit) & is_finite & (state.norms >= self.warmup)
         is_remembered = is_finite & (norm >= SMALLEST_SCALE)
@@ -124,6 +125,7 @@ class SpikeGuard:
             xp.where(is_remembered, new, old) for new, old in zip(self._remember(state, known, xp), state, strict=False)
         )
         spikes = xp.where(spiked, one_more(state.spikes), state.spikes)
+        # A product with 0.0 is a zero of the same dtype, shape and device.
         streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, state.streak * 0.0, state.streak))
         return is_finite & ~spiked, GuardState(mean, deviation, norms, spikes, streak)
 
@@ -139,6 +141,7 @@ class SpikeGuard:
 
     def _judge_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
         """Do as `judge` does, and compute only what this norm needs."""
+        # Not `norm > _LARGEST_NORM`, which is False for NaN.
         if not norm <= _LARGEST_NORM:
             return False, state
         norm = np.float32(norm)

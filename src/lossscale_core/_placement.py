@@ -3,8 +3,9 @@
 from typing import Any, Literal, overload
 
 from lossscale_core._arrays import Namespace
+from lossscale_core._base import ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT, TolerantScaleState
 
 
@@ -42,4 +43,5 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
     state: Any = as_policy(policy).init_state()
     if xp is None:
         return state
+    # The dtype of the namespace itself: torch.asarray, for one, refuses those of NumPy.
     return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)

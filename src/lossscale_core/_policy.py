@@ -1,4 +1,4 @@
-"""The scaling policies, and the only place where a loss scale changes.
+"""The four scaling policies, and the only place where a loss scale changes.
 
 Every `update` consists of two transitions, one for a finite step and one for an overflow, and one select between
 them. The code uses `xp.where` and operators only, so that the same lines run on host scalars and on the arrays of any
@@ -7,16 +7,15 @@ framework, eagerly or traced. It has no `if` on an array, and no dtype or shape 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lossscale_core import _settings
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
-from lossscale_core._state import AnyScaleState, Array, HostScalar, ScaleState, StateT, TolerantScaleState, one_more
-from lossscale_core.errors import PolicyError
+from lossscale_core._base import KINDS, BaseScaling
+from lossscale_core._settings import SMALLEST_SCALE
+from lossscale_core._state import Array, HostScalar, ScaleState, StateT, TolerantScaleState, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -26,163 +25,6 @@ _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 
 _FULL_FLOAT32 = 2.0**24
 """The largest count in float32: 2**24 + 1 rounds to 2**24."""
-
-
-@runtime_checkable
-class ScalingPolicy(Protocol[StateT]):
-    """The interface of a policy: the first state, and the state after each step."""
-
-    def init_state(self) -> StateT:
-        """Return the state before the first step.
-
-        Returns:
-            A NamedTuple of host scalars that begins with the fields of `ScaleState`.
-        """
-        ...
-
-    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
-        """Return the state after a step.
-
-        The function is pure. It synchronises with the host only if the state is on the host and the flag is not.
-
-        Args:
-            state: The state before the step, on the host or in the arrays of a framework.
-            grads_finite: A bool array of shape `()` of the same framework; for a state on the host, a Python bool. It
-                is True if every gradient element is finite, on all devices and ranks together.
-            xp: The array namespace of the state, inferred when left out; TensorFlow's cannot be inferred. Its `where`
-                must take plain numbers, as in the array API standard of 2024.12.
-
-        Returns:
-            A state of the same type, with the same dtypes and shapes.
-        """
-        ...
-
-
-KINDS: dict[str, type["BaseScaling"]] = {}
-"""The policy classes by their kind; configs, the JSON Schema and the test strategies use this table."""
-
-
-class BaseScaling:
-    """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
-
-    A policy of your own needs `init_state` and `update` only, and no base class. If it derives from this class as a
-    frozen dataclass with a `kind` of its own, the library also reads and writes it as a dict or file, saves it in
-    checkpoints, includes it in the JSON Schema and generates it in `lossscale_core.testing.policies`. The fields are
-    the settings, each a `float`, `int` or `bool`. A field that has the name of a setting of the library's policies
-    follows the same rule.
-    """
-
-    __slots__ = ()
-
-    kind: ClassVar[str | None] = None
-    """The name of the policy in a config; a policy whose kind is None has no config."""
-    state_type: ClassVar[type[Any]] = ScaleState
-    """The type of the policy's state: a NamedTuple that begins with the fields of `ScaleState`."""
-    adapts: ClassVar[bool] = False
-    """Whether overflows and finite steps change the loss scale."""
-    scales_losses: ClassVar[bool] = True
-    """Whether the loss scale may differ from 1."""
-    min_scale: float = _settings.SMALLEST_SCALE
-    max_scale: float = _settings.LARGEST_SCALE
-    growth_factor: float = 1.0
-    backoff_factor: float = 1.0
-    growth_interval: int = _settings.LARGEST_COUNT
-    hysteresis: int = 1
-    cooldown: int = 0
-    tolerance: float = 0.0
-    max_overflow_streak: int | None = None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        kind = vars(cls).get("kind")
-        if kind is None:
-            return
-        # A dataclass with slots is a new class of the same name: https://docs.python.org/3/library/dataclasses.html
-        if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:
-            raise PolicyError(f"kind={kind!r} is taken by {KINDS[kind].__name__}; give {cls.__name__} another kind")
-        KINDS[kind] = cls
-
-    def __post_init__(self) -> None:
-        settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
-        for field, rule in _settings.rules_of(self):
-            settings[field.name] = rule.validate(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, settings[field.name])
-        _settings.require_ordered_scales(settings)
-
-    @staticmethod
-    def of(policy: ScalingPolicy) -> "BaseScaling":
-        """Return a policy that has every member of this class.
-
-        Args:
-            policy: Any policy.
-
-        Returns:
-            `policy` itself if it derives from this class; otherwise a view of it that adds the missing members with
-            their defaults.
-        """
-        return policy if isinstance(policy, BaseScaling) else _WithDefaults(policy)
-
-    def init_state(self) -> AnyScaleState[HostScalar]:
-        """Return the state before the first step. See `ScalingPolicy.init_state`."""
-        raise NotImplementedError(f"{type(self).__name__} has no init_state; define it to return a {self.state_type}")
-
-    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> AnyScaleState[Any]:
-        """Return the state after a step. See `ScalingPolicy.update`."""
-        raise NotImplementedError(f"{type(self).__name__} has no update; define it to return the state after a step")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the values of the policy's settings by name."""
-        return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(self)}
-
-    def bounds(self) -> tuple[float, float]:
-        """Return the smallest and the largest loss scale that a state under this policy may have."""
-        return self.min_scale, self.max_scale
-
-    def is_constant(self) -> bool:
-        """Return whether the loss scale never changes, so that a step changes counters only."""
-        low, high = self.bounds()
-        return low == high and not self.adapts
-
-    def overflows_down_to(self, loss_scale: float) -> float:
-        """Return how many overflows lower the loss scale from its initial value to `loss_scale`."""
-        if self.backoff_factor >= 1.0:
-            return 0.0
-        backoffs = math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor)
-        return round(backoffs) * self.hysteresis
-
-    def overflow_share(self) -> float:
-        """Return the fraction of steps that overflow by design, because growth tries a larger scale regularly."""
-        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
-            return self.tolerance
-        growths_per_backoff = -math.log(self.backoff_factor) / math.log(self.growth_factor)
-        by_growth = self.hysteresis / (self.hysteresis + growths_per_backoff * self.growth_interval)
-        return max(by_growth, self.tolerance)
-
-
-class _WithDefaults(BaseScaling):
-    """A view of a policy that does not derive from `BaseScaling`, with defaults for the members that it lacks."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        for name in (name for name in vars(BaseScaling) if not name.startswith("_") and name != "state_type"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
-        self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the attributes that are settings of the library's policies."""
-        return self._settings
-
-    @property
-    def state_type(self) -> type[Any]:  # type: ignore[override]  # lazy, since a state may be costly to make
-        """The type of the policy's state."""
-        return type(self._policy.init_state())
-
-
-def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:
-    """Return whether `source` is a policy, as opposed to a policy class."""
-    # Instance checks against a protocol are slow before Python 3.12, so that the base class is tried first.
-    return isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -454,7 +296,7 @@ def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array,
 
 def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
     # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
-    highest = max(2.0 * policy.max_scale / policy.growth_factor, _settings.SMALLEST_SCALE)
+    highest = max(2.0 * policy.max_scale / policy.growth_factor, SMALLEST_SCALE)
     grown = xp.where(scale < highest, scale, highest) * policy.growth_factor
     return _at_most(policy.max_scale, grown, xp)
 
@@ -465,6 +307,7 @@ def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Name
 
 
 def _at_least(bound: float, x: Array, xp: Namespace) -> Array:
+    # `where` takes a plain number, which torch.maximum does not.
     return xp.where(x >= bound, x, bound)
 
 
@@ -474,6 +317,7 @@ def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
 
 def _filled(like: Array, value: int) -> Array:
     """Return a counter of this value with the dtype, shape and device of `like`."""
+    # Operators keep the dtype, the shape and the device of the counter, and need no namespace.
     return like * 0 + value if value else like * 0
 
 

@@ -98,6 +98,7 @@ def _row_shapes(row: Row, top: float, x_of: Callable[[float], float], width: int
     for exponent, count in sorted(row.exponents.items()):
         kind = _kind(exponent)
         counts[kind] += count
+        # A single element among millions still gets a bar that can be seen.
         height = max(1.5, _BAR * math.sqrt(count / largest))
         yield Box(x_of(exponent) + 1, top + _ROW - 3 - height, _STEP - 2, height, kind)
     total = sum(counts.values())

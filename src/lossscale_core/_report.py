@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Generic, NamedTuple
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import LIMIT_MEND, Numbers, diagnosis
 from lossscale_core._guard import GuardState
-from lossscale_core._policy import BaseScaling
 from lossscale_core._settings import LARGEST_COUNT
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co
 from lossscale_core._voice import OnFloor, choose_on_floor, log_arrays, require_above_floor
@@ -143,6 +143,7 @@ def check_overflow_streak(policy: PolicyLike, state: AnyScaleState, *, on_floor:
     """
     members = BaseScaling.of(as_policy(policy))
     limit = members.max_overflow_streak
+    # Before the first return, so that a wrong on_floor is refused whatever the limit is.
     choose_on_floor(members, on_floor)
     if limit is None and on_floor != "raise":
         return

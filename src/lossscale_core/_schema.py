@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from lossscale_core._policy import KINDS
+from lossscale_core._base import KINDS
 from lossscale_core._settings import Rule, rules_of
 
 _TYPES = {float: "number", int: "integer", bool: "boolean"}
@@ -25,6 +25,7 @@ def policy_schema() -> dict[str, Any]:
         "type": "object",
         "required": ["kind"],
         "properties": {"kind": {"enum": list(KINDS)}},
+        # Not oneOf: its validators report that none of the kinds fits, instead of the key that is wrong in this one.
         "allOf": [
             {"if": _is_kind(kind), "then": _policy_schema(kind, policy_type)} for kind, policy_type in KINDS.items()
         ],

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._words import shown
 from lossscale_core.errors import PolicyError
+from lossscale_core.messages import shown
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest loss scale of any policy; smaller scales are subnormal in float32 and lose bits."""
@@ -32,6 +32,7 @@ class Rule:
         """Return `value` as the plain Python type of this rule. Raises `PolicyError` for a value that breaks it."""
         if value is None and self.optional:
             return None
+        # np.int64 and np.float32 are neither int nor float, and json could not write them.
         value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
             raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._mend_of(value)}")
@@ -54,6 +55,7 @@ class Rule:
             return self.type is bool and isinstance(value, bool)
         if not isinstance(value, int | float):
             return False
+        # The range comes first, since int() raises for NaN and infinity.
         return bool(self.minimum <= value <= self.maximum) and (self.type is float or value == int(value))
 
 
@@ -68,6 +70,7 @@ GROWTH_FACTOR = Rule(
     float,
     "above 1 (at least 1 + 2**-23, the next float32) and at most 2**126",
     "pass 2.0 to double the scale, or use FixedScaling to keep it",
+    # A factor nearer to 1 would round to 1 in float32, and never change a scale.
     minimum=1.0 + 2.0**-23,
     maximum=LARGEST_SCALE,
 )
@@ -121,6 +124,7 @@ _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
     """Yield each field of a policy or policy class with the rule for its name, or else the rule for its type."""
     for field in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
+        # `from __future__ import annotations` in the file of a policy turns the types of its fields into text.
         type_name = getattr(field.type, "__name__", field.type)
         rule = RULES.get(field.name) or _RULES_OF_TYPES.get(str(type_name))
         if rule is None:

@@ -94,4 +94,5 @@ class AnyScaleState(Protocol[ArrayT_co]):
 
 def one_more(counter: Array) -> Array:
     """Return an int32 counter plus 1; a full counter stays full, because int32 would wrap around."""
+    # Without `where`, which would need a namespace; subtracted first, since a full counter plus 1 would wrap around.
     return counter - counter // LARGEST_COUNT + 1

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lossscale_core._policy import KINDS, ScalingPolicy
+from lossscale_core._base import KINDS, ScalingPolicy
 from lossscale_core._settings import BACKOFF_FACTOR, GROWTH_FACTOR, SCALE, Rule, rules_of
 
 _USUAL = {GROWTH_FACTOR: (1.0009765625, 16.0), BACKOFF_FACTOR: (0.0625, 0.9990234375)}
@@ -48,4 +48,5 @@ def _values(rule: Rule, powers_of_two: bool) -> st.SearchStrategy[Any]:
         counts = st.integers(int(rule.minimum), 12)
         return st.none() | counts if rule.optional else counts
     low, high = _USUAL.get(rule, (rule.minimum, rule.maximum))
+    # A setting that float32 cannot hold would round in the state, and compare unequal there.
     return st.floats(low, high, width=32)

@@ -1,23 +1,21 @@
 """What a run logs about its loss scale by itself, through the logger `lossscale`."""
 
 import functools
-import logging
 import math
 from collections import deque
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, forward_pass
-from lossscale_core._policy import BaseScaling
 from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import PolicyError, ScaleFloorError
 
 OnFloor = Literal["warn", "raise", "ignore"]
 """What an overflow does that brings the loss scale down to `min_scale`."""
 
-_LOGGER = logging.getLogger("lossscale")
 _OF_THE_HOST = (np.generic, np.ndarray, float, int)
 _LONG = 20
 _TIMES_AS_LONG = 10
@@ -184,11 +182,15 @@ def _say(policy: BaseScaling, state: AnyScaleState, said: Said, on_floor: OnFloo
     found, said = remarks(policy, state, said)
     if found and on_floor == "ignore" and Numbers(policy, state).at_floor:
         found = [remark for remark in found if remark.event == "broken"]
+    if not found:
+        return said
+    import logging  # most processes say nothing, and it would add a twentieth to the time of importing the core
+
     facts = {"steps": said.steps, "loss_scale": float(state.loss_scale), "overflow_streak": int(state.overflow_streak)}
     for remark in found:
         level = logging.INFO if remark.event == "calibrated" else logging.WARNING
         extra = {"event": remark.event, **facts}
-        _LOGGER.log(level, "loss scaling, step %d: %s", said.steps, remark.sentence, extra=extra)
+        logging.getLogger("lossscale").log(level, "loss scaling, step %d: %s", said.steps, remark.sentence, extra=extra)
     return said
 
 
@@ -209,6 +211,7 @@ def log_arrays(policy: BaseScaling, state: AnyScaleState) -> None:
 
     A state of host scalars is passed over: it belongs to a facade that logs by itself, or to a simulation.
     """
+    # The key is the repr, since a policy of a user may have no hash.
     if not _is_on_host(state):
         _runs_under(repr(policy)).log(policy, _on_host(state))
 
@@ -239,10 +242,12 @@ class _Runs:
 
     def __init__(self) -> None:
         self.on_floor: OnFloor = "warn"
+        # A pure function does not learn that a run has ended, so that the oldest memory makes room for a new one.
         self._said: deque[Said] = deque(maxlen=16)
 
     def log(self, policy: BaseScaling, state: AnyScaleState) -> None:
         """Log what is worth saying about a state of the host."""
+        # Several runs under one policy take turns. A state with fewer steps than all of them begins another one.
         earlier = [said for said in self._said if said.steps <= int(state.steps)]
         said = max(earlier, key=lambda said: said.steps, default=None)
         if said is not None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lossscale.cli._pictures import experiment_as_png
-from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, as_json, regimes, run_experiment, train
+from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, run_experiment, train
 from lossscale.demo._network import forward, init_weights, load
 from lossscale.demo._numpy import Trainer, backward, cross_entropy
 from lossscale_core import DynamicScaling, NoScaling
@@ -94,7 +94,7 @@ def test_the_record_can_be_simulated():
         return lambda: None
 
     experiment = run_experiment(settings, on_run)
-    record = json.loads(json.dumps(as_json(experiment)))
+    record = json.loads(json.dumps(experiment.as_json()))
     assert [name for name, _ in calls] == list(record["results"]) == list(experiment.sweep)
     assert {total for _, total in calls} == {40 * 7}
     assert sum(record["overflow"]) > 0

@@ -20,6 +20,7 @@ from lossscale_core import (
     policy_from_dict,
     policy_schema,
     policy_to_dict,
+    policy_to_toml,
 )
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import policies
@@ -112,6 +113,15 @@ def test_a_missing_file_is_an_os_error(tmp_path):
     """A path that is not there is Python's own error."""
     with pytest.raises(FileNotFoundError):
         as_policy(tmp_path / "none.toml")
+
+
+def test_dump_keeps_a_file_where_it_may_not_replace_it(tmp_path):
+    """With `overwrite=False` it writes what `policy_to_toml` returns to a new file only."""
+    path = tmp_path / "p.toml"
+    dump_policy(DynamicScaling(), path, overwrite=False)
+    with pytest.raises(FileExistsError):
+        dump_policy(NoScaling(), path, overwrite=False)
+    assert path.read_text() == policy_to_toml(DynamicScaling())
 
 
 def test_dump_refuses_what_it_cannot_write(tmp_path):

@@ -20,6 +20,14 @@ def test_importing_the_core_loads_no_framework_and_no_extra():
     assert not loaded & (FRAMEWORKS | EXTRAS)
 
 
+def test_importing_the_core_leaves_out_what_training_does_not_need():
+    """Reports, test helpers, other tools' tables and logging are loaded by whoever uses them first."""
+    late = {"lossscale_core._range", "lossscale_core.testing", "lossscale_core.dialects", "logging", "pathlib"}
+    code = "import numpy, sys; before = {*sys.modules}; import lossscale_core; print(*({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not late & {*done.stdout.split()}
+
+
 def test_using_the_core_on_numpy_loads_no_framework():
     """Scaling, checking, updating and saving neither."""
     loaded = _modules_after(

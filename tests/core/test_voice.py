@@ -217,6 +217,26 @@ def test_reading_a_state_of_arrays_logs(read):
     assert [(record.event, record.steps) for record in records] == [("streak", 30)]
 
 
+def test_two_policies_of_a_users_own_have_a_memory_each():
+    """Each says once what it has to say, although neither has a config by which the library could tell it."""
+
+    class Own:
+        def init_state(self):
+            return FixedScaling(2.0).init_state()
+
+        def update(self, state, grads_finite, *, xp=None):
+            return FixedScaling(2.0).update(state, grads_finite, xp=xp)
+
+    first, second = Own(), Own()
+    state = init_state(first, xp=array_api_strict)
+    for _ in range(30):
+        state = first.update(state, array_api_strict.asarray(False))
+    with _heard() as records:
+        for policy in (first, first, second, second):
+            diagnose(policy, state)
+    assert len(records) == 2
+
+
 def test_a_check_of_a_state_of_arrays_can_raise_at_the_floor():
     """`on_floor` of `check_overflow_streak` serves loops without a facade; without a limit to check nothing is read."""
     policy = DynamicScaling(init_scale=2.0, backoff_factor=0.375)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli._torch_files import SUFFIXES, read_pickle
-from lossscale_core._files import LARGEST_DATA, read_data, suffix_of
-from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_core.files import LARGEST_DATA, read_data, suffix_of
+from lossscale_core.messages import shown, shown_names
 
+# Megatron-LM has its scaler below two keys. Further down is a dict for each parameter, and a search takes long.
 _DEEPEST = 3
 _MOST_DICTS = 100_000
 
@@ -86,6 +87,7 @@ def _scalers(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
             if isinstance(value, Mapping) and id(value) not in visited:
                 visited.add(id(value))
                 pending.append(((*names, name), value))
+        # The whole search is bounded, since a file may be made to take long.
         if len(visited) > _MOST_DICTS:
             raise CheckpointError(f"{path} holds too many dicts to search; pass --key with the place of the scaler")
 

@@ -44,6 +44,7 @@ def draw_run(figure: Figure, run: "RecordedRun") -> None:
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_marked_scale(panels[0], run)
     skipped = run.overflowed | run.spiked
+    # At most 50 windows fit side by side, since finer ones could not be told apart in the picture.
     window = max(_SMOOTHING, len(skipped) // 50)
     panels[1].fill_between(run.step, _running_mean(skipped, window) * 100.0, step="post", color="#999999")
     panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"over {window} rows at a time")

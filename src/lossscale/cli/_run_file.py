@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core._files import LARGEST_DATA, read_data, read_text, suffix_of
-from lossscale_core._words import shown_names
 from lossscale_core.errors import TraceFileError
+from lossscale_core.files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core.messages import shown_names
 
 # The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
 _NAMES = {
@@ -60,6 +60,7 @@ def _run(path: Path, found: dict[str, Any]) -> RecordedRun:
     rows = np.isfinite(step) & np.isfinite(scale) & (scale > 0)
     if not rows.any():
         raise TraceFileError(f"{path} holds no steps with a positive loss scale; write one row a step")
+    # Rows of several processes may be out of order; those of one step stay in the order of the file.
     order = np.argsort(step[rows], kind="stable")
     kept = {role: values[rows][order] for role, values in found.items()}
     spiked = kept.get("spiked", np.zeros(len(order))) == 1.0

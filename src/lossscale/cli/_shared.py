@@ -33,6 +33,7 @@ def help_if_alone(context: click.Context) -> None:
 def require_new(*paths: Path | None, mend: str = "name a new file") -> None:
     """Refuse to overwrite a file before the work begins; a broken symbolic link counts as a file."""
     for path in paths:
+        # Not `exists`, which is False for a broken link; the write would then fail after all the work.
         if path is not None and os.path.lexists(path):
             raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
 

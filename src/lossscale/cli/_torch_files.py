@@ -16,6 +16,7 @@ def read_pickle(path: Path) -> Any:
 
     Raises `CheckpointError` if the file cannot be read, or if torch is missing or too old, and `OSError`.
     """
+    # Opening a named pipe would wait for its writer for ever.
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a file that torch.save wrote; pass a regular file")
     try:
@@ -27,6 +28,7 @@ def read_pickle(path: Path) -> Any:
     _require_safe(path, torch.__version__)
     with path.open("rb") as file:
         try:
+            # Tensors of a GPU are read on the CPU, since this machine may have no GPU.
             return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make torch.load raise anything
             raise CheckpointError(f"{path} {_unreadable(error)}") from error

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core._files import LARGEST_DATA, read_data, read_text, suffix_of
-from lossscale_core._words import shown, shown_names
 from lossscale_core.errors import TraceFileError
+from lossscale_core.files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core.messages import shown, shown_names
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -43,6 +43,7 @@ def _values(path: Path, key: str) -> list[Any]:
     if suffix_of(path) == ".json":
         content = read_data(path, TraceFileError, LARGEST_DATA)
     else:
+        # Bytes that are not text are replaced, so that the message shows the first bad value and its step.
         content = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
     if isinstance(content, dict):
         if key not in content:

@@ -31,9 +31,9 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core._files import write_whole
-from lossscale_core._words import shown
 from lossscale_core.errors import LossScaleError
+from lossscale_core.files import write_whole
+from lossscale_core.messages import shown
 
 _OPTIONS = (
     click.argument("file", type=FILE),
@@ -128,6 +128,7 @@ def read_state(file: Path, peer: str | None, scaling: ScalingPolicy | None, key:
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         place = f" at {shown(where)}" if where else ""
+        # None of the tools in `dialects` saves a version in the dict of its scaler.
         if peer is None and "version" in saved:
             scaling = _saved_policy(saved) if scaling is None else scaling
             return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)

@@ -14,9 +14,8 @@ from rich.table import Table
 
 from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, number_text, require_new
-from lossscale_core import load_policy
-from lossscale_core._config import policy_to_toml
-from lossscale_core._files import write_whole
+from lossscale_core import load_policy, policy_to_toml
+from lossscale_core.files import write_whole
 
 _ADAPTERS = {
     "numpy": "lossscale_core",
@@ -56,6 +55,7 @@ def command(
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
+    # find_spec looks for a package without the seconds that an import of it takes.
     if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
         raise click.UsageError(
             f"--framework {framework} needs its adapter, which this installation lacks; {how_to_install(framework)}"
@@ -75,7 +75,7 @@ def command(
     terminal.print(_results_table(experiment, is_narrow=terminal.width < _TABLE_WIDTH))
     contents: dict[str, str | bytes] = {
         "demo.png": experiment_as_png(experiment),
-        "trace.json": json.dumps(demo.as_json(experiment), indent=1) + "\n",
+        "trace.json": json.dumps(experiment.as_json(), indent=1) + "\n",
         "policy.toml": policy_to_toml(policy),
     }
     for path in results:

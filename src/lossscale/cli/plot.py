@@ -6,7 +6,7 @@ import click
 
 from lossscale.cli._run_file import read_run
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_picture
-from lossscale_core._files import write_whole
+from lossscale_core.files import write_whole
 
 
 @click.command("plot", epilog=example("lossscale plot scale.csv -o scale.svg"))

@@ -24,11 +24,17 @@ from lossscale.cli._shared import (
     value_text,
     warnings_as_lines,
 )
-from lossscale_core import dialects, load_policy, policy_schema, policy_to_dict
-from lossscale_core._config import policy_as_text, policy_to_toml
-from lossscale_core._files import write_whole
-from lossscale_core._settings import rules_of
+from lossscale_core import (
+    BaseScaling,
+    dialects,
+    dump_policy,
+    load_policy,
+    policy_schema,
+    policy_to_dict,
+    policy_to_toml,
+)
 from lossscale_core.errors import PolicyError
+from lossscale_core.files import write_whole
 
 
 @click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)
@@ -61,24 +67,28 @@ def check(file: Path, as_json: bool) -> None:
 def show(file: Path, as_json: bool) -> None:
     """Show every setting of the policy in FILE, defaults included, with its meaning and its allowed values."""
     scaling = load_policy(file)
-    meanings = _meanings(type(scaling))
+    kind, meanings = policy_to_dict(scaling)["kind"], _meanings(type(scaling))
+    allowed = _allowed(kind)
     settings = {
-        field.name: {
-            "value": getattr(scaling, field.name),
-            "meaning": meanings.get(field.name, ""),
-            "allowed": rule.text,
-        }
-        for field, rule in rules_of(scaling)
+        name: {"value": value, "meaning": meanings.get(name, ""), "allowed": allowed[name]}
+        for name, value in BaseScaling.of(scaling).settings().items()
     }
     if as_json:
-        print_json({"file": str(file), "kind": policy_to_dict(scaling)["kind"], "settings": settings})
+        print_json({"file": str(file), "kind": kind, "settings": settings})
         return
     table = Table("setting", "value", "meaning and allowed values", title=f"{file}: {type(scaling).__name__}")
     table.show_lines = True
     for name, setting in settings.items():
-        allowed = f"Allowed: {setting['allowed']}."
-        table.add_row(name, value_text(setting["value"]), f"{setting['meaning']}\n{allowed}".lstrip())
+        about = f"{setting['meaning']}\nAllowed: {setting['allowed']}.".lstrip()
+        table.add_row(name, value_text(setting["value"]), about)
     console().print(table)
+
+
+def _allowed(kind: str) -> dict[str, str]:
+    """Return the values that each setting of a policy of this kind accepts, as text."""
+    schemas = (each["then"]["properties"] for each in policy_schema()["allOf"])
+    settings = next(schema for schema in schemas if schema["kind"]["const"] == kind)
+    return {name: rule["description"] for name, rule in settings.items() if name != "kind"}
 
 
 def _meanings(policy_type: type[Any]) -> dict[str, str]:
@@ -86,6 +96,7 @@ def _meanings(policy_type: type[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(policy_type.__mro__):
         # A method knows its file. A class only knows `__module__`, which is the public module, not the private one.
+        # The texts below fields are not kept at run time, so that they are read from the source.
         method = vars(base).get("update")
         with contextlib.suppress(OSError):
             lines = inspect.findsource(method)[0] if inspect.isfunction(method) else []
@@ -131,5 +142,5 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
     if out is None:
         click.echo(policy_to_toml(scaling), nl=False)
     else:
-        write_whole(out, policy_as_text(scaling, out))
+        dump_policy(scaling, out, overwrite=False)
         click.echo(f"wrote {out}: a policy of kind {policy_to_dict(scaling)['kind']!r}")

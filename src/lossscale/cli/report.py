@@ -43,6 +43,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "lossscale", __version__
     yield "python", platform.python_version()
     yield "platform", platform.platform(terse=True)
+    # The metadata is read instead of __version__, since an import of all three frameworks takes some ten seconds.
     for package in _PACKAGES:
         try:
             yield package, importlib.metadata.version(package)

@@ -31,6 +31,7 @@ def command(policy: str | None, trace: Path | None, overwrite: bool, program: tu
     """
     config = None if policy is None else policy_to_dict(as_policy(number_or_text(policy)))
     arguments = [sys.executable, *program] if program[0].endswith(".py") else list(program)
+    # Found before the traces of an earlier run are removed, so that a misspelt program costs nothing.
     place = shutil.which(arguments[0])
     if place is None:
         raise click.UsageError(f"{arguments[0]} is not a program that can be run; pass one, such as python train.py")

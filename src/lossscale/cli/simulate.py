@@ -25,7 +25,7 @@ from lossscale.cli._shared import (
 )
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
 from lossscale_core import BaseScaling, ScalingPolicy, as_policy, diagnose, policy_to_dict, testing
-from lossscale_core._files import write_whole
+from lossscale_core.files import write_whole
 
 _MOST_ROWS = 40
 _PICTURE = Path("simulation.png")
@@ -103,6 +103,7 @@ def _stretch(trace: testing.Trace, start: int, end: int) -> dict[str, Any]:
 def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
     applied = np.flatnonzero(~trace.skipped)
     last = {name: column[-1] for name, column in trace._asdict().items()}
+    # A policy may add counters of its own, which the trace has as columns, too.
     state: Any = SimpleNamespace(**last, loss_scale=trace.loss_scale_after[-1])
     limit = BaseScaling.of(scaling).max_overflow_streak
     reached = np.flatnonzero(trace.overflow_streak >= (limit or math.inf))

@@ -5,16 +5,7 @@ weight, as multi-task, distillation and reinforcement learning do. Adam divides 
 that the weight has no effect in float32, but it does in float16 without scaling.
 """
 
-from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, Experiment, as_json, regimes, run_experiment
+from lossscale.demo._experiment import DEFAULT_POLICY, DEFAULT_WEIGHT, Experiment, regimes, run_experiment
 from lossscale.demo._training import Settings, train
 
-__all__ = [
-    "DEFAULT_POLICY",
-    "DEFAULT_WEIGHT",
-    "Experiment",
-    "Settings",
-    "as_json",
-    "regimes",
-    "run_experiment",
-    "train",
-]
+__all__ = ["DEFAULT_POLICY", "DEFAULT_WEIGHT", "Experiment", "Settings", "regimes", "run_experiment", "train"]

@@ -23,6 +23,27 @@ class Experiment(NamedTuple):
     runs: dict[str, Run]
     sweep: dict[str, dict[float, float]]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the results and the trace of the dynamic run, which `lossscale simulate` reads, for a JSON file."""
+        settings, runs, sweep = self
+        dynamic = list(runs.values())[-1].steps
+        results = ("accuracy", "flushed", "skipped_steps", "final_scale")
+        return {
+            "version": 1,
+            "framework": settings.framework,
+            "dtype": "float16",
+            "policy": policy_to_dict(settings.policy),
+            "loss_weight": settings.weight,
+            "seed": settings.seed,
+            "steps": settings.steps,
+            "loss_scale": [step.loss_scale for step in dynamic],
+            "overflow": [int(step.skipped) for step in dynamic],
+            "gradient_max": [step.gradient_max if math.isfinite(step.gradient_max) else None for step in dynamic],
+            "loss": [step.loss for step in dynamic],
+            "results": {name: {result: getattr(run, result) for result in results} for name, run in runs.items()},
+            "accuracy_by_loss_weight": {name: {f"{w:g}": a for w, a in line.items()} for name, line in sweep.items()},
+        }
+
 
 class Regime(NamedTuple):
     """A storage dtype and a policy."""
@@ -66,25 +87,3 @@ def run_experiment(settings: Settings, on_run: Callable[[str, int], Callable[[],
             at = {w: train(settings._replace(policy=policy, weight=w), dtype, digits, on_step) for w in weights}
             runs[name], sweep[name] = at[settings.weight], {weight: run.accuracy for weight, run in at.items()}
     return Experiment(settings, runs, sweep)
-
-
-def as_json(experiment: Experiment) -> dict[str, Any]:
-    """Return the results and the trace of the dynamic run, which `lossscale simulate` reads, for a JSON file."""
-    settings, runs, sweep = experiment
-    dynamic = list(runs.values())[-1].steps
-    results = ("accuracy", "flushed", "skipped_steps", "final_scale")
-    return {
-        "version": 1,
-        "framework": settings.framework,
-        "dtype": "float16",
-        "policy": policy_to_dict(settings.policy),
-        "loss_weight": settings.weight,
-        "seed": settings.seed,
-        "steps": settings.steps,
-        "loss_scale": [step.loss_scale for step in dynamic],
-        "overflow": [int(step.skipped) for step in dynamic],
-        "gradient_max": [step.gradient_max if math.isfinite(step.gradient_max) else None for step in dynamic],
-        "loss": [step.loss for step in dynamic],
-        "results": {name: {result: getattr(run, result) for result in results} for name, run in runs.items()},
-        "accuracy_by_loss_weight": {name: {f"{w:g}": a for w, a in line.items()} for name, line in sweep.items()},
-    }

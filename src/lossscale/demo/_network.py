@@ -1,7 +1,7 @@
 """The demo's task for every framework: scikit-learn's bundled digits, and a perceptron that classifies them."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ class Digits(NamedTuple):
     test_images: NDArray[np.float32]
     test_labels: NDArray[np.int64]
 
-    def batches(self, steps: int, batch_size: int, seed: int) -> Any:
+    def batches(self, steps: int, batch_size: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """Yield `steps` random batches of images and labels, drawn with replacement."""
         rng = np.random.default_rng(seed)
         for _ in range(steps):
@@ -45,8 +45,7 @@ def init_weights(seed: int) -> list[NDArray[np.float32]]:
     rng = np.random.default_rng(seed)
     weights: list[NDArray[np.float32]] = []
     for n_in, n_out in itertools.pairwise(WIDTHS):
-        weights.append(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32))
-        weights.append(np.zeros(n_out, np.float32))
+        weights += [rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32), np.zeros(n_out, np.float32)]
     return weights
 
 

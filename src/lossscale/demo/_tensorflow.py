@@ -28,9 +28,8 @@ class Trainer:
         return loss, gradients, step_info(before, after)
 
     def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
-        weights = [
-            tf.convert_to_tensor(variable) for variable in self.weights
-        ]  # variables would be traced for each trainer, tensors are traced once
+        # tf.function traces anew for the variables of each trainer, and once for all tensors of one shape and dtype.
+        weights = [tf.convert_to_tensor(variable) for variable in self.weights]
         return _traced_gradients(weights, "float32", images, labels, self.weight)[1]
 
     def logits(self, images: Any) -> Any:

@@ -104,6 +104,5 @@ def _largest(gradients: list[Any]) -> float:
 
 def _flushed_share(stored: list[Any], exact: list[Any]) -> float:
     """Return the share of the parameters' gradient elements that are zero as stored, and not in float32."""
-    pairs = [(np.asarray(stored[i]), np.asarray(exact[i])) for i in range(PARAMETERS)]
-    flushed = sum(np.count_nonzero((a == 0) & (b != 0)) for a, b in pairs)
-    return float(flushed / max(1, sum(np.count_nonzero(b) for _, b in pairs)))
+    is_zero, was_zero = (np.concatenate([np.ravel(g) == 0 for g in grads[:PARAMETERS]]) for grads in (stored, exact))
+    return float(np.sum(is_zero & ~was_zero) / max(1, np.sum(~was_zero)))

@@ -48,6 +48,7 @@ class VerbsTrainer:
         """Return the learnt values, the scale state, the loss and the unscaled gradients after a step."""
         loss, scaled = cls.gradients(learnt.weights, dtype, batch, cls.verbs.scale(weight, state))
         grads_finite = cls.verbs.all_finite(scaled[:PARAMETERS])
+        # With the scale before the update: the one that multiplied the loss.
         gradients = cls.verbs.unscale(scaled, state)
         after = cls.verbs.select(grads_finite, cls.adam_step(learnt, gradients[:PARAMETERS]), learnt)
         return after, policy.update(state, grads_finite), loss, gradients

@@ -38,6 +38,7 @@ class Bystanders:
     def begin_step(self) -> None:
         """End the step before, at the first loss after its update: a schedule moves between the two."""
         if self._after_loss is None:
+            # Nothing registers the schedules and modules that a script makes, but the collector knows them all.
             objects = gc.get_objects()
             self._after_loss = _Window(_schedules_and_averages(objects))
             self._before_update = _Window(_normalisations(objects))

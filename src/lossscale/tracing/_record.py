@@ -25,6 +25,7 @@ class Record:
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
         self._bystanders = Bystanders()
+        # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
 
     def begin_step(self) -> None:

@@ -39,6 +39,7 @@ class TracedScaler(GradScaler):
                 growth_interval=growth_interval,
             )
         super().__init__(device, enabled=enabled, **{"policy": self.policy_of_run, **options})
+        # The record is made with the scaler, so that a script which never updates it gets its summary, too.
         _ = self._record
 
     @torch.compiler.disable

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from lossscale_core._files import write_whole
 from lossscale_core.dialects import tables
 from lossscale_core.dialects._peers import PAGES
+from lossscale_core.files import write_whole
 
 MARK = "<!-- drawn by python -m lossscale_core.dialects docs/migrating.md -->\n"
 

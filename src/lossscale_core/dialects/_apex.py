@@ -28,8 +28,11 @@ APEX = Peer(
             "`amp.initialize` or `apex.amp.scaler.LossScaler`",
             (
                 key("init_scale", read.INIT_SCALE, 65536.0),
+                # apex.amp takes this argument and never reads it; 2 and 1/2 are written out where the scale changes:
+                # https://github.com/NVIDIA/apex/blob/b82c6bd7613f/apex/amp/scaler.py
                 key("scale_factor", read.IGNORED_FACTOR, 2.0),
                 key("scale_window", read.APEX_INTERVAL, 2000),
+                # The floor is tested for truth there, so that 0 means none, as None does.
                 key("min_loss_scale", read.FLOOR, None),
                 key("max_loss_scale", read.MAX_SCALE, 2.0**24),
                 key("loss_scale", read.fixed_unless("dynamic", None), "dynamic"),
@@ -62,6 +65,8 @@ STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),)
 WINDOW_KEYS = (
     key("init_scale", read.INIT_SCALE, 2.0**32),
     key("scale_factor", read.FACTOR, 2.0),
+    # The scale grows where the iterations since the last overflow are a multiple of the window; growth resets nothing:
+    # https://github.com/NVIDIA/apex/blob/48343d94a068/apex/fp16_utils/loss_scaler.py
     key("scale_window", read.INTERVAL_MODULO, 1000),
 )
 
@@ -88,6 +93,8 @@ APEX_HYSTERESIS = Peer(
     forms=(
         Form(
             "arguments",
+            # The kernel first subtracts 1 and then backs off unless more than 0 are left, so that 0 and below act as 1:
+            # https://github.com/NVIDIA/apex/blob/79b7f4f256c3/csrc/update_scale_hysteresis.cu
             (*KEYS, key("hysteresis", read.HYSTERESIS_REACHED, 1)),
             {**UNBOUNDED, "refill_on_finite": True, "refill_on_backoff": False},
             ignored=("device", "_growth_tracker", "_hysteresis_tracker"),

@@ -4,6 +4,8 @@ from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, used
 from lossscale_core.dialects._record import Form, Peer, Saved, key
 
+# HYSTERESIS_REACHED, since the scaler accepts 0 and compares with >=, so that 0 acts as 1:
+# https://github.com/hpcaitech/ColossalAI/blob/42d7b299cf96/colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py
 COLOSSALAI = Peer(
     name="colossalai",
     title="ColossalAI's `DynamicGradScaler`",
@@ -28,6 +30,7 @@ COLOSSALAI = Peer(
         Saved(
             scale=("scale",),
             counters={
+                # The state dict leaves both counts out; only vars(scaler) has them.
                 "growth_tracker": count("_growth_step", optional=True, equal=True),
                 "hysteresis_tracker": used("_hysteresis_step", optional=True),
             },

@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER
 from lossscale_core.dialects._megatron import SHIFT_KEYS
 from lossscale_core.dialects._readings import HALVES, UNBOUNDED
 from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
+from lossscale_core.messages import shown
 
+# The first finite step after an overflow does not count: stable_interval = cur_iter - last_overflow_iter - 1.
+# Backing off leaves cur_hysteresis at 1, so that each further overflow backs off, too:
+# https://github.com/deepspeedai/DeepSpeed/blob/68ee9f83ae9a/deepspeed/runtime/fp16/loss_scaler.py
 _RULE = {"cooldown": 1, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
 
 _WITHOUT_ZERO = (

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import _readings as read
 from lossscale_core.dialects._counters import count, since_change, since_overflow
 from lossscale_core.dialects._readings import HALVES, UNBOUNDED
 from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Reading, Saved, Settings, key
+from lossscale_core.messages import shown
 
 _MOST_FALLS = 10_000
 
@@ -17,6 +17,8 @@ def _floor(settings: Settings, _: Mapping[str, Any]) -> Meaning:
     """Set `min_scale` to `threshold`, or to the last scale above `min_loss_scale`, at which fairseq ends the run."""
     if settings["min_scale"] > settings["stop_at"]:  # the run never ends
         return Meaning(settings)
+    # fairseq puts the scale before the fall back and only then raises, so that a run ends at the scale above the stop:
+    # https://github.com/facebookresearch/fairseq/blob/f591cc94caa8/fairseq/optim/dynamic_loss_scaler.py#L57
     return Meaning({**settings, "min_scale": _last_above(settings["stop_at"], settings)})
 
 
@@ -28,8 +30,10 @@ def _last_above(stop: float, settings: Settings) -> float:
             "the scale starts at min_loss_scale or below, so that the first overflow ends the run; raise it"
         )
     factor = math.log(settings["growth_factor"])
+    # A stop of 0 has no logarithm. A scale of 2**-1000 is far below every floor that this library takes.
     falls = (math.log(scale) - math.log(max(stop, 2.0**-1000))) / factor
     if falls > _MOST_FALLS:  # a factor close to 1 takes millions of divisions: compute all but the last ones at once
+        # In two halves, since the whole factor may be smaller than every float64.
         half = math.exp(-(falls - _MOST_FALLS) * factor / 2.0)
         scale *= half
         scale *= half

@@ -10,6 +10,8 @@ from lossscale_core.dialects._record import Form, Meaning, Peer, Saved, Settings
 
 
 def _under_jit(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    # tree_flatten leaves min_loss_scale out, so that the default of 1 comes back with each result of a jitted function:
+    # https://github.com/google-deepmind/jmp/blob/9c1cdbbf78da/jmp/_src/loss_scale.py#L138
     if config.get("jit") and settings["min_scale"] != 1.0:
         bug = "min_loss_scale is lost under jit, and becomes 1 there and here; leave jit out to keep it"
         return Meaning({**settings, "min_scale": 1.0}, bug)

@@ -11,6 +11,8 @@ from lossscale_core.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_sc
 
 
 def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
+    # Keras refuses both configs as well:
+    # https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/src/mixed_precision/loss_scale_optimizer.py#L676
     if settings["kind"] == "fixed":
         if config.get("initial_scale", config.get("initial")) is None:
             raise NoCounterpartError("dynamic=False needs initial_scale; add it")
@@ -19,6 +21,8 @@ def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return Meaning(settings)
 
 
+# INTERVAL_CUT, since Keras converts the interval by int(), and compares with >=:
+# https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/src/mixed_precision/loss_scale_optimizer.py#L144
 KERAS = Peer(
     name="keras",
     title="`tf.keras.mixed_precision.LossScaleOptimizer`",
@@ -72,9 +76,12 @@ KERAS_3 = Peer(
             "constructor or `get_config`",
             (
                 key("initial_scale", read.INIT_SCALE, 2.0**15),
+                # Unlike tf.keras, Keras 3 compares with ==:
+                # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py#L164
                 key("dynamic_growth_steps", read.INTERVAL_EQUAL, 2000),
                 key("dynamic", read.ONLY_TRUE, True),
             ),
+            # Nor does it keep the floor of 1: an overflow halves the scale down to 0.
             {**UNBOUNDED, **HALVES},
             ignored=("inner_optimizer", "name", *_KERAS_3_BASE),
         ),

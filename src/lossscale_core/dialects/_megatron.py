@@ -13,6 +13,8 @@ SHIFT_KEYS = (
     key("consecutive_hysteresis", read.REFILL_ON_FINITE, False),
 )
 
+# Hysteresis is described there as consecutive, but only growth restores the tracker. The scale has no ceiling:
+# https://github.com/NVIDIA/Megatron-LM/blob/eedfe533a44e/megatron/core/optimizer/grad_scaler.py
 _RULE = {"refill_on_finite": False, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
 
 MEGATRON = Peer(

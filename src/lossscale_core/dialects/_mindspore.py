@@ -28,6 +28,7 @@ MINDSPORE = Peer(
         Form(
             "`DynamicLossScaleManager`",
             (key("init_loss_scale init", read.INIT_SCALE, 2.0**24), *_KEYS),
+            # The manager raises RuntimeError on the 1001st overflow in a row.
             {**FLOOR_OF_ONE, "max_overflow_streak": 1001},
         ),
         Form(

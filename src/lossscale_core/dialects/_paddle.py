@@ -7,6 +7,8 @@ from lossscale_core.dialects._counters import count, used
 from lossscale_core.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
 from lossscale_core.dialects._record import Form, Peer, Saved, Settings, key
 
+# A finite step and a backoff both set the count of overflows to 0:
+# https://github.com/PaddlePaddle/Paddle/blob/20ffb9f43b99/paddle/phi/kernels/impl/amp_kernel_impl.h
 _REFILLS = {"refill_on_finite": True, "refill_on_backoff": True}
 
 
@@ -14,6 +16,7 @@ def _form(title: str, settings: Settings, ignored: str, *defaults: Any) -> Form:
     scale, grows, falls, up, down = defaults
     keys = (
         key("init_loss_scaling", read.INIT_SCALE, scale),
+        # The kernel compares both counts with ==, so that below 1 the scale never changes.
         key("incr_every_n_steps", read.INTERVAL_EQUAL, grows),
         key("decr_every_n_nan_or_inf", read.HYSTERESIS_EQUAL, falls),
         key("incr_ratio", read.GROWTH_FACTOR, up),

@@ -3,7 +3,6 @@
 import difflib
 from typing import Any
 
-from lossscale_core._words import shown
 from lossscale_core.dialects import (
     _apex,
     _colossalai,
@@ -20,6 +19,7 @@ from lossscale_core.dialects import (
 )
 from lossscale_core.dialects._record import Peer
 from lossscale_core.errors import PolicyError
+from lossscale_core.messages import shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.
@@ -57,5 +57,6 @@ def find_page(name: str) -> tuple[Peer, ...]:
 
 def nearest(name: Any, known: Any) -> str:
     """Return a question about the nearest known name, or an empty text."""
+    # The time of a match grows with the product of the lengths, and the name may come from any file.
     found = difflib.get_close_matches(name[:100], list(known), n=1) if isinstance(name, str) else []
     return f"did you mean {found[0]!r}? " if found else ""

@@ -7,13 +7,13 @@ from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
+from lossscale_core._base import KINDS, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._policy import KINDS, ScalingPolicy
 from lossscale_core._settings import RULES, rules_of
-from lossscale_core._words import shown
 from lossscale_core.dialects._peers import find_peer, nearest
 from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
 from lossscale_core.errors import DialectWarning, PolicyError
+from lossscale_core.messages import shown
 
 _REMARKS = ("note", "comment", "_comment")  # JSON has no comments, so that people write them under these keys
 _MOST_WRAPPED = 8
@@ -90,6 +90,7 @@ def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
 def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
     """Return the form with the fewest unknown keys. Raises `PolicyError` if a key is unknown even there."""
     unknown = {form: [name for name in config if not _knows(form, name)] for form in peer.forms}
+    # min takes the first of several forms that fit equally well, so that their order in a record counts.
     form = min(peer.forms, key=lambda form: len(unknown[form]))
     for name in unknown[form]:
         names = list(dict.fromkeys(name for each in peer.forms for key in each.keys for name in key.names))
@@ -116,6 +117,7 @@ def plain(value: Any) -> Any:
 
 
 def _knows(form: Form, name: str) -> bool:
+    # Not fnmatch, which ignores the case of names on Windows.
     is_ignored = any(fnmatchcase(str(name), pattern) for pattern in form.ignored)
     return is_ignored or any(name in key.names for key in form.keys)
 
@@ -204,6 +206,7 @@ def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     if missing:
         raise NoCounterpartError(f"kind={wanted['kind']!r} has no value for {missing[0]}, which the tool requires")
     config = {name: value for name, value in config.items() if value is not OMIT}
+    # Reading it back is the whole check: the tool may ignore, cap or round what is written.
     try:
         back, bugs = translate(peer, config)
     except PolicyError as error:
@@ -220,6 +223,7 @@ def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
 def _essence(policy: ScalingPolicy) -> Settings:
     """Return the settings that matter: without hysteresis, for instance, the refill settings have no effect."""
     settings = policy_to_dict(policy)
+    # With a tolerance of 0 every overflow backs off, as in DynamicScaling.
     if settings["kind"] == "tolerant" and settings["tolerance"] == 0.0:
         del settings["tolerance"]
         settings.update(kind="dynamic", hysteresis=1, cooldown=0)

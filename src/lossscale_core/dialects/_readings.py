@@ -182,7 +182,8 @@ INTERVAL_MODULO = Reading(
 
 
 def _read_floor(value: Any) -> Meaning:
-    if value == "float32 tiny":  # the text of flax's default in its documentation
+    # The documentation of flax has this text for its default: jnp.finfo(jnp.float32).tiny, which is 2**-126.
+    if value == "float32 tiny":
         return Meaning({"min_scale": SMALLEST_SCALE})
     return Meaning({"min_scale": max(real(value or 0.0), SMALLEST_SCALE)})
 
@@ -225,6 +226,7 @@ WHOLE_FLOOR = Reading("`min_scale`, a whole number", _read_whole_floor, _write_w
 
 
 def _flag(value: Any) -> bool:
+    # 0 and 1 are equal to False and True, and command lines write them.
     if value in (True, False):
         return bool(value)
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -260,6 +262,7 @@ def fixed_unless(*dynamic: Any) -> Reading:
     """Return the reading of a key that holds a fixed scale, or one of the values that mean a dynamic scale."""
 
     def read(value: Any) -> Meaning:
+        # False equals 0, which means dynamic for some tools; `real` refuses a bool.
         if value in dynamic and not isinstance(value, bool):
             return Meaning({})
         number = real(value)

@@ -33,6 +33,7 @@ class Meaning(NamedTuple):
     bug: str = ""
 
 
+# Records hold functions and dicts, which have no useful equality. By identity they can be compared and be keys.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reading:
     """The translation of one key in both directions, and its description for the table.

@@ -7,19 +7,21 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._policy import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._settings import rules_of
 from lossscale_core._state import AnyScaleState, HostScalar, StateT
-from lossscale_core._words import shown, shown_names
 from lossscale_core.dialects._peers import PEERS, find_peer
 from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
 from lossscale_core.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
 from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.messages import shown, shown_names
 
+# TensorFlow 1 numbers the outputs of a variable (`good_steps:0`), and static Paddle its variables (`good_steps_0`).
 _ENDING = re.compile(r"(:\d+|_\d+)$")
+# tf.train.Checkpoint ends the key of every variable with this: https://www.tensorflow.org/guide/checkpoint
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
@@ -65,6 +67,7 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
     notes += _late(saved, fields, scaling) if given or "growth_interval" in known else []
     if notes:
         warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
+    # A streak needs as many skipped steps, or else state_from_dict refuses the state as inconsistent.
     streak = fields.get("overflow_streak", 0)
     start = state_to_dict(scaling.init_state())
     return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, scaling)
@@ -105,6 +108,7 @@ def possible_peers(checkpoint: Any) -> tuple[str, ...]:
     for peer in PEERS.values() if _may_hold_scaler(checkpoint) else ():
         with contextlib.suppress(CheckpointError):
             found[peer.name] = _recognised(peer, checkpoint)
+    # One name alone, such as `scale`, occurs in dicts that have nothing to do with loss scaling.
     return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
 
 

@@ -28,6 +28,8 @@ def loss_scale_object(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+# The floor of 1 is part of the rule and not a setting:
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
 LOSS_SCALE_FORMS = (
     Form("`DynamicLossScale`", _DYNAMIC_LOSS_SCALE, FLOOR_OF_ONE, ignored=("optimizer",)),
     Form("`FixedLossScale`", (key("loss_scale_value", read.FIXED),), {"kind": "fixed"}, ignored=("optimizer",)),

@@ -8,9 +8,12 @@ from lossscale_core.dialects._readings import UNBOUNDED
 from lossscale_core.dialects._record import Form, Peer, Saved, key
 
 KEYS = (
+    # One record reads both: the state dict says `scale` for what the constructor calls `init_scale`.
     key("init_scale scale", read.INIT_SCALE, 65536.0),
     key("growth_factor", read.GROWTH_FACTOR, 2.0),
     key("backoff_factor", read.BACKOFF_FACTOR, 0.5),
+    # The kernel compares with ==, so that an interval below 1 never grows the scale:
+    # https://github.com/pytorch/pytorch/blob/5bde21621b28/aten/src/ATen/native/cuda/AmpKernels.cu
     key("growth_interval", read.INTERVAL_EQUAL, 2000),
     key("enabled", read.ENABLED, True),
 )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lossscale_core._base import KINDS, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
-from lossscale_core._policy import KINDS, LIBRARY_KINDS, ScalingPolicy
+from lossscale_core._policy import LIBRARY_KINDS
 from lossscale_core._state import ScaleState
 
 if TYPE_CHECKING:  # hypothesis is not a dependency of the package
@@ -110,6 +111,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     return _run(
         as_policy(policy),
         len(magnitudes),
+        # In float64, where the product itself does not overflow before it is compared.
         lambda step, scale: bool(float(scale) * magnitudes[step] <= LARGEST_NUMBER[dtype]),
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 from lossscale_core.testing._simulation import LARGEST_NUMBER
 from lossscale_core.testing.conformance._trial import Trial
 
+# 67 is a prime number, so that a loop over vectors of any width has a remainder, which is easily left unchecked.
 _SHAPES = ((), (1,), (67,), (3, 5))
 _LONG, _MANY = (3, 5, 7, 41), 40
 _BAD = (np.nan, np.inf, -np.inf)

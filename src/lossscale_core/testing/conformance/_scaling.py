@@ -9,6 +9,7 @@ from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_str
 
 _SCALE = 2.0**16
 _OTHER_SCALES = (2.0**-20, 2.0**120)
+# float16 gets its smallest subnormal number. The others may be flushed to zero where they are subnormal, as by XLA.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-100, "float32": 2.0**-100, "float64": 2.0**-900}
 
 

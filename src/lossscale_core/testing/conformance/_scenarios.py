@@ -3,7 +3,8 @@
 import random
 from typing import NamedTuple
 
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core._base import ScalingPolicy
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 
 
@@ -19,6 +20,7 @@ def _flags(seed: int, share_finite: float, steps: int = 120) -> list[bool]:
     return [rng.random() < share_finite for _ in range(steps)]
 
 
+# 142 halvings lead from 2**16 to 2**-126, and 252 doublings to 2**126. Three more of each press against the bounds.
 _DOWN_AND_UP = [False] * 145 + [True] * 255
 """Flags that lower a scale to the smallest of any policy, and then raise it to the largest."""
 

@@ -66,6 +66,7 @@ def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
     """Every state is bit for bit that of host scalars, and no field changes its dtype or shape."""
     policy, flags = scenario.policy, scenario.grads_finite
     step, expected = trial.run(trial.update(policy)), policy.init_state()
+    # Without values every step has the same dtypes and shapes.
     if not trial.way.has_values:
         flags = flags[:1]
     states = trial.way.iterate(step, trial.state(policy), [trial.flag(flag) for flag in flags])

@@ -96,5 +96,6 @@ def _agree(numbers: Any, values: Any, rtol: float) -> Any:
         return _agree(numbers.real, values.real, rtol) & _agree(numbers.imag, values.imag, rtol)
     if values.dtype.kind != "f":
         return numbers == values
+    # -0.0 == 0.0, but its reciprocal has another sign: bit for bit they differ.
     same = (numbers == values) & (np.signbit(numbers) == np.signbit(values))
     return same | (np.isnan(numbers) & np.isnan(values))

@@ -4,6 +4,8 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+__all__ = ["shown", "shown_names"]
+
 _LONGEST = 500
 _MOST_NAMES = 12
 _ABBREVIATED = (dict, list, tuple, set, frozenset, str, int)
@@ -25,9 +27,8 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
-        except (
-            ValueError
-        ):  # https://docs.python.org/3/library/stdtypes.html#integer-string-conversion-length-limitation
+        except ValueError:
+            # https://docs.python.org/3/library/stdtypes.html#integer-string-conversion-length-limitation
             return f"<an integer of {x.bit_length()} bits>"
 
 
@@ -35,10 +36,15 @@ _SHORT = _Short()
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a value, cut to a few hundred characters.
+    """Return the `repr` of a value on one line, cut to a few hundred characters.
 
-    The time is bounded as well: a nested tuple that holds the same tuple twice at 50 levels has 2**50 leaves.
+    Args:
+        value: Any value, of a user or from a file, whatever its size is and whatever its `repr` raises.
+
+    Returns:
+        The text.
     """
+    # The time is bounded as well: a nested tuple that holds the same tuple twice at 50 levels has 2**50 leaves.
     try:
         text = _SHORT.repr(value)
     except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
@@ -47,7 +53,14 @@ def shown(value: Any) -> str:
 
 
 def shown_names(names: Iterable[Any]) -> str:
-    """Return at most twelve names, separated by commas; names with special characters are quoted."""
+    """Return at most twelve names, separated by commas.
+
+    Args:
+        names: The names; one that is long, or not plain text, is shown as `shown` does.
+
+    Returns:
+        The text, which ends in the number of the names that are left out.
+    """
     listed = list(names)
     words = [_name(name) for name in listed[:_MOST_NAMES]]
     more = len(listed) - len(words)

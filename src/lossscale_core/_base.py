@@ -1,0 +1,172 @@
+"""The interface of a policy, and a base class that has a default for every member beyond it."""
+
+import math
+from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+
+from lossscale_core import _settings
+from lossscale_core._arrays import Namespace
+from lossscale_core._state import AnyScaleState, Array, HostScalar, ScaleState, StateT
+from lossscale_core.errors import PolicyError
+
+
+@runtime_checkable
+class ScalingPolicy(Protocol[StateT]):
+    """The interface of a policy: the first state, and the state after each step."""
+
+    def init_state(self) -> StateT:
+        """Return the state before the first step.
+
+        Returns:
+            A NamedTuple of host scalars that begins with the fields of `ScaleState`.
+        """
+        ...
+
+    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
+        """Return the state after a step.
+
+        The function is pure. It synchronises with the host only if the state is on the host and the flag is not.
+
+        Args:
+            state: The state before the step, on the host or in the arrays of a framework.
+            grads_finite: A bool array of shape `()` of the same framework; for a state on the host, a Python bool. It
+                is True if every gradient element is finite, on all devices and ranks together.
+            xp: The array namespace of the state, inferred when left out; TensorFlow's cannot be inferred. Its `where`
+                must take plain numbers, as in the array API standard of 2024.12.
+
+        Returns:
+            A state of the same type, with the same dtypes and shapes.
+        """
+        ...
+
+
+KINDS: dict[str, type["BaseScaling"]] = {}
+"""The policy classes by their kind; configs, the JSON Schema and the test strategies use this table."""
+
+
+class BaseScaling:
+    """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
+
+    A policy of your own needs `init_state` and `update` only, and no base class. If it derives from this class as a
+    frozen dataclass with a `kind` of its own, the library also reads and writes it as a dict or file, saves it in
+    checkpoints, includes it in the JSON Schema and generates it in `lossscale_core.testing.policies`. The fields are
+    the settings, each a `float`, `int` or `bool`. A field that has the name of a setting of the library's policies
+    follows the same rule.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str | None] = None
+    """The name of the policy in a config; a policy whose kind is None has no config."""
+    state_type: ClassVar[type[Any]] = ScaleState
+    """The type of the policy's state: a NamedTuple that begins with the fields of `ScaleState`."""
+    adapts: ClassVar[bool] = False
+    """Whether overflows and finite steps change the loss scale."""
+    scales_losses: ClassVar[bool] = True
+    """Whether the loss scale may differ from 1."""
+    min_scale: float = _settings.SMALLEST_SCALE
+    max_scale: float = _settings.LARGEST_SCALE
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = _settings.LARGEST_COUNT
+    hysteresis: int = 1
+    cooldown: int = 0
+    tolerance: float = 0.0
+    max_overflow_streak: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kind = vars(cls).get("kind")
+        if kind is None:
+            return
+        # A dataclass with slots is a new class of the same name: https://docs.python.org/3/library/dataclasses.html
+        if kind in KINDS and KINDS[kind].__qualname__ != cls.__qualname__:
+            raise PolicyError(f"kind={kind!r} is taken by {KINDS[kind].__name__}; give {cls.__name__} another kind")
+        KINDS[kind] = cls
+
+    def __post_init__(self) -> None:
+        settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
+        # object.__setattr__ is the way into a frozen dataclass from its own __post_init__:
+        # https://docs.python.org/3/library/dataclasses.html#frozen-instances
+        for field, rule in _settings.rules_of(self):
+            settings[field.name] = rule.validate(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, settings[field.name])
+        _settings.require_ordered_scales(settings)
+
+    @staticmethod
+    def of(policy: ScalingPolicy) -> "BaseScaling":
+        """Return a policy that has every member of this class.
+
+        Args:
+            policy: Any policy.
+
+        Returns:
+            `policy` itself if it derives from this class; otherwise a view of it that adds the missing members with
+            their defaults.
+        """
+        return policy if isinstance(policy, BaseScaling) else _WithDefaults(policy)
+
+    def init_state(self) -> AnyScaleState[HostScalar]:
+        """Return the state before the first step. See `ScalingPolicy.init_state`."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_state; define it to return a {self.state_type}")
+
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> AnyScaleState[Any]:
+        """Return the state after a step. See `ScalingPolicy.update`."""
+        raise NotImplementedError(f"{type(self).__name__} has no update; define it to return the state after a step")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the values of the policy's settings by name."""
+        return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(self)}
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the smallest and the largest loss scale that a state under this policy may have."""
+        return self.min_scale, self.max_scale
+
+    def is_constant(self) -> bool:
+        """Return whether the loss scale never changes, so that a step changes counters only."""
+        low, high = self.bounds()
+        return low == high and not self.adapts
+
+    def overflows_down_to(self, loss_scale: float) -> float:
+        """Return how many overflows lower the loss scale from its initial value to `loss_scale`."""
+        if self.backoff_factor >= 1.0:
+            return 0.0
+        backoffs = math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor)
+        return round(backoffs) * self.hysteresis
+
+    def overflow_share(self) -> float:
+        """Return the fraction of steps that overflow by design, because growth tries a larger scale regularly."""
+        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
+            return self.tolerance
+        growths_per_backoff = -math.log(self.backoff_factor) / math.log(self.growth_factor)
+        by_growth = self.hysteresis / (self.hysteresis + growths_per_backoff * self.growth_interval)
+        return max(by_growth, self.tolerance)
+
+
+class _WithDefaults(BaseScaling):
+    """A view of a policy that does not derive from `BaseScaling`, with defaults for the members that it lacks."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        for name in (name for name in vars(BaseScaling) if not name.startswith("_") and name != "state_type"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
+        self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
+
+    def __repr__(self) -> str:
+        # The memory of what a run has logged is found by this text; the address of a view is not that of the next one.
+        return repr(self._policy)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attributes that are settings of the library's policies."""
+        return self._settings
+
+    @property
+    def state_type(self) -> type[Any]:  # type: ignore[override]  # lazy, since a state may be costly to make
+        """The type of the policy's state."""
+        return type(self._policy.init_state())
+
+
+def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:
+    """Return whether `source` is a policy, as opposed to a policy class."""
+    # Instance checks against a protocol are slow before Python 3.12, so that the base class is tried first.
+    return isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type))
