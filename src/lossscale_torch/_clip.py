@@ -15,6 +15,7 @@ from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_devic
 from lossscale_torch._optimizers import is_being_recorded, is_fused
 from lossscale_torch._records import OptimizerRecords
 from lossscale_torch._sharded_norm import Agreed, local_norms
+from lossscale_torch._state import CapturedScale
 
 
 class Clipping(NamedTuple):
@@ -88,7 +89,8 @@ def unscale_and_clip(
     gradients = Gradients.to_unscale(optimizers, allow_half)  # refuses before any of them is unscaled
     if any(record.captured is not ours[0].captured for record in ours):
         return None
-    scale, may_be_below_one = records.losses.scale_of(ours[0])[:2]
+    captured = records.losses.scale_of(ours[0])
+    scale = captured.scale
     meshes = meshes_of(optimizers)
     if meshes and not has_float64(scale.device):
         return None
@@ -97,15 +99,16 @@ def unscale_and_clip(
     # A guard judges anew at each replay of a graph, where the host reads nothing.
     is_replayed = records.guards.guard is not None and is_being_recorded()
     on_host = (scale.is_cpu and not is_replayed) or not all(map(is_fused, optimizers))
-    can_wait = not may_be_below_one and can_stay_on_device(dtypes, how.norm_type, scale.device)
+    can_wait = can_stay_on_device(dtypes, how.norm_type, scale.device)
     if how.needs_torchs(are_complex) or not (on_host or can_wait):
         return None
     agreed = None
     if meshes:
         is_fast_on_host = on_host and scale.is_cpu
-        norms = local_norms(gradients, params, meshes, scale, how.norm_type, can_wait and not is_fast_on_host)
+        waits = is_fast_on_host or not can_wait
+        norms = local_norms(gradients, params, meshes, captured, how.norm_type, stays_on_device=not waits)
         agreed = records.agreed(optimizers, meshes, norms, how.norm_type)
-    clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, scale, how, is_deferred, agreed)
+    clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, captured, how, is_deferred, agreed)
     spiked = records.guards.judge(optimizers[0], clipped.norm if clipped.value is None else clipped.value)
     _note(records, optimizers, clipped, spiked, has_none=not gradients.buckets, agreed=agreed)
     if how.error_if_nonfinite and bool(clipped.found_inf):
@@ -155,9 +158,10 @@ def clip_after_unscaling(records: OptimizerRecords, optimizers: list[Any], how: 
 
 
 def _clip_on_host(
-    gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool, agreed: Agreed | None
+    gradients: Gradients, captured: CapturedScale, how: Clipping, is_deferred: bool, agreed: Agreed | None
 ) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Synchronises with the host once."""
+    scale = captured.scale
     norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type) if agreed is None else agreed.read(scale)
     finite, grad_scale = math.isfinite(norm), None
     if finite:
@@ -173,10 +177,11 @@ def _clip_on_host(
 
 
 def _clip_on_device(
-    gradients: Gradients, scale: Tensor, how: Clipping, is_deferred: bool, agreed: Agreed | None
+    gradients: Gradients, captured: CapturedScale, how: Clipping, is_deferred: bool, agreed: Agreed | None
 ) -> Clipped:
     """Unscale and clip in place, or leave the multiply to a fused optimizer. Does not synchronise."""
-    norm = norm_on_device(gradients, how.norm_type, scale.device) / scale if agreed is None else agreed.norm
+    scale, below_one = captured.scale, captured.may_be_below_one
+    norm = norm_on_device(gradients, scale, how.norm_type, below_one) if agreed is None else agreed.norm
     finite = torch.isfinite(norm)
     factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
     grad_scale = None

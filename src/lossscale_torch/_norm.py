@@ -47,7 +47,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def can_stay_on_device(dtypes: set[torch.dtype], norm_type: float, device: torch.device) -> bool:
-    """Return whether `norm_on_device` is finite if and only if every gradient is: float64 must exist and have room.
+    """Return whether `norm_on_device` tells of every overflow, and of nothing else: float64 must exist and have room.
 
     `dtypes` are those of the gradients.
     """
@@ -57,12 +57,21 @@ def can_stay_on_device(dtypes: set[torch.dtype], norm_type: float, device: torch
 
 
 @torch.no_grad()
-def norm_on_device(gradients: Gradients, norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all gradients together as a float64 tensor of shape `()` on `device`; waits for nothing."""
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+def norm_on_device(gradients: Gradients, scale: Tensor, norm_type: float, may_be_below_one: bool) -> Tensor:
+    """Return the norm of gradients divided by `scale`: float64, shape `()`, on its device; waits for nothing.
+
+    Each gradient is read once; twice where the scale may be below 1, since a finite gradient may become infinite there
+    by being unscaled.
+    """
+    device = scale.device
+    norms, overflows = [torch.zeros((), dtype=torch.float64, device=device)], torch.zeros_like(scale, dtype=torch.bool)
     for bucket in _without_empty(gradients.buckets):
         norms += [moved(each, device) for each in torch._foreach_norm(bucket, norm_type, dtype=torch.float64)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if may_be_below_one:
+            largest = moved(torch.stack(torch._foreach_norm(bucket, math.inf)).amax(), device).double() / scale
+            overflows = overflows | (largest > torch.finfo(bucket[0].dtype).max)
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) / scale
+    return torch.where(overflows & torch.isfinite(norm), math.inf, norm)
 
 
 def _without_empty(buckets: list[Bucket]) -> list[Bucket]:

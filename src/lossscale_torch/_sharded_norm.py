@@ -13,6 +13,7 @@ from torch import Tensor
 from lossscale_torch._gradients import Gradients, is_dtensor
 from lossscale_torch._meshes import groups_over
 from lossscale_torch._norm import UnscaledNorm, norm_on_device, unscaled_norm
+from lossscale_torch._state import CapturedScale
 
 
 class Agreed(NamedTuple):
@@ -32,7 +33,12 @@ class Agreed(NamedTuple):
 
 @torch.no_grad()
 def local_norms(
-    gradients: Gradients, params: list[Any], meshes: list[Any], scale: Tensor, norm_type: float, stays_on_device: bool
+    gradients: Gradients,
+    params: list[Any],
+    meshes: list[Any],
+    captured: CapturedScale,
+    norm_type: float,
+    stays_on_device: bool,
 ) -> list[Tensor]:
     """Return for each mesh what this rank adds to the norm of the unscaled gradients there: float64, shape `()`.
 
@@ -40,10 +46,11 @@ def local_norms(
     parameter that is not sharded counts as one that every rank of the last mesh holds. Unless `stays_on_device`, this
     synchronises with the host.
     """
+    scale = captured.scale
     norms: list[list[Tensor]] = [[] for _ in meshes]
     for (place, copies), part in _parts(gradients, params, meshes).items():
         if stays_on_device:
-            norm = norm_on_device(part, norm_type, scale.device) / scale
+            norm = norm_on_device(part, scale, norm_type, captured.may_be_below_one)
         else:
             value = unscaled_norm(part, scale, norm_type).value
             norm = torch.full((), value, dtype=torch.float64, device=scale.device)

@@ -1,5 +1,7 @@
 """Every public call on a device that lacks float64 and CUDA's own kernels; and the same numbers as on the host."""
 
+import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core import SpikeGuard
 from lossscale_torch import (
     GradScaler,
     all_finite,
@@ -78,6 +80,28 @@ def test_each_step_is_that_of_the_host(device, kind, call, guard):
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("device", ["mps", "cuda", pytest.param("cuda-itself", marks=GPU)])
+def test_below_a_scale_of_one_finite_gradients_may_overflow(device, call, monkeypatch):
+    """The step is skipped where unscaling would make one of them infinite, and only there."""
+    emulated = Emulated(device) if device != "cuda-itself" else contextlib.nullcontext()
+    device = device.removesuffix("-itself")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", bool)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", bool)
+    with emulated:
+        params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+        optimizer = torch.optim.SGD(params, lr=1e-38, fused=True)
+        scaler = GradScaler(device, init_scale=0.25, growth_interval=100)
+        for size, is_finite in (1.0, True), (8e37, True), (1e38, False), (8e37, True), (INF, False):
+            scaler.scale(torch.ones((), device=device))
+            scale_now = scaler.get_scale()
+            for param, each in zip(params, (1.0, size), strict=True):
+                param.grad = torch.full((3,), each * scale_now / 0.25, device=device)
+            CALLS[call](scaler, optimizer)
+            assert bool(scaler.update().applied) == is_finite, size
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_a_norm_whose_squares_overflow_is_a_spike(call):
     """Where float64 is missing, too: finite gradients of 1e30 are refused by the guard, and are not an overflow."""
     with Emulated("mps"):
@@ -94,7 +118,7 @@ def test_a_norm_whose_squares_overflow_is_a_spike(call):
         assert (guard["mean"], guard["norms"]) == (pytest.approx(3.0**0.5), 3)
 
 
-def _clip_shards(rank: int, device: str, kind: str, call: str) -> tuple[Any, ...]:
+def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float) -> tuple[Any, ...]:
     """Take steps with half of a parameter; return the outcomes, norms, weights and counts of collectives.
 
     Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
@@ -107,8 +131,7 @@ def _clip_shards(rank: int, device: str, kind: str, call: str) -> tuple[Any, ...
 
     param = torch.nn.Parameter(shard(1.0))
     optimizer = OPTIMIZERS[kind]([param])
-    # below a scale of 1 a fused optimizer on CUDA would be clipped by torch
-    scaler = GradScaler(device, policy=DynamicScaling(init_scale=4.0, growth_interval=2, min_scale=1.0))
+    scaler = GradScaler(device, init_scale=init_scale, growth_interval=2)
     applied, norms, calls = [], [], []
     for size in (1.0, INF, 1e18, 2.0, float("nan"), 1.0):
         scaler.scale(torch.ones((), device=device))
@@ -127,15 +150,16 @@ def _clip_shards(rank: int, device: str, kind: str, call: str) -> tuple[Any, ...
 def _compare_shards(rank: int, world_size: int) -> None:
     # What asks the driver of a GPU, in this process alone: without one a scaler for "cuda" is disabled.
     torch.cuda.amp.common.amp_definitely_not_available = torch.cuda.is_current_stream_capturing = bool
-    for device, calls in ("cuda", {1}), ("xpu", {2}):
-        for kind, call in ("sgd", "clip"), ("fused adamw", "clip"), ("fused adamw", "deferred"):
-            expected = _clip_shards(rank, "cpu", kind, call)
-            assert (expected[0], expected[3]) == ([True, False, True, True, False, True], {1})
-            with Emulated(device):
-                found = _clip_shards(rank, device, kind, call)
-            assert (found[0], found[3]) == (expected[0], calls), (device, kind, call, found)
-            for place in (1, 2):
-                assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
+    kinds = [("sgd", "clip"), ("fused adamw", "clip"), ("fused adamw", "deferred")]
+    places = [("cuda", {1}, 4.0), ("cuda", {1}, 2.0**-70), ("xpu", {2}, 4.0)]
+    for (device, calls, init_scale), (kind, call) in itertools.product(places, kinds):
+        expected = _clip_shards(rank, "cpu", kind, call, init_scale)
+        assert (expected[0], expected[3]) == ([True, False, True, True, False, True], {1})
+        with Emulated(device):
+            found = _clip_shards(rank, device, kind, call, init_scale)
+        assert (found[0], found[3]) == (expected[0], calls), (device, kind, call, found)
+        for place in (1, 2):
+            assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
 
 
 def test_sharded_clipping_is_that_of_the_host():
