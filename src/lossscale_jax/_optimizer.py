@@ -14,10 +14,11 @@ from lossscale_jax import _axes
 from lossscale_jax._accumulation import Accumulation, Attempt, Drop
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
+from lossscale_jax._late import update_or_skip
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._placement import place_beside
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
-from lossscale_jax._step import Skip, apply_or_skip, no_updates, with_extra_args, with_updates, zeros_unless
+from lossscale_jax._step import Skip, apply_or_skip, with_extra_args, with_updates, zeros_unless
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import init_state, select, unscale
 
@@ -142,6 +143,10 @@ _ADVICE = (
 )
 
 
+_Step = Callable[[PyTree, PyTree], tuple[Tree, PyTree]]
+"""Takes gradients and the inner state; returns a result of that step and the inner state after it."""
+
+
 class _Wrapper(NamedTuple):
     """The settings of `loss_scaled`, and what it does with them."""
 
@@ -199,12 +204,11 @@ class _Wrapper(NamedTuple):
         def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
-        def drop_if_skipped(applies: Array, updates: Tree) -> Tree:
-            return select(applies, updates, no_updates(updates))
+        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
+            like = updates if state.window else source
+            return update_or_skip(applies, apply, source, state.inner_state, like, self.skip)
 
-        # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
-        # skip returns the gradients, and the updates take their memory; what drops them is fused into what adds them.
-        return self._take(step, lambda grads: grads, updates, state, drop_if_skipped)
+        return self._take(step, take, updates, state)
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
@@ -215,17 +219,22 @@ class _Wrapper(NamedTuple):
             updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
-        return self._take(step, lambda _: params, grads, state)
+        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
+            def skip(_: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+                return params, inner_state
+
+            return apply_or_skip(applies, apply, skip, source, state.inner_state, by=self.skip)
+
+        return self._take(step, take, grads, state)
 
     def _take(
         self,
-        step: Callable[[PyTree, PyTree], tuple[Tree, PyTree]],
-        unmoved: Callable[[PyTree], Tree],
+        step: _Step[Tree],
+        take: Callable[[Array, _Step[Tree], PyTree], tuple[Tree, PyTree]],
         grads: PyTree,
         state: LossScaledState,
-        finish: Callable[[Array, Tree], Tree] = lambda _, result: result,
     ) -> tuple[Tree, LossScaledState]:
-        """Return the result of `step`, or of `unmoved` given `grads`, once `finish` has seen it; and the next state."""
+        """Return the result of `step`, which `take` applies or skips, and the next state."""
         self._require_own(state)
         before = state.scale_state
         finite, norm = self._check(grads, before)
@@ -239,15 +248,12 @@ class _Wrapper(NamedTuple):
             unscaled = self._clip(attempt.gradients(source), norm)
             return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
 
-        def skip(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            return unmoved(grads if state.window else source), inner_state
-
         source = attempt.source if self._branches else zeros_unless(attempt.applies, attempt.source)
-        result, inner_state = apply_or_skip(attempt.applies, apply, skip, source, state.inner_state, by=self.skip)
+        result, inner_state = take(attempt.applies, apply, source)
         after = self.policy.update(before, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             after = select(attempt.counts, after, before)
-        return finish(attempt.applies, result), _state(after, inner_state, attempt.window, guard_state)
+        return result, _state(after, inner_state, attempt.window, guard_state)
 
     @unchecked
     def _judge(
