@@ -10,6 +10,7 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from lossscale_jax import _axes
 from lossscale_jax._step import Skip, apply_or_skip, no_updates
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import select
@@ -33,12 +34,18 @@ def update_or_skip(
 
     `like` is a pytree of the updates' shapes, whose memory they may take.
     """
-    is_compiled = isinstance(applies, jax.core.Tracer) and by == "cond"
-    late = _LateUpdates.of(step, grads, inner_state) if is_compiled else None
+    is_traced = isinstance(applies, jax.core.Tracer)
+    late = _LateUpdates.of(step, grads, inner_state) if is_traced and by == "cond" else None
     if late is None:
-        # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
-        # skip returns gradients, and the updates take their memory; what drops them is fused into what adds them.
-        updates, after = apply_or_skip(applies, step, lambda _, state: (like, state), grads, inner_state, by=by)
+        applied = jax.eval_shape(step, grads, inner_state)[0] if is_traced else like
+
+        def skip(_: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
+            # skip returns gradients, and the updates take their memory; what drops them is fused into what adds them.
+            # What an optimizer reduces itself no longer varies over that axis; zeros will do, since they are dropped.
+            return _axes.zeros_where_reduced(like, applied), inner_state
+
+        updates, after = apply_or_skip(applies, step, skip, grads, inner_state, by=by)
     else:
         after = apply_or_skip(applies, lambda *given: step(*given)[1], lambda _, state: state, grads, inner_state)
         updates = late(grads, inner_state, after)
