@@ -10,6 +10,7 @@ import jax
 from jax import Array, lax
 
 from lossscale_jax import _axes
+from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._types import HasLossScale, PyTree
 from lossscale_jax._verbs import all_finite, scale, unscale
 
@@ -85,10 +86,14 @@ def value_and_grad(
         A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
 
     Raises:
+        TypeError: `fun` is not a function; or, when called, `state` is not a state.
         ValueError: When called under `shard_map`: devices that share a state have gradients or losses of their own.
     """
+    require_function(fun, "value_and_grad(fun)(state, *args)")
 
     def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
+        loss_scale_of(state, "value_and_grad(fun)(state, *args)")
+
         def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return scale(value, state), (value, aux)

@@ -12,6 +12,7 @@ from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Accumulation, Attempt, Drop
+from lossscale_jax._arguments import require_optimizer
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
 from lossscale_jax._late import update_or_skip
@@ -128,8 +129,10 @@ def loss_scaled(
         parameters and state donated to `jit`, a step costs little more than reading the gradients once.
 
     Raises:
+        TypeError: `inner` is not an optimizer.
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
+    require_optimizer(inner)
     accumulation = Accumulation(accumulation_steps, drop)
     wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard, skip)
     wrapper.validate()
@@ -166,11 +169,6 @@ class _Wrapper(NamedTuple):
             raise PolicyError(
                 "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
                 "that are not; reduce the gradients over the axis first and leave axis_name out"
-            )
-        if isinstance(self.inner, type) or not (hasattr(self.inner, "init") and hasattr(self.inner, "update")):
-            raise TypeError(
-                f"inner={self.inner!r} must be an optimizer with init and update; pass one that is made, such as "
-                "optax.adamw(1e-3)"
             )
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
@@ -279,8 +277,9 @@ class _Wrapper(NamedTuple):
         """Raise where `state` was not made by `init`, or with other settings."""
         if not is_own_state(state):
             raise ScaleStateError(
-                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned. To go on from a "
-                "checkpoint of the wrapped optimizer alone, pass optimizer.init(params)._replace(inner_state=...)"
+                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the gradients. "
+                "To go on from a checkpoint of the wrapped optimizer alone, pass "
+                "optimizer.init(params)._replace(inner_state=...)"
             )
         if (state.window is not None) != self._accumulates:
             raise PolicyError(
