@@ -102,6 +102,7 @@ def value_and_grad(
         if axis_name is not None:  # else shard_map would sum the gradients of what is replicated by itself
             args = tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
         grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
+        # Unscaled first, since a sum of scaled float16 gradients over the devices may overflow.
         grads = unscale(grads, state)
         if axis_name is not None:
             grads = lax.pmean(grads, axis_name)
@@ -129,7 +130,8 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
 def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
-    del function.__wrapped__  # type: ignore[attr-defined]  # `inspect.signature` would follow it to `fun` itself
+    # `inspect.signature`, which `jax.jit` asks, would follow it to `fun` itself, and so miss the state.
+    del function.__wrapped__  # type: ignore[attr-defined]
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin, say

@@ -103,7 +103,7 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
     """Return whether an equation costs no more than reading its operands, or computes with scalars alone."""
     if eqn.effects:
         return False
-    if eqn.primitive.name in ("jit", "pjit"):  # such as `jnp.where`
+    if eqn.primitive.name == "jit":  # such as `jnp.where`
         return all(map(_is_elementwise, eqn.params["jaxpr"].eqns))
     return eqn.primitive.name in _ELEMENTWISE or not any(_shape(each) for each in (*eqn.invars, *eqn.outvars))
 

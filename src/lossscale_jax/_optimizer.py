@@ -268,6 +268,7 @@ class _Wrapper(NamedTuple):
                 attempt.source,
                 by=self.skip,
             )
+        # All devices together may overflow where each one's norm is finite, and infinity would not count as a spike.
         total = jnp.minimum(_axes.total_norm(norm, self.axis_name), float(jnp.finfo(jnp.float32).max))
         judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
         accepted, after = self.guard.judge(state, judged, xp=jnp)
@@ -277,8 +278,8 @@ class _Wrapper(NamedTuple):
         """Raise where `state` was not made by `init`, or with other settings."""
         if not is_own_state(state):
             raise ScaleStateError(
-                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the gradients. "
-                "To go on from a checkpoint of the wrapped optimizer alone, pass "
+                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the "
+                "gradients. To go on from a checkpoint of the wrapped optimizer alone, pass "
                 "optimizer.init(params)._replace(inner_state=...)"
             )
         if (state.window is not None) != self._accumulates:
@@ -296,6 +297,7 @@ class _Wrapper(NamedTuple):
     def _check(self, grads: PyTree, before: Any) -> tuple[Array, Array | None]:
         """Return whether the gradients are finite, and their norm where the same read tells it."""
         norm = None
+        # Of a micro-batch no norm is wanted: clipping and the guard look at the window's mean.
         if self._accumulates or (self.max_norm is None and self.guard is None):
             finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes, self._branches)
         else:
