@@ -3,6 +3,15 @@
 Everything is pure and works eagerly and under every transform; the state is a pytree of 0-d arrays.
 """
 
+try:
+    import jax as _jax
+    import optax as _optax
+except ModuleNotFoundError as _error:
+    raise ModuleNotFoundError(
+        'lossscale_jax needs jax and optax, which are not installed; run: pip install "lossscale[jax]"',
+        name=_error.name,
+    ) from _error
+
 from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._export import register_state_types as _register_state_types
@@ -43,5 +52,5 @@ for _type in (
 ):
     # A pickle then names the public module, so that the private ones may move.
     _type.__module__ = __name__
-del _type
+del _type, _jax, _optax
 _register_state_types()

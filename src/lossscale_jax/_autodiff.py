@@ -10,6 +10,7 @@ import jax
 from jax import Array, lax
 
 from lossscale_jax import _axes
+from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._types import HasLossScale, PyTree
 from lossscale_jax._verbs import all_finite, scale, unscale
 
@@ -85,10 +86,14 @@ def value_and_grad(
         A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
 
     Raises:
+        TypeError: `fun` is not a function; or, when called, `state` is not a state.
         ValueError: When called under `shard_map`: devices that share a state have gradients or losses of their own.
     """
+    require_function(fun, "value_and_grad(fun)(state, *args)")
 
     def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
+        loss_scale_of(state, "value_and_grad(fun)(state, *args)")
+
         def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
             value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return scale(value, state), (value, aux)
@@ -97,6 +102,7 @@ def value_and_grad(
         if axis_name is not None:  # else shard_map would sum the gradients of what is replicated by itself
             args = tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
         grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
+        # Unscaled first, since a sum of scaled float16 gradients over the devices may overflow.
         grads = unscale(grads, state)
         if axis_name is not None:
             grads = lax.pmean(grads, axis_name)
@@ -124,7 +130,8 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
 def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
-    del function.__wrapped__  # type: ignore[attr-defined]  # `inspect.signature` would follow it to `fun` itself
+    # `inspect.signature`, which `jax.jit` asks, would follow it to `fun` itself, and so miss the state.
+    del function.__wrapped__  # type: ignore[attr-defined]
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin, say

@@ -41,6 +41,15 @@ def matching(x: Tree, like: PyTree) -> Tree:
     return jax.tree.map(match, x, like)
 
 
+def zeros_where_reduced(x: Tree, like: PyTree) -> Tree:
+    """Return the pytree `x`, but zeros for its leaves that vary over an axis over which that of `like` does not."""
+
+    def reduced(leaf: Any, other: Any) -> Any:
+        return jnp.zeros(leaf.shape, leaf.dtype) if _varying_axes(leaf) - _varying_axes(other) else leaf
+
+    return jax.tree.map(reduced, x, like)
+
+
 def vary_over(x: Tree, axis_name: Hashable) -> Tree:
     """Return the pytree `x` marked as varying over `axis_name`, so that nothing reduces its gradient unasked."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)

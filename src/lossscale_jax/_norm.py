@@ -39,7 +39,7 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None, branches: bool) 
         return _axes.varying_as(jnp.sqrt(squares) * inverse, (leaves, inverse))
 
     def exact(leaves: list[Array]) -> Array:
-        finite = each_element_finite(leaves, loss_scale)
+        finite = each_element_finite(leaves, loss_scale)  # asked for itself, since `max` may lose a NaN
         parts = [part for leaf in leaves for part in real_parts(leaf)]
         largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
         root = jnp.sqrt(jnp.maximum(largest, jnp.finfo(largest).tiny))

@@ -12,12 +12,14 @@ from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import Accumulation, Attempt, Drop
+from lossscale_jax._arguments import require_optimizer
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
+from lossscale_jax._late import update_or_skip
 from lossscale_jax._norm import clip_factor, global_norm
 from lossscale_jax._placement import place_beside
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
-from lossscale_jax._step import Skip, apply_or_skip, no_updates, with_extra_args, with_updates, zeros_unless
+from lossscale_jax._step import Skip, apply_or_skip, with_extra_args, with_updates, zeros_unless
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._verbs import init_state, select, unscale
 
@@ -127,8 +129,10 @@ def loss_scaled(
         parameters and state donated to `jit`, a step costs little more than reading the gradients once.
 
     Raises:
+        TypeError: `inner` is not an optimizer.
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
+    require_optimizer(inner)
     accumulation = Accumulation(accumulation_steps, drop)
     wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard, skip)
     wrapper.validate()
@@ -140,6 +144,10 @@ _ADVICE = (
     f"{_REDUCE}; or, where the wrapped optimizer reduces them or each device owns a part of the parameters, pass "
     "axis_name={names}"
 )
+
+
+_Step = Callable[[PyTree, PyTree], tuple[Tree, PyTree]]
+"""Takes gradients and the inner state; returns a result of that step and the inner state after it."""
 
 
 class _Wrapper(NamedTuple):
@@ -161,11 +169,6 @@ class _Wrapper(NamedTuple):
             raise PolicyError(
                 "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
                 "that are not; reduce the gradients over the axis first and leave axis_name out"
-            )
-        if isinstance(self.inner, type) or not (hasattr(self.inner, "init") and hasattr(self.inner, "update")):
-            raise TypeError(
-                f"inner={self.inner!r} must be an optimizer with init and update; pass one that is made, such as "
-                "optax.adamw(1e-3)"
             )
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
@@ -199,12 +202,11 @@ class _Wrapper(NamedTuple):
         def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return inner_update(grads, inner_state, self._shown(params), **extra_args)
 
-        def drop_if_skipped(applies: Array, updates: Tree) -> Tree:
-            return select(applies, updates, no_updates(updates))
+        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
+            like = updates if state.window else source
+            return update_or_skip(applies, apply, source, state.inner_state, like, self.skip)
 
-        # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
-        # skip returns the gradients, and the updates take their memory; what drops them is fused into what adds them.
-        return self._take(step, lambda grads: grads, updates, state, drop_if_skipped)
+        return self._take(step, take, updates, state)
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
@@ -215,17 +217,22 @@ class _Wrapper(NamedTuple):
             updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
             return with_updates(params, updates), inner_state
 
-        return self._take(step, lambda _: params, grads, state)
+        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
+            def skip(_: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+                return params, inner_state
+
+            return apply_or_skip(applies, apply, skip, source, state.inner_state, by=self.skip)
+
+        return self._take(step, take, grads, state)
 
     def _take(
         self,
-        step: Callable[[PyTree, PyTree], tuple[Tree, PyTree]],
-        unmoved: Callable[[PyTree], Tree],
+        step: _Step[Tree],
+        take: Callable[[Array, _Step[Tree], PyTree], tuple[Tree, PyTree]],
         grads: PyTree,
         state: LossScaledState,
-        finish: Callable[[Array, Tree], Tree] = lambda _, result: result,
     ) -> tuple[Tree, LossScaledState]:
-        """Return the result of `step`, or of `unmoved` given `grads`, once `finish` has seen it; and the next state."""
+        """Return the result of `step`, which `take` applies or skips, and the next state."""
         self._require_own(state)
         before = state.scale_state
         finite, norm = self._check(grads, before)
@@ -239,15 +246,12 @@ class _Wrapper(NamedTuple):
             unscaled = self._clip(attempt.gradients(source), norm)
             return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
 
-        def skip(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            return unmoved(grads if state.window else source), inner_state
-
         source = attempt.source if self._branches else zeros_unless(attempt.applies, attempt.source)
-        result, inner_state = apply_or_skip(attempt.applies, apply, skip, source, state.inner_state, by=self.skip)
+        result, inner_state = take(attempt.applies, apply, source)
         after = self.policy.update(before, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             after = select(attempt.counts, after, before)
-        return finish(attempt.applies, result), _state(after, inner_state, attempt.window, guard_state)
+        return result, _state(after, inner_state, attempt.window, guard_state)
 
     @unchecked
     def _judge(
@@ -264,6 +268,7 @@ class _Wrapper(NamedTuple):
                 attempt.source,
                 by=self.skip,
             )
+        # All devices together may overflow where each one's norm is finite, and infinity would not count as a spike.
         total = jnp.minimum(_axes.total_norm(norm, self.axis_name), float(jnp.finfo(jnp.float32).max))
         judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
         accepted, after = self.guard.judge(state, judged, xp=jnp)
@@ -273,8 +278,9 @@ class _Wrapper(NamedTuple):
         """Raise where `state` was not made by `init`, or with other settings."""
         if not is_own_state(state):
             raise ScaleStateError(
-                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned. To go on from a "
-                "checkpoint of the wrapped optimizer alone, pass optimizer.init(params)._replace(inner_state=...)"
+                f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the "
+                "gradients. To go on from a checkpoint of the wrapped optimizer alone, pass "
+                "optimizer.init(params)._replace(inner_state=...)"
             )
         if (state.window is not None) != self._accumulates:
             raise PolicyError(
@@ -291,6 +297,7 @@ class _Wrapper(NamedTuple):
     def _check(self, grads: PyTree, before: Any) -> tuple[Array, Array | None]:
         """Return whether the gradients are finite, and their norm where the same read tells it."""
         norm = None
+        # Of a micro-batch no norm is wanted: clipping and the guard look at the window's mean.
         if self._accumulates or (self.max_norm is None and self.guard is None):
             finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes, self._branches)
         else:

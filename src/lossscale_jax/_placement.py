@@ -33,6 +33,7 @@ def _mesh(params: PyTree) -> Mesh | AbstractMesh | None:
         return None
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = {sharding.mesh if isinstance(sharding, NamedSharding) else None for sharding in shardings}
+    # Onto devices of other processes, `device_put` first compares the values of all, and so waits for every process.
     is_local = all(sharding is not None and sharding.is_fully_addressable for sharding in shardings)
     return meshes.pop() if len(meshes) == 1 and is_local else None
 

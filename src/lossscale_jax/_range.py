@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
 from lossscale_core import OperationRange, RangeReport
+from lossscale_jax._arguments import require_function
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import is_array, named_gradients
 from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
@@ -42,8 +43,10 @@ def range_report(
         primitive, and by the `jax.named_scope`s or flax modules around it, else by the line of its source.
 
     Raises:
-        TypeError: The loss is not a scalar, or an argument to differentiate holds something other than floats.
+        TypeError: `fun` is not a function, the loss is not a scalar, or an argument to differentiate holds something
+            other than floats.
     """
+    require_function(fun, "range_report(fun, *args)")
     passes = _Passes(fun, args, argnums, has_aux)
     with _mesh_of(args):
         return RangeReport.measure(passes.forward, passes.backward)

@@ -87,7 +87,7 @@ class Interpreter:
         for eqn in equations:
             given = [_read(known, each) for each in eqn.invars]
             known.update(zip(eqn.outvars, self._equation(jaxpr, eqn, given, place.of(eqn)), strict=True))
-            del given
+            del given  # else the operands of this equation would live on while the next one runs
             for each in ends.get(id(eqn), ()):
                 known.pop(each, None)
         return [_read(known, each) for each in jaxpr.outvars]
@@ -134,6 +134,7 @@ class Interpreter:
         inputs = {var: each.array for var, each in zip(eqn.invars, given, strict=True) if not isinstance(var, Literal)}
         alone = jaxpr.replace(constvars=[], invars=[*inputs], outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
         is_scaled = any(each.is_scaled for each in given)
+        # `primitive.bind` would do without the mesh and the other settings under which the equation was traced.
         results = [Tracked(each, is_scaled) for each in jax.core.eval_jaxpr(alone, (), *inputs.values())]
         if eqn.primitive.name not in _MOVES:
             for each in results:
@@ -165,10 +166,8 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
-    """Return the record of an array of floats that is not empty. Synchronises.
-
-    On the host, since XLA would compile it anew for each shape.
-    """
+    """Return the record of an array of floats that is not empty. Synchronises."""
+    # On the host, since XLA would compile it anew for each shape.
     return OperationRange.of(jax.device_get(array), operation, module)
 
 

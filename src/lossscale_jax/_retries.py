@@ -10,6 +10,7 @@ from jax import lax
 from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
+from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._autodiff import ScaledGradients, presented_as, value_and_grad
 from lossscale_jax._types import PyTree
 
@@ -61,8 +62,10 @@ def retrying_value_and_grad(
         A function `(state, *args, **kwargs)` that returns `RetriedGradients`.
 
     Raises:
+        TypeError: `fun` is not a function; or, when called, `state` is not a state.
         PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
     """
+    require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise PolicyError(f"retries={retries!r} must be a whole number from 0; pass 0 not to retry")
     chosen = as_policy(policy)
@@ -71,6 +74,8 @@ def retrying_value_and_grad(
     most = retries if BaseScaling.of(chosen).adapts else 0
 
     def retrying(state: Any, /, *args: Any, **kwargs: Any) -> RetriedGradients[Any, Any]:
+        loss_scale_of(state, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
+
         def attempt(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             tries, state, before = carry
             lowered = chosen.update(state, before.grads_finite, xp=jnp)

@@ -82,7 +82,8 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
             f"the optimizer state holds {len(found)} scale states, at {', '.join(found)}; pass the part that you mean"
         )
     raise ScaleStateError(
-        "the optimizer state holds no scale state; wrap the optimizer in loss_scaled, or merge what was split"
+        f"the optimizer state ({type(opt_state).__name__}) holds no scale state; pass what the init of loss_scaled "
+        "returned: wrap the optimizer in loss_scaled, or merge what was split"
     )
 
 

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
 from lossscale_jax import _axes
+from lossscale_jax._arguments import loss_scale_of
 from lossscale_jax._debug import unchecked
 from lossscale_jax._gradients import finite_when_unscaled, is_array, multiply, name_of, times
 from lossscale_jax._types import HasLossScale, PyTree, Tree
@@ -62,9 +63,10 @@ def scale(loss: Any, state: HasLossScale) -> Any:
         The scaled loss, in float32 or wider, in the structure of `loss`.
 
     Raises:
-        TypeError: A leaf of `loss` is not a number.
+        TypeError: A leaf of `loss` is not a number, or `state` is not a state.
     """
-    return jax.tree.map(lambda leaf: times(_number(leaf), jnp.asarray(state.loss_scale)), loss)
+    loss_scale = loss_scale_of(state, "scale(loss, state)")
+    return jax.tree.map(lambda leaf: times(_number(leaf), jnp.asarray(loss_scale)), loss)
 
 
 def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
@@ -101,10 +103,10 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
         The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves as they are.
 
     Raises:
-        TypeError: A leaf is not an array.
+        TypeError: A leaf is not an array, or `state` is not a state.
     """
     # XLA fuses a product into what reads it, and would store a quotient first.
-    return multiply(grads, 1.0 / jnp.asarray(state.loss_scale))
+    return multiply(grads, 1.0 / jnp.asarray(loss_scale_of(state, "unscale(grads, state)")))
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
@@ -122,8 +124,13 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         One of the two pytrees, leaf by leaf.
 
     Raises:
+        TypeError: `grads_finite` is not a flag, such as a pytree in its place.
         ValueError: Structures, shapes, dtypes or leaves that are not arrays differ, or the flag has a shape.
     """
+    if not is_array(grads_finite):
+        raise TypeError(
+            f"grads_finite is a {type(grads_finite).__name__}; call select(grads_finite, new, old), one flag first"
+        )
     if jnp.shape(grads_finite) != ():
         raise ValueError(f"grads_finite has shape {jnp.shape(grads_finite)}; pass one flag, of shape ()")
     return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
@@ -131,7 +138,8 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
 
 def _select_leaf(grads_finite: ArrayLike, path: Any, new: Any, old: Any) -> Any:
     if not (is_array(new) and is_array(old)):
-        if new is old or new == old:
+        is_neither = not (is_array(new) or is_array(old))  # an array would be compared element by element
+        if new is old or (is_neither and new == old):
             return new
         raise ValueError(
             f"{name_of(path)} is {new!r} in new and {old!r} in old; a leaf that is not an array must not change"

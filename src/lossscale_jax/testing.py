@@ -12,8 +12,9 @@ from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]
 
+# The first step, when nothing has moved yet, and two in a row, when the second meets what the first has left.
 _BAD_STEPS = frozenset((0, 3, 4))
-_SCALES = (1.0, 2.0**10)
+_SCALES = (1.0, 2.0**10)  # powers of two, by which scaling and unscaling round nothing
 _CLOSE = 0.02
 _FEW = 4
 

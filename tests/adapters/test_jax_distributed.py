@@ -211,6 +211,28 @@ def test_parameters_sharded_inside_shard_map():
         assert np.array_equal(before, rows) == (victim < DEVICES)
 
 
+@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.sgd(1.0, 0.9)], ids=["sgd", "momentum"])
+def test_update_with_an_optimizer_that_reduces(inner, skip):
+    """Its updates no longer vary where the gradients do; one device's overflow skips the step on all."""
+    reduce = optax.GradientTransformation(lambda _: (), lambda grads, state, _=None: (lax.pmean(grads, "data"), state))
+    optimizer = loss_scaled(optax.chain(reduce, inner), POLICY, axis_name="data", skip=skip)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
+    def step(params, opt_state, targets):
+        updates, opt_state = optimizer.update(targets * POLICY.init_scale, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = jnp.zeros(1), optimizer.init(jnp.zeros(1))
+    targets = jnp.arange(float(DEVICES))
+    stepped = step(params, opt_state, targets)
+    assert stepped[0] == -targets.mean()
+    skipped = step(*stepped, targets.at[3].set(jnp.inf))
+    assert skipped[0] == stepped[0]
+    jax.tree.map(np.testing.assert_array_equal, skipped[1].inner_state, stepped[1].inner_state)
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
 def test_one_compilation_serves_a_sharded_run(settings):
     """The state before the first step lies where a step leaves it, what the wrapped optimizer keeps included."""

@@ -120,9 +120,10 @@ def test_one_compilation_serves_the_run():
     assert step._cache_size() == 1
 
 
-def test_updates_take_the_memory_of_the_gradients():
+@pytest.mark.parametrize("inner", [optax.adam, optax.lamb], ids=["adam", "lamb"])
+def test_updates_take_the_memory_of_the_gradients(inner):
     """A compiled step in two calls needs hardly more temporary memory than one by `apply_gradients`."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    optimizer = loss_scaled(inner(0.1), POLICY)
     params = [jnp.ones((64, 64))] * 4
 
     def loss(params, x):
@@ -138,6 +139,41 @@ def test_updates_take_the_memory_of_the_gradients():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(_in_two) <= 1.1 * temporary(_in_one)
+
+
+def _momentum():
+    return optax.chain(optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.1, 0.0, 9), 0.9, True))
+
+
+@pytest.mark.parametrize("inner", [functools.partial(optax.adamw, 0.1), _momentum], ids=["adamw", "momentum"])
+def test_updates_that_follow_from_the_new_state_are_not_stored(inner):
+    """Nor are gradients copied that come from outside and are not donated."""
+    optimizer = loss_scaled(inner(), POLICY)
+    params = [jnp.ones((64, 64))] * 4
+    lowered = jax.jit(_in_two(optimizer), donate_argnums=(0, 1)).lower(params, optimizer.init(params), params)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * sum(leaf.nbytes for leaf in params)
+
+
+@pytest.mark.parametrize(
+    ("inner", "settings"),
+    [
+        (functools.partial(optax.adam, 0.1), {"max_norm": 1.0}),
+        (_momentum, {"accumulation_steps": 2, "drop": "micro_batch"}),
+        (functools.partial(optax.lion, 0.1), {}),
+    ],
+    ids=["adam", "momentum", "lion"],
+)
+def test_compiled_updates_are_those_of_an_eager_step(inner, settings):
+    """Whether they follow from the new state or need the old one, too; a skipped step leaves every bit."""
+    optimizer = loss_scaled(inner(), POLICY, **settings)
+    eager = compiled = (PARAMS, optimizer.init(PARAMS))
+    step = jax.jit(_in_two(optimizer))
+    for grads in (GRADS, BAD, GRADS, _times(GRADS, -2.0), BAD, BAD):
+        before, compiled = compiled, step(*compiled, grads)
+        eager = _in_two(optimizer)(*eager, grads)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), compiled, eager)
+        if grads is BAD and "accumulation_steps" not in settings:
+            assert _bits((compiled[0], compiled[1].inner_state)) == _bits((before[0], before[1].inner_state))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -1,6 +1,8 @@
-"""What is logged of a loop in JAX where its state is read, and an error at the floor."""
+"""What is logged of a loop in JAX where its state is read, and the errors that say what to do."""
 
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,18 @@ import optax
 import pytest
 
 from lossscale_core import DynamicScaling, ScaleWatch, check_overflow_streak, diagnose, state_to_dict
-from lossscale_core.errors import ScaleFloorError
-from lossscale_jax import get_scale_state, loss_scaled
+from lossscale_core.errors import ScaleFloorError, ScaleStateError
+from lossscale_jax import (
+    get_scale_state,
+    init_state,
+    loss_scaled,
+    range_report,
+    retrying_value_and_grad,
+    scale,
+    select,
+    unscale,
+    value_and_grad,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +72,74 @@ def test_a_watch_of_ones_own_keeps_runs_apart(caplog):
         watch.log(policy, state)
         watch.log(policy, state)
     assert _events(caplog) == [("floor", 30)] * 2
+
+
+def test_without_jax_the_import_says_what_to_install():
+    """In place of the name of a module alone, which is still there."""
+    code = "import sys; sys.modules['jax'] = None; import lossscale_jax"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        'lossscale_jax needs jax and optax, which are not installed; run: pip install "lossscale[jax]"' in result.stderr
+    )
+    assert "import of jax halted" in result.stderr
+    assert "direct cause" in result.stderr
+
+
+STATE, OPTIMIZER, PARAMS = init_state("dynamic"), loss_scaled(optax.sgd(0.1), "dynamic"), {"w": jnp.ones(2)}
+
+
+def _loss(params):
+    return params["w"].sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: scale(STATE, jnp.ones(())), TypeError, r"^ArrayImpl is not a scale state.*call scale\(loss, state\)"),
+        (lambda: scale(1.0, 2.0), TypeError, "^float is not a scale state, since it has no loss_scale"),
+        (lambda: unscale(STATE, PARAMS), TypeError, r"^dict is not a scale state.*call unscale\(grads, state\)"),
+        (lambda: unscale(PARAMS, DynamicScaling()), TypeError, "^DynamicScaling is not a scale state.*init_state"),
+        (
+            lambda: select(PARAMS, PARAMS, True),
+            TypeError,
+            r"grads_finite is a dict; call select\(grads_finite, new, old\)",
+        ),
+        (lambda: select(True, jnp.ones(2), PARAMS), ValueError, "a leaf that is not an array must not change"),
+        (lambda: value_and_grad(STATE, _loss), TypeError, r"fun is a ScaleState .*call value_and_grad\(fun\)\(state"),
+        (lambda: value_and_grad(_loss)(PARAMS, STATE), TypeError, r"^dict is not .*call value_and_grad\(fun\)\(state"),
+        (
+            lambda: retrying_value_and_grad("dynamic", _loss, retries=1),
+            TypeError,
+            "fun is a str and must be a function",
+        ),
+        (
+            lambda: retrying_value_and_grad(_loss, "dynamic", retries=1)(PARAMS, STATE),
+            TypeError,
+            "^dict is not a scale",
+        ),
+        (lambda: range_report(PARAMS, _loss), TypeError, r"fun is a dict .*call range_report\(fun, \*args\)"),
+        (lambda: loss_scaled("dynamic", optax.sgd(0.1)), TypeError, "inner='dynamic' .*and the policy after it"),
+        (lambda: get_scale_state(PARAMS), ScaleStateError, r"the optimizer state \(dict\) holds no scale state"),
+        (
+            lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS),
+            ScaleStateError,
+            "dict is not .*after the gradients",
+        ),
+    ],
+    ids=[
+        *(
+            "scale-swapped",
+            "scale-by-number",
+            "unscale-swapped",
+            "unscale-by-policy",
+            "select-flag-last",
+            "select-unlike",
+        ),
+        *("fun-second", "state-second", "retried-fun-second", "retried-state-second", "report-swapped", "inner-second"),
+        *("scale-state-of-params", "update-swapped"),
+    ],
+)
+def test_an_argument_in_the_wrong_place(call, error, message):
+    """One sentence says what was given, and how the call goes."""
+    with pytest.raises(error, match=message):
+        call()
