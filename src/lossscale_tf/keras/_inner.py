@@ -2,13 +2,13 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale_tf._step import merges_replicas
+from lossscale_tf._step import merges_replicas, outside_of_replicas
 from lossscale_tf._wrapper import scales_already
 
 
@@ -87,7 +87,19 @@ def build(inner: Any, variables: Any) -> None:
         inner._create_all_weights(_as_tensorflow(variables))
 
 
-def have_no_values_yet(variables: Any) -> bool:
+def build_once(optimizer: Any, variables: list[Any]) -> None:
+    """Build a wrapper that is not built, once for all replicas."""
+
+    def make() -> None:
+        with nullcontext() if _have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+
+    if not optimizer.built:
+        outside_of_replicas(make)
+
+
+def _have_no_values_yet(variables: Any) -> bool:
     """Return whether these are of a model that is built in this very trace, so that only the trace can read them.
 
     `ScheduleFreeAdamW` copies them when it is built.
