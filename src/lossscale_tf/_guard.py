@@ -34,6 +34,7 @@ class Guard:
 
     def judge_on_host(self, norm: tf.Tensor) -> Judgement:
         """Judge a finite norm and change nothing yet. Synchronises with the host."""
+        # The norm of float64 gradients may be beyond float32, where it would look like an overflow.
         number, before = min(float(norm), _LARGEST), self.state.read_on_host()
         accepted, after = self.guard.judge(before, number)
         return Judgement(bool(accepted), number, before, after)

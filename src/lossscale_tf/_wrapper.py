@@ -132,6 +132,7 @@ def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
 
 def scales_already(optimizer: Any) -> bool:
     """Return whether an optimizer of any kind is a wrapper like these: TensorFlow's, Keras's, tf_keras's or ours."""
+    # By name, since tf_keras, which has one of them, need not be installed.
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 

@@ -133,6 +133,8 @@ def _matching(optimizer: Any, store: Any) -> Any:
         fresh = {str(n): value for n, value in enumerate(start, without_guard)}
         store = {name: store[name] for name in store.keys()} | fresh  # noqa: SIM118, Keras's mappings have no more
     stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
+    # Keras compares the number of variables only, and raises at the first shape that differs, with those before it set:
+    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
     if len(store.keys()) == len(shapes) and stored != shapes:
         warn_caller(
             f"the saved optimizer's variables have other shapes than those of '{optimizer.name}', so none is loaded; "
@@ -152,6 +154,7 @@ class _LossScale(tf.__internal__.tracking.AutoTrackable):
 
     def __init__(self, loss_scale: Any, growth_tracker: Any, on_restored: Callable[[], None]) -> None:
         self.current_loss_scale = loss_scale
+        # tf_keras counts in int64, and TensorFlow restores no value into a variable of another dtype.
         self.good_steps = _Int64View(growth_tracker, on_restored)
 
 

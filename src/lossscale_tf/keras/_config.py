@@ -52,6 +52,7 @@ def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str,
         "policy": policy_to_dict(step.policy),
         "global_clipnorm": step.max_norm,
         "jit_compile": is_compiled,
+        # Left out where they have their defaults: versions without these arguments refuse them, whatever the value.
         **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
         **({} if on_floor == "warn" else {"on_floor": on_floor}),
     }

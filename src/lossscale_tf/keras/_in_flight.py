@@ -93,6 +93,7 @@ class ScaledLosses:
 
     def _note(self, event: "_Event") -> None:
         with self._lock:
+            # A new list, since `_own_events` reads the old one without the lock, in other threads.
             self._events = [*self._events[-_REMEMBERED:], event]
 
     def _own_events(self) -> list["_Event"]:
@@ -119,6 +120,7 @@ class ScaledLosses:
             for each in place.scaled_losses
             if each.replica == replica and each.loss_scale() is not None
         ]
+        # Without an update in between all of them have one scale, and the walk through the graph is saved.
         if len({each.updates for each in losses}) < 2:
             return [*losses[-1:]]
         found, _ = dependencies(grads, [each.loss_scale() for each in losses])
@@ -126,6 +128,7 @@ class ScaledLosses:
             [each for each in losses if each.is_waiting] or [*losses[-1:]]
         )
 
+    # A lock cannot be copied or pickled, and what waits to be unscaled is of this process.
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScaledLosses":
         return ScaledLosses(copy.deepcopy(self._records, memo))
 
@@ -187,4 +190,5 @@ class _Traced:
 
 def _number_of(leaf: Gradient) -> float:
     """Return the id of an eager tensor, which is larger than that of each older one; infinite for what has none."""
+    # Nothing public tells of two tensors which is older; eager tensors have ids from one counter that only grows.
     return float(getattr(values_of(leaf), "_id", "inf"))

@@ -64,6 +64,7 @@ def _is_of_tf_keras(config: dict[str, Any]) -> bool:
     module, settings = str(config.get("module")), config.get("config", {})
     if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
         return True
+    # Older configs name no module, and only optimizers of tf_keras have ever had `decay`.
     return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
 
 
@@ -134,6 +135,8 @@ def _without_summing(optimizer: Any) -> Iterator[None]:
     """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
     with _summing:
         _depth[optimizer] = _depth.get(optimizer, 0) + 1
+        # `apply` has no argument for this. The attribute stands in for the method, past automatic tracking:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
         optimizer.__dict__["_all_reduce_sum_gradients"] = list
     try:
         yield

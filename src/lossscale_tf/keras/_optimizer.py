@@ -90,6 +90,8 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         watch = ScaleWatch(on_floor)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
+        # After the checks, since Keras's constructor sets `loss_scale_factor` of the inner optimizer to None for good:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
         # A checkpoint keeps these three under the names of the attributes; without a guard it has no variables of one.
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
@@ -157,6 +159,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.unscale(grads)
 
+    # AutoGraph must convert this method, since it converts what a user's loss calls only where all callers are converted.
     def minimize(
         self,
         loss: Any,
@@ -276,6 +279,8 @@ def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str,
         shape=(),
         dtype=value.dtype.name,
         initializer=keras.initializers.Constant(value),
+        # All replicas compute the same state. Without an aggregation none of them may set a mirrored variable:
+        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
         aggregation="only_first_replica",
         name=f"{prefix}{name}",
     )
@@ -287,6 +292,8 @@ def _variable_of_each_replica() -> tf.Variable:
             1.0,
             trainable=False,
             name="used_loss_scale",
+            # A replica sets it alone. A mirrored variable is set by a merge call, which no loop of a user's may hold:
+            # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )

@@ -53,6 +53,8 @@ class InnerAttributes:
     def iterations(self, value: Any) -> None:
         inner = self.inner_optimizer
         if is_keras_3(inner):
+            # Keras 3 counts micro-batches there, and divides by their number in a step where it is read:
+            # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
             inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
         else:
             inner.iterations = value
@@ -124,6 +126,8 @@ class InnerAttributes:
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
             self.inner_optimizer.finalize_variable_values(var_list)
 
+    # A property, since TensorFlow asks `hasattr`, which must be false around an optimizer of Keras 3:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
     @property
     def _create_or_restore_slot_variable(self) -> Any:
         """The inner optimizer's, if it has slots of TensorFlow's own kind."""
@@ -139,6 +143,7 @@ class InnerAttributes:
             object.__setattr__(self, "_is_initialised", True)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before there are any; this would then ask itself, without end.
         if "inner_optimizer" in self.__dict__ and self._is_hyperparameter(name):
             return getattr(self.inner_optimizer, _spelled(name))
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -200,6 +205,7 @@ def _read_through(name: str, default: Any) -> property:
     return property(read, ignore, doc=f"The inner optimizer's `{name}`.")
 
 
+# That one is in `ScaleAttributes`, since the wrapper may have a norm of its own.
 for _name in READ_THROUGH - {"global_clipnorm"}:
     setattr(InnerAttributes, _name, _read_through(_name, False if _name == "use_ema" else None))
 del _name

@@ -60,6 +60,7 @@ class Scaling:
         come in pairs with them.
         """
         tape = tf.GradientTape() if callable(loss) and tape is None else tape
+        # A tape that is closed already is entered again, as by tf_keras: it must record the multiplication, too.
         with tape or nullcontext():
             loss = loss() if callable(loss) else loss
             record = self._records.begin(_SCALE)

@@ -11,6 +11,8 @@ from lossscale_tf._records import Records, dependencies
 from lossscale_tf._verbs import Gradient, values_of
 from lossscale_tf._warning import warn_caller
 
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/gradients_util.py#L567
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py#L144
 _OF_GRADIENTS = re.compile(r"(^|/)(gradients|gradient_tape)(_\d+)?/")
 """The names of the operations that TensorFlow adds for gradients."""
 

@@ -266,6 +266,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
                 self._optimizer._create_slots(variables)
 
 
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/ops.py#L1014
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
 
@@ -275,11 +276,9 @@ def _train_ops() -> list[Any]:
 
 
 def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
-    """Return the operation of a whole step, in the collection of train operations beside `others`.
-
-    The wrapped optimizer has added its own there, which lies within the branch and cannot be run.
-    """
+    """Return the operation of a whole step, in the collection of train operations beside `others`."""
     step = tf.group(*done, name=name)
+    # The wrapped optimizer has added its own there, which lies within the branch and cannot be run.
     tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [*others, step]
     return step
 
@@ -288,7 +287,12 @@ def _variable(name: str, value: Any) -> tf.Variable:
     if tf.executing_eagerly():
         return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
     return tf.compat.v1.Variable(
-        value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+        # After `disable_v2_behavior` the default is a reference variable, and what was read of it may change later.
+        value,
+        trainable=False,
+        name=name,
+        use_resource=True,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
     )
 
 
