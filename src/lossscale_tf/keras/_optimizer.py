@@ -159,7 +159,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.unscale(grads)
 
-    # AutoGraph must convert this method, since it converts what a user's loss calls only where all callers are converted.
+    # Left to AutoGraph, which converts a user's loss only where it has converted all callers on the way to it.
     def minimize(
         self,
         loss: Any,
