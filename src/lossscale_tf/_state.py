@@ -24,8 +24,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
     """
     start = as_policy(policy).init_state()
     with tf.device(device):
-        state: ScaleState = start._make(map(tf.constant, start))
-    return state
+        return start._make(map(tf.constant, start))
 
 
 class StateVariables(tf.Module):

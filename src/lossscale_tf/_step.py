@@ -243,8 +243,7 @@ def summed_over_replicas(grads: list[Gradient]) -> list[Gradient]:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return grads
-    summed: list[Gradient] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-    return summed
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
 
 
 class _StepLock:

@@ -107,8 +107,7 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
             raise ValueError(f"a leaf has shape {a.shape} in new and {b.shape} in old; pass two structures alike")
         return tf.where(grads_finite, a, b)
 
-    selected: Tree = tf.nest.map_structure(select_leaf, new, old)
-    return selected
+    return tf.nest.map_structure(select_leaf, new, old)
 
 
 def times(tensor: Any, factor: Any) -> Gradient:
@@ -278,5 +277,4 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def _map(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    mapped: Tree = tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
-    return mapped
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)

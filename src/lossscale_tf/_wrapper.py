@@ -41,8 +41,7 @@ class Wrapper:
     @property
     def scale_state(self) -> ScaleState:
         """The policy's state, as tensors of shape `()`."""
-        state: ScaleState = self._step.state.read()
-        return state
+        return self._step.state.read()
 
     @property
     def guard(self) -> SpikeGuard | None:

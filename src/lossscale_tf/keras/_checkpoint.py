@@ -107,8 +107,7 @@ class SavedAttributes:
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         if self._saved is None or save_type != "checkpoint":
-            children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
-            return children
+            return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
         return self._saved.children(save_type, **kwargs)
 
     def _checkpoint_adapter(self, path: str) -> Any:

@@ -35,7 +35,7 @@ def policy_of_arguments(
     """Return the policy that the constructor's arguments stand for, which is either `policy` or all the others."""
     require_policy_or_number(loss_scale if policy is None else policy)
     if policy is None:
-        return as_policy(documented_policy(loss_scale, dynamic, initial_scale, growth_steps))
+        return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
     if (loss_scale, initial_scale, growth_steps, dynamic) != ("dynamic", None, None, None):
         raise ValueError(
             "policy= was given beside other settings of the loss scale; pass either policy= or the settings, not both"

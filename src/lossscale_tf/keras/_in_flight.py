@@ -32,10 +32,7 @@ class ScaledLosses:
     def scale(self, loss: Tree, loss_scale: tf.Tensor) -> Tree:
         """Return `loss` times `loss_scale`, and remember that it was."""
         if tf.executing_eagerly():
-            scaled: Tree = tf.nest.map_structure(
-                lambda leaf: self._scaled_leaf(tf.convert_to_tensor(leaf), loss_scale), loss
-            )
-            return scaled
+            return tf.nest.map_structure(lambda leaf: self._scaled_leaf(tf.convert_to_tensor(leaf), loss_scale), loss)
         self._records.here().scaled_losses.append(_Traced(loss_scale, self._updates, current_replica()))
         return scale_by(loss, loss_scale)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import keras
 import tensorflow as tf
@@ -126,7 +126,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.scale(loss, by_keras=True)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Tree) -> Tree:
         """Scale a loss, to take a tape's gradient of it.
 
         Args:
@@ -140,7 +140,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
         """
         if callable(loss):
-            return lambda: self.get_scaled_loss(loss())
+            return cast(Tree, lambda: self.get_scaled_loss(loss()))
         return self._scaling.scale(loss)
 
     @_unconverted
@@ -253,7 +253,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
 
-    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+    def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
         """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
         raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
 

@@ -133,18 +133,15 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             RuntimeError: `retries` or `protect` are given in a graph for sessions.
 
         """
-        operation: tf.Operation | None
         tries = Tries(self._step, retries, protect)
         how = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
         if tries.is_plain:
-            operation = super().minimize(loss, global_step, *how, name, grad_loss)
-            return operation
+            return super().minimize(loss, global_step, *how, name, grad_loss)
         _require_repeatable(loss)
-        operation = tries.run(
+        return tries.run(
             lambda: self.compute_gradients(loss, *how, grad_loss),
             lambda pairs: self.apply_gradients(pairs, global_step, name),
         )
-        return operation
 
     def compute_gradients(
         self,
@@ -226,8 +223,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             return self._optimizer.apply_gradients(pairs, global_step=global_step)
 
         train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
-        operation: tf.Operation | None = self._step.take(grads, variables, loss_scale, update, train_op)
-        return operation
+        return self._step.take(grads, variables, loss_scale, update, train_op)
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
         """Return the wrapped optimizer's slot for `var`, or None."""
@@ -235,8 +231,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the wrapped optimizer's slots."""
-        names: list[str] = self._optimizer.get_slot_names()
-        return names
+        return self._optimizer.get_slot_names()
 
     def variables(self) -> list[tf.Variable]:
         """Return the wrapped optimizer's variables, then those of the states of loss scale and guard."""
