@@ -139,10 +139,7 @@ class Records:
             self._graphs[graph] = place
         return place
 
-    # What is of a thread or a graph cannot be copied or pickled; a copy of the optimizer begins with a new step.
-    def __deepcopy__(self, _: Any) -> "Records":
-        return Records()
-
+    # What is of a thread or a graph cannot be copied or pickled; a copy of `v1`'s optimizer begins with a new step.
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
         return Records, ()
 

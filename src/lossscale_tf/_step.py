@@ -268,8 +268,6 @@ class _StepLock:
         if self._held.by_this_thread:
             self._lock.release()
 
-    def __deepcopy__(self, _: Any) -> "_StepLock":
-        return _StepLock()
-
+    # A lock cannot be copied or pickled; the copy has one of its own.
     def __reduce__(self) -> tuple[type["_StepLock"], tuple[()]]:
         return _StepLock, ()
