@@ -281,13 +281,9 @@ def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
 def _variable(name: str, value: Any) -> tf.Variable:
     if tf.executing_eagerly():
         return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    # After `disable_v2_behavior` the default is a reference variable, and what was read of it may change later.
     return tf.compat.v1.Variable(
-        # After `disable_v2_behavior` the default is a reference variable, and what was read of it may change later.
-        value,
-        trainable=False,
-        name=name,
-        use_resource=True,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
 
 
