@@ -1,20 +1,31 @@
 """Loss scaling for TensorFlow and Keras: the five verbs, and `LossScaleOptimizer` around any Keras optimizer."""
 
+try:
+    import keras as _keras  # noqa: F401
+    import tensorflow as _tensorflow  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("keras", "tensorflow"):  # such as jax, where KERAS_BACKEND asks for what is not installed
+        raise
+    raise ModuleNotFoundError(
+        f"lossscale_tf needs TensorFlow and Keras, and {error.name} is not installed; "
+        'run: pip install "lossscale[tensorflow]"',
+        name=error.name,
+    ) from error
+
 from lossscale_core import GradientReport
-from lossscale_tf import keras, v1
+from lossscale_tf import v1
 from lossscale_tf._range import range_report
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
 from lossscale_tf._verbs import all_finite, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
-__all__ = [
+__all__ = [  # without the subpackage `keras`, whose name `import *` would take from who imported Keras before
     "GradientReport",
     "LossScaleLogger",
     "LossScaleOptimizer",
     "all_finite",
     "init_state",
-    "keras",
     "overflow_report",
     "range_report",
     "scale",

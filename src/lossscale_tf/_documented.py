@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from lossscale_core import DynamicScaling, FixedScaling, as_policy
+from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
 from lossscale_core.dialects import from_peer
 from lossscale_core.errors import PolicyError
 
@@ -56,7 +56,7 @@ def _require_at_least_one(name: str, value: float) -> None:
         raise PolicyError(f"{name}={value!r}: loss scale must be at least 1")
 
 
-def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> Any:
+def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> ScalingPolicy:
     """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` stand for."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
@@ -113,7 +113,7 @@ def require_policy_or_number(loss_scale: Any) -> None:
         )
 
 
-def policy_of_loss_scale(config: dict[str, Any]) -> Any:
+def policy_of_loss_scale(config: dict[str, Any]) -> FixedScaling | DynamicScaling:
     """Return the policy of a serialized `FixedLossScale` or `DynamicLossScale`."""
     if config["class_name"] == "FixedLossScale":
         return FixedLossScale(**config["config"])

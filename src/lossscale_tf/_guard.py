@@ -1,6 +1,7 @@
 """A spike guard whose state is in variables, and its judgement eagerly and in graphs."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -26,8 +27,14 @@ class Guard:
         self.guard = guard
         self.state = state
 
+    @classmethod
+    def of(cls, guard: SpikeGuard | None, make_variable: Callable[[str, Any], tf.Variable]) -> "Guard | None":
+        """Return the guard with a state in new variables, or None without a guard."""
+        return None if guard is None else cls(guard, StateVariables(guard, make_variable))
+
     def judge_on_host(self, norm: tf.Tensor) -> Judgement:
         """Judge a finite norm and change nothing yet. Synchronises with the host."""
+        # The norm of float64 gradients may be beyond float32, where it would look like an overflow.
         number, before = min(float(norm), _LARGEST), self.state.read_on_host()
         accepted, after = self.guard.judge(before, number)
         return Judgement(bool(accepted), number, before, after)

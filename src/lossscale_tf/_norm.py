@@ -22,6 +22,7 @@ def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
     def exact() -> tf.Tensor:
         finite = finite_when_unscaled(leaves, loss_scale)
         wide = [tf.cast(tf.abs(lifted(value)), tf.float64) for value in values]
+        # With a zero, since the maximum of an empty leaf would be minus infinity.
         largest = tf.reduce_max([tf.reduce_max(tf.concat([tf.reshape(value, [-1]), [0.0]], 0)) for value in wide])
         divisor = tf.where(largest > 0.0, largest, 1.0)  # so that no square overflows, which it may in float64, too
         norm = divisor * tf.sqrt(sum_of_squares([value / divisor for value in wide])) * tf.cast(inverse, tf.float64)

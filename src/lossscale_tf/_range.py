@@ -115,10 +115,13 @@ def _seeds_kept() -> Iterator[None]:
     """
     eager = context.context()
     before = {name: getattr(eager, name) for name in ("_seed", "_rng") if hasattr(eager, name)}
+    # `tf.random.set_seed` would also drop all kernels, and with them the states of a user's random operations:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/context.py#L646
     eager._seed, eager._rng = _SEED, random.Random(_SEED)
     try:
         yield
     finally:
+        # TensorFlow makes it when a seed is set, so that there may have been none.
         del eager._rng
         for name, value in before.items():
             setattr(eager, name, value)

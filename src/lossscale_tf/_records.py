@@ -139,9 +139,7 @@ class Records:
             self._graphs[graph] = place
         return place
 
-    def __deepcopy__(self, _: Any) -> "Records":
-        return Records()
-
+    # What is of a thread or a graph cannot be copied or pickled; a copy of `v1`'s optimizer begins with a new step.
     def __reduce__(self) -> tuple[type["Records"], tuple[()]]:
         return Records, ()
 
@@ -160,6 +158,7 @@ def graphs_around() -> Iterator[Any]:
     graph = current_graph()
     while graph is not None:
         yield graph
+        # Only the graphs of functions have one, and that of a session does not.
         graph = getattr(graph, "outer_graph", None)
     if tf.compat.v1.executing_eagerly_outside_functions():
         yield None
@@ -168,6 +167,8 @@ def graphs_around() -> Iterator[Any]:
 def current_replica() -> int:
     """Return the number of this replica; 0 where there are no replicas."""
     context = tf.distribute.get_replica_context()
+    # On TPUs the number may be a tensor without a value while a step is traced, as one trace serves all replicas:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/distribute_lib.py#L3514
     return 0 if context is None else int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
@@ -187,6 +188,7 @@ def dependencies(grads: Iterable[Gradient], sought: Iterable[Any]) -> tuple[set[
             found.add(id(tensor))
         elif id(tensor) in outside:
             tensors.append(outside[id(tensor)])
+        # An eager tensor that a graph has captured has no operation.
         elif isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
             names.add(tensor.op.name)
             tensors.extend(tensor.op.inputs)

@@ -36,5 +36,6 @@ def _report(name: str, values: tf.Tensor) -> GradientReport:
         nan=int(tf.math.count_nonzero(tf.math.is_nan(parts))),
         positive_inf=int(tf.math.count_nonzero(infinite & (parts > 0))),
         negative_inf=int(tf.math.count_nonzero(infinite & (parts < 0))),
+        # With a zero, since a gradient may have no elements.
         largest_finite=float(tf.reduce_max(tf.concat([tf.reshape(magnitudes, [-1]), [0]], 0))),
     )

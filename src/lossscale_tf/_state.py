@@ -24,8 +24,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
     """
     start = as_policy(policy).init_state()
     with tf.device(device):
-        state: ScaleState = start._make(map(tf.constant, start))
-    return state
+        return start._make(map(tf.constant, start))
 
 
 class StateVariables(tf.Module):
@@ -59,6 +58,7 @@ class StateVariables(tf.Module):
 
     def assign_changed(self, before: Any, after: Any) -> None:
         """Set the variables whose field differs between two host states."""
+        # An eager assignment takes longer than the whole update on the host, and most steps change two fields only.
         for variable, old, new in zip(self.all, before, after, strict=True):
             if new != old:
                 variable.assign(new)

@@ -139,6 +139,7 @@ class Step:
             apply()
         self._update_on_host(is_finite, spiked)
         if judged is not None and self.guard is not None:
+            # Last, since it may raise: by then the step is taken and the state of the loss scale is set.
             self.guard.remember(judged)
 
     def _update_on_host(self, is_finite: bool, spiked: bool) -> None:
@@ -146,6 +147,7 @@ class Step:
         after: ScaleState = before if spiked else self.policy.update(before, is_finite)
         self.state.assign_changed(before, after)
         self.last_step = step_info(before, after, spiked=spiked)
+        # After the state is set, so that `Tries` and callers who catch the error go on at the lower scale.
         check_overflow_streak(self.policy, after)
         self.watch.check(self.policy, after)
 
@@ -223,6 +225,8 @@ def _decide_together(
 
 def merges_replicas() -> bool:
     """Return whether what concerns all replicas must be done in the context across them."""
+    # Keras asks this in the same way, before it puts a condition around an update:
+    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
     return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
@@ -239,8 +243,7 @@ def summed_over_replicas(grads: list[Gradient]) -> list[Gradient]:
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return grads
-    summed: list[Gradient] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-    return summed
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)
 
 
 class _StepLock:
@@ -251,6 +254,7 @@ class _StepLock:
     """
 
     def __init__(self) -> None:
+        # Reentrant, since `Tries` holds it around a step, which takes it again.
         self._lock = threading.RLock()
         self._held = threading.local()
 
@@ -264,8 +268,6 @@ class _StepLock:
         if self._held.by_this_thread:
             self._lock.release()
 
-    def __deepcopy__(self, _: Any) -> "_StepLock":
-        return _StepLock()
-
+    # A lock cannot be copied or pickled; the copy has one of its own.
     def __reduce__(self) -> tuple[type["_StepLock"], tuple[()]]:
         return _StepLock, ()

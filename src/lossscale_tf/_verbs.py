@@ -107,8 +107,7 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
             raise ValueError(f"a leaf has shape {a.shape} in new and {b.shape} in old; pass two structures alike")
         return tf.where(grads_finite, a, b)
 
-    selected: Tree = tf.nest.map_structure(select_leaf, new, old)
-    return selected
+    return tf.nest.map_structure(select_leaf, new, old)
 
 
 def times(tensor: Any, factor: Any) -> Gradient:
@@ -157,6 +156,7 @@ def all_replicas(flag: tf.Tensor) -> tf.Tensor:
         raise RuntimeError("flags are combined in a replica context; call this inside strategy.run")
     if context.num_replicas_in_sync == 1:
         return flag
+    # The only reductions are SUM and MEAN, which bools do not have.
     bad = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~flag, tf.float32))
     return tf.equal(bad, 0.0)
 
@@ -171,6 +171,7 @@ def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
     """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 if one of them is."""
     parts = [part for each in values for part in _real_parts(each)]
     dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+    # One kernel squares and sums; `reduce_sum(square(x))` would write all squares to memory and read them again.
     halves = [tf.cast(tf.nn.l2_loss(lifted(part)), dtype) for part in parts]
     return 2.0 * tf.add_n(halves)
 
@@ -212,21 +213,21 @@ def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
 
 def _is_compiled_by_xla() -> tf.Tensor:
     """Return whether XLA compiles this graph, which tracing cannot know yet; true on devices of other kinds, too."""
+    # The operation behind `execute_fn_for_device`, whose default is for all kinds that are not named:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/control_flow_switch_case.py#L133
     kinds = ["CPU", "GPU"]
     return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
 
 
 def _each_element_finite(leaves: list[Gradient], inverse: tf.Tensor | None = None) -> tf.Tensor:
-    """Look at every element, those of the smallest leaf first.
-
-    XLA does not fuse what depends on a branch with what follows; that makes compiling four times as quick.
-    """
+    """Look at every element, those of the smallest leaf first."""
     if not leaves:
         return tf.constant(True)
     first, *others = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
     is_first_finite = _elements_finite([first], inverse)
     if not others:
         return is_first_finite
+    # XLA does not fuse what depends on a branch with what follows; that makes compiling four times as quick.
     return tf.cond(is_first_finite, lambda: _elements_finite(others, inverse), lambda: tf.constant(False))
 
 
@@ -246,6 +247,7 @@ def summed_values(leaf: Gradient) -> tf.Tensor:
     """Return the values of `leaf`, those of duplicate indices summed."""
     if not isinstance(leaf, tf.IndexedSlices):
         return tf.convert_to_tensor(leaf)
+    # Not made dense: that would be as large as the whole embedding.
     unique, positions = tf.unique(leaf.indices)
     return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
 
@@ -275,5 +277,4 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def _map(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    mapped: Tree = tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
-    return mapped
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)

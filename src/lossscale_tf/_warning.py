@@ -15,6 +15,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
     Their number of frames in between differs: AutoGraph wraps public methods, and a replica's step is called back.
     """
+    # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1

@@ -41,8 +41,7 @@ class Wrapper:
     @property
     def scale_state(self) -> ScaleState:
         """The policy's state, as tensors of shape `()`."""
-        state: ScaleState = self._step.state.read()
-        return state
+        return self._step.state.read()
 
     @property
     def guard(self) -> SpikeGuard | None:
@@ -132,6 +131,7 @@ def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
 
 def scales_already(optimizer: Any) -> bool:
     """Return whether an optimizer of any kind is a wrapper like these: TensorFlow's, Keras's, tf_keras's or ours."""
+    # By name, since tf_keras, which has one of them, need not be installed.
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 

@@ -4,6 +4,7 @@ Each is tried in a graph with a session and eagerly, where it applies to both.
 """
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import copy
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -633,3 +634,16 @@ def test_two_replicas_decide_alike(graph):
     for slot in optimizer._optimizer.variables():
         first, second = (each.numpy() for each in STRATEGY.experimental_local_results(slot))
         assert first.tobytes() == second.tobytes()
+
+
+def test_a_deep_copy_goes_on_by_itself():
+    """It has the state of the optimizer that it was copied from, and neither moves the other's from then on."""
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)
+    optimizer.minimize(lambda: tf.reduce_sum(variable * INF), var_list=[variable])
+    copied, of_copy = copy.deepcopy((optimizer, variable))
+    copied.minimize(lambda: tf.reduce_sum(of_copy**2), var_list=[of_copy])
+    assert copied.loss_scale.numpy() == optimizer.loss_scale.numpy() == 2.0**9
+    assert (int(copied.scale_state.steps), int(optimizer.scale_state.steps)) == (2, 1)
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert (of_copy.numpy() < variable.numpy()).all()

@@ -1,17 +1,23 @@
-"""A wrapper around a tf_keras optimizer in `tf.train.Checkpoint`: the bare optimizer's own layout, and the loss scale.
+"""A wrapper in configs, in Keras's files, and in `tf.train.Checkpoint`.
 
+Around an optimizer of tf_keras, a checkpoint has the bare optimizer's own layout, and the loss scale beside it.
 `tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each restores what the others saved:
 https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/mixed_precision/loss_scale_optimizer.py#L1444
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import tensorflow as tf
 
 from lossscale_core import BaseScaling
+from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._step import Step
+from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import share_deferred_restorations
+from lossscale_tf.keras._config import arguments_of, config_of
+from lossscale_tf.keras._inner import is_keras_3
+from lossscale_tf.keras._updates import Updates
 
 _VALUE = "VARIABLE_VALUE"
 """The name under which TensorFlow saves a variable's value."""
@@ -52,20 +58,56 @@ class _SavedLikeInner:
 
 
 class SavedAttributes:
-    """A wrapper's part in checkpoints: of TensorFlow, and of Keras's models."""
+    """A wrapper's part in what is saved: in configs, in Keras's files and in TensorFlow's checkpoints."""
 
+    name: str
+    inner_optimizer: Any
+    _step: Step
+    _updates: Updates
     _saved: _SavedLikeInner | None = None
 
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
+        return config_of(self.name, self.inner_optimizer, self._step, self._updates.is_compiled)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        """Make an optimizer from a config.
+
+        Args:
+            config: A config of ours, of Keras 3, or of one of `tf.keras.mixed_precision`'s two. It is left as it is.
+            custom_objects: The classes of the user's that the inner optimizer's config names.
+
+        Returns:
+            The wrapper, around a new inner optimizer.
+
+        """
+        return cls(**arguments_of(config, custom_objects))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
+
+        What was saved without a spike guard is loaded, with a warning, and the guard starts afresh.
+
+        Args:
+            store: A mapping of numbers, as strings, to arrays.
+
+        """
+        matching = _matching(self, store)
+        if matching is not None:
+            super().load_own_variables(matching)  # type: ignore[misc]  # Keras's, as the rest of what is inherited
+
     def _save_like(self, inner: Any, step: Step) -> None:
-        """Keep what TensorFlow's checkpoints hold in the layout of `inner`, an optimizer of tf_keras."""
+        """Keep what TensorFlow's checkpoints hold in the layout of `inner`, if it is an optimizer of tf_keras."""
+        if is_keras_3(inner):
+            return
         share_deferred_restorations(self, inner)
         is_dynamic = "growth_interval" in BaseScaling.of(step.policy).settings()
         self._saved = _SavedLikeInner(inner, step, is_dynamic)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         if self._saved is None or save_type != "checkpoint":
-            children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
-            return children
+            return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
         return self._saved.children(save_type, **kwargs)
 
     def _checkpoint_adapter(self, path: str) -> Any:
@@ -80,11 +122,38 @@ class SavedAttributes:
         return self._saved.lookup(name, lambda: own(name))
 
 
+def _matching(optimizer: Any, store: Any) -> Any:
+    """Return what is stored for a wrapper's variables, the guard's at their end; None if it is another optimizer's."""
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    start = () if optimizer.guard is None else optimizer.guard.init_state()
+    without_guard = len(shapes) - len(start)
+    starts_guard = len(store.keys()) == without_guard < len(shapes)
+    if starts_guard:
+        fresh = {str(n): value for n, value in enumerate(start, without_guard)}
+        store = {name: store[name] for name in store.keys()} | fresh  # noqa: SIM118, Keras's mappings have no more
+    stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
+    # Keras compares the number of variables only, and raises at the first shape that differs, with those before it set:
+    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
+    if len(store.keys()) == len(shapes) and stored != shapes:
+        warn_caller(
+            f"the saved optimizer's variables have other shapes than those of '{optimizer.name}', so none is loaded; "
+            "it is another optimizer's, and this one begins anew"
+        )
+        return None
+    if starts_guard:
+        warn_caller(
+            "the saved optimizer has no state of a spike guard, so that the guard starts afresh with its warm-up",
+            CheckpointWarning,
+        )
+    return store
+
+
 class _LossScale(tf.__internal__.tracking.AutoTrackable):
     """The loss scale as tf_keras saves it."""
 
     def __init__(self, loss_scale: Any, growth_tracker: Any, on_restored: Callable[[], None]) -> None:
         self.current_loss_scale = loss_scale
+        # tf_keras counts in int64, and TensorFlow restores no value into a variable of another dtype.
         self.good_steps = _Int64View(growth_tracker, on_restored)
 
 

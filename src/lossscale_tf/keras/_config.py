@@ -13,6 +13,7 @@ from lossscale_tf._documented import (
     require_no_base_arguments,
     require_policy_or_number,
 )
+from lossscale_tf._step import Step
 from lossscale_tf._wrapper import require_clipnorm, require_guard
 from lossscale_tf.keras._inner import deserialized, require_optimizer, require_tensorflow
 
@@ -34,7 +35,7 @@ def policy_of_arguments(
     """Return the policy that the constructor's arguments stand for, which is either `policy` or all the others."""
     require_policy_or_number(loss_scale if policy is None else policy)
     if policy is None:
-        return as_policy(documented_policy(loss_scale, dynamic, initial_scale, growth_steps))
+        return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
     if (loss_scale, initial_scale, growth_steps, dynamic) != ("dynamic", None, None, None):
         raise ValueError(
             "policy= was given beside other settings of the loss scale; pass either policy= or the settings, not both"
@@ -42,22 +43,18 @@ def policy_of_arguments(
     return as_policy(policy)
 
 
-def config_of(
-    name: str,
-    inner: Any,
-    policy: ScalingPolicy,
-    max_norm: float | None,
-    is_compiled: bool,
-    guard: SpikeGuard | None,
-) -> dict[str, Any]:
+def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str, Any]:
     """Return what `arguments_of` needs, without the running state."""
+    on_floor = step.watch.on_floor
     return {
         "name": name,
         "inner_optimizer": keras.saving.serialize_keras_object(inner),
-        "policy": policy_to_dict(policy),
-        "global_clipnorm": max_norm,
+        "policy": policy_to_dict(step.policy),
+        "global_clipnorm": step.max_norm,
         "jit_compile": is_compiled,
-        **({} if guard is None else {"guard": dataclasses.asdict(guard)}),
+        # Left out where they have their defaults: versions without these arguments refuse them, whatever the value.
+        **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
+        **({} if on_floor == "warn" else {"on_floor": on_floor}),
     }
 
 

@@ -1,10 +1,9 @@
 """The loss scale that multiplied the loss of given gradients, where several scaled losses wait for theirs."""
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -32,10 +31,7 @@ class ScaledLosses:
     def scale(self, loss: Tree, loss_scale: tf.Tensor) -> Tree:
         """Return `loss` times `loss_scale`, and remember that it was."""
         if tf.executing_eagerly():
-            scaled: Tree = tf.nest.map_structure(
-                lambda leaf: self._scaled_leaf(tf.convert_to_tensor(leaf), loss_scale), loss
-            )
-            return scaled
+            return tf.nest.map_structure(lambda leaf: self._scaled_leaf(tf.convert_to_tensor(leaf), loss_scale), loss)
         self._records.here().scaled_losses.append(_Traced(loss_scale, self._updates, current_replica()))
         return scale_by(loss, loss_scale)
 
@@ -93,6 +89,7 @@ class ScaledLosses:
 
     def _note(self, event: "_Event") -> None:
         with self._lock:
+            # A new list, since `_own_events` reads the old one without the lock, in other threads.
             self._events = [*self._events[-_REMEMBERED:], event]
 
     def _own_events(self) -> list["_Event"]:
@@ -100,7 +97,7 @@ class ScaledLosses:
         events, thread = self._events, threading.current_thread()
         return [each for each in events if each.thread is thread] or events
 
-    def _eager_sources(self, grads: Sequence[Gradient]) -> list["_ScaledLoss"]:
+    def _eager_sources(self, grads: Sequence[Gradient]) -> Sequence["_ScaledLoss"]:
         events: list[_Event] = self._own_events()
         found: dict[int, _Event] = {}
         for number in {_number_of(grad) for grad in grads}:
@@ -109,9 +106,9 @@ class ScaledLosses:
                 each for each in before if each is before[-1] or each.is_open()
             ]
             found.update({id(each): each for each in sources})
-        return [*sorted(found.values(), key=lambda each: each.number)]
+        return sorted(found.values(), key=lambda each: each.number)
 
-    def _traced_sources(self, grads: Sequence[Gradient]) -> list["_ScaledLoss"]:
+    def _traced_sources(self, grads: Sequence[Gradient]) -> Sequence["_ScaledLoss"]:
         replica, places = current_replica(), self._records.around()
         losses: list[_Traced] = [
             each
@@ -119,33 +116,13 @@ class ScaledLosses:
             for each in place.scaled_losses
             if each.replica == replica and each.loss_scale() is not None
         ]
+        # Without an update in between all of them have one scale, and the walk through the graph is saved.
         if len({each.updates for each in losses}) < 2:
-            return [*losses[-1:]]
+            return losses[-1:]
         found, _ = dependencies(grads, [each.loss_scale() for each in losses])
         return [each for each in losses if id(each.loss_scale()) in found] or (
-            [each for each in losses if each.is_waiting] or [*losses[-1:]]
+            [each for each in losses if each.is_waiting] or losses[-1:]
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ScaledLosses":
-        return ScaledLosses(copy.deepcopy(self._records, memo))
-
-    def __reduce__(self) -> tuple[type["ScaledLosses"], tuple[Records]]:
-        return ScaledLosses, (self._records,)
-
-
-class _ScaledLoss(Protocol):
-    """A loss that was scaled, and whose gradients may wait to be unscaled."""
-
-    is_waiting: bool
-
-    def close(self) -> None:
-        """Note that the gradients are unscaled, or wait under an event of their own."""
-
-    def loss_scale(self) -> tf.Tensor | None:
-        """Return the scale that multiplied it, if the scale's graph is still there."""
-
-    def distinct(self) -> float:
-        """Return a number that differs between two scales."""
 
 
 class _Event:
@@ -161,12 +138,14 @@ class _Event:
         return self.scaled is not None and self.scaled() is not None
 
     def close(self) -> None:
+        """Note that the gradients are unscaled, or wait under an event of their own."""
         self.is_waiting, self.scaled = False, None
 
     def loss_scale(self) -> tf.Tensor:
         return self._loss_scale
 
     def distinct(self) -> float:
+        """Return a number that differs between two scales. Synchronises with the host."""
         return float(self._loss_scale)
 
 
@@ -185,6 +164,10 @@ class _Traced:
         return self.updates
 
 
+_ScaledLoss: TypeAlias = _Event | _Traced
+
+
 def _number_of(leaf: Gradient) -> float:
     """Return the id of an eager tensor, which is larger than that of each older one; infinite for what has none."""
+    # Nothing public tells of two tensors which is older; eager tensors have ids from one counter that only grows.
     return float(getattr(values_of(leaf), "_id", "inf"))

@@ -2,13 +2,13 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale_tf._step import merges_replicas
+from lossscale_tf._step import merges_replicas, outside_of_replicas
 from lossscale_tf._wrapper import scales_already
 
 
@@ -64,6 +64,7 @@ def _is_of_tf_keras(config: dict[str, Any]) -> bool:
     module, settings = str(config.get("module")), config.get("config", {})
     if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
         return True
+    # Older configs name no module, and only optimizers of tf_keras have ever had `decay`.
     return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
 
 
@@ -87,7 +88,19 @@ def build(inner: Any, variables: Any) -> None:
         inner._create_all_weights(_as_tensorflow(variables))
 
 
-def have_no_values_yet(variables: Any) -> bool:
+def build_once(optimizer: Any, variables: list[Any]) -> None:
+    """Build a wrapper that is not built, once for all replicas."""
+
+    def make() -> None:
+        with nullcontext() if _have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+        optimizer.built = True
+
+    if not optimizer.built:
+        outside_of_replicas(make)
+
+
+def _have_no_values_yet(variables: Any) -> bool:
     """Return whether these are of a model that is built in this very trace, so that only the trace can read them.
 
     `ScheduleFreeAdamW` copies them when it is built.
@@ -122,6 +135,8 @@ def _without_summing(optimizer: Any) -> Iterator[None]:
     """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
     with _summing:
         _depth[optimizer] = _depth.get(optimizer, 0) + 1
+        # `apply` has no argument for this. The attribute stands in for the method, past automatic tracking:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
         optimizer.__dict__["_all_reduce_sum_gradients"] = list
     try:
         yield

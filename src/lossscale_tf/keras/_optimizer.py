@@ -1,8 +1,8 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
+import functools
 from collections.abc import Iterable
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import keras
 import tensorflow as tf
@@ -11,22 +11,18 @@ from lossscale_core import OnFloor, ScaleWatch, SpikeGuard
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step, outside_of_replicas
+from lossscale_tf._step import Step
 from lossscale_tf._verbs import Gradient, Tree
-from lossscale_tf._wrapper import pairs_of, require_single_wrapper
+from lossscale_tf._wrapper import require_single_wrapper
+from lossscale_tf.keras._arguments import are_summed, keras_pairs, loss_arguments, require_gradients
 from lossscale_tf.keras._checkpoint import SavedAttributes
-from lossscale_tf.keras._config import arguments_of, config_of, policy_of_arguments, require_arguments
-from lossscale_tf.keras._inner import (
-    build,
-    have_no_values_yet,
-    is_keras_3,
-    require_no_session,
-)
+from lossscale_tf.keras._config import policy_of_arguments, require_arguments
+from lossscale_tf.keras._inner import build, build_once
 from lossscale_tf.keras._proxy import InnerAttributes
 from lossscale_tf.keras._scale_attributes import ScaleAttributes
 from lossscale_tf.keras._scaling import Scaling
 from lossscale_tf.keras._slots import Slots
-from lossscale_tf.keras._updates import Updates, require_gradients
+from lossscale_tf.keras._updates import Updates
 
 _unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
@@ -94,19 +90,19 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         watch = ScaleWatch(on_floor)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
+        # After the checks, since Keras's constructor sets `loss_scale_factor` of the inner optimizer to None for good:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
-        # A checkpoint keeps these three under these names; without a guard it has no variables of one.
-        self._scale_state = StateVariables(chosen, lambda name, value: _add_variable(self, name, value))
-        if guard is not None:
-            self._guard_state = StateVariables(guard, lambda name, value: _add_variable(self, f"guard_{name}", value))
+        # A checkpoint keeps these three under the names of the attributes; without a guard it has no variables of one.
+        self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
+        guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
+        self._guard_state = None if guarding is None else guarding.state
         self._used_scale = _variable_of_each_replica()
-        guarding = None if guard is None else Guard(guard, self._guard_state)
         self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
         self._scaling = Scaling(self._step, self._used_scale)
         self._updates = Updates(inner, self._step, self._scaling, jit_compile)
         self._slots = Slots(inner)
-        if not is_keras_3(inner):
-            self._save_like(inner, self._step)
+        self._save_like(inner, self._step)
         self._is_initialised = True
 
     @property
@@ -130,7 +126,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.scale(loss, by_keras=True)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Tree) -> Tree:
         """Scale a loss, to take a tape's gradient of it.
 
         Args:
@@ -144,7 +140,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
         """
         if callable(loss):
-            return lambda: self.get_scaled_loss(loss())
+            return cast(Tree, lambda: self.get_scaled_loss(loss()))
         return self._scaling.scale(loss)
 
     @_unconverted
@@ -163,6 +159,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.unscale(grads)
 
+    # Left to AutoGraph, which converts a user's loss only where it has converted all callers on the way to it.
     def minimize(
         self,
         loss: Any,
@@ -200,20 +197,9 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
         """
         tries = Tries(self._step, retries, protect)
-        if not tries.is_plain and (tape is not None or not callable(loss)):
-            raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable and no tape")
-        if not callable(loss) and tape is None:
-            raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
-        if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
-            tape, grad_loss = None, tape
-
-        def differentiate() -> list[tuple[Any, Any]]:
-            return self._scaling.differentiate(loss, var_list, tape, grad_loss)
-
-        def apply(pairs: list[tuple[Any, Any]]) -> None:
-            self.apply_gradients(pairs, name=name)
-
-        tries.run(differentiate, apply)
+        tape, grad_loss = loss_arguments(loss, tape, grad_loss, runs_again=not tries.is_plain)
+        differentiate = functools.partial(self._scaling.differentiate, loss, var_list, tape, grad_loss)
+        tries.run(differentiate, functools.partial(self.apply_gradients, name=name))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -229,13 +215,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             ValueError: The loss has no gradient with respect to a variable, or is an eager tensor.
 
         """
-        require_no_session()
-        if not callable(loss) and tf.executing_eagerly():
-            raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
-        pairs = self._scaling.differentiate(loss, params)
-        if missing := [variable.name for grad, variable in pairs if grad is None]:
-            raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
-        return [grad for grad, _ in pairs]
+        return self._scaling.gradients(loss, params)
 
     @_unconverted
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
@@ -255,9 +235,8 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             ValueError: No variable has a gradient.
 
         """
-        pairs = _pairs(grads_and_vars)
-        is_summed = not _aggregates(aggregation)
-        self._apply([grad for grad, _ in pairs], [variable for _, variable in pairs], is_summed)
+        pairs = keras_pairs(grads_and_vars)
+        self._apply([grad for grad, _ in pairs], [variable for _, variable in pairs], are_summed(aggregation))
 
     @_unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
@@ -274,7 +253,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
 
-    def stateless_apply(self, *_: Any, **__: Any) -> Any:
+    def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
         """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
         raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
 
@@ -289,67 +268,21 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         with self._own_attributes():  # Keras shall not make averages and accumulators here, too
             keras.optimizers.Optimizer.build(self, variables)
 
-    def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
-        step = self._step
-        config = config_of(
-            self.name, self.inner_optimizer, self.policy, step.max_norm, self._updates.is_compiled, self.guard
-        )
-        return config if step.watch.on_floor == "warn" else {**config, "on_floor": step.watch.on_floor}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "LossScaleOptimizer":
-        """Make an optimizer from a config.
-
-        Args:
-            config: A config of ours, of Keras 3, or of one of `tf.keras.mixed_precision`'s two. It is left as it is.
-            custom_objects: The classes of the user's that the inner optimizer's config names.
-
-        Returns:
-            The wrapper, around a new inner optimizer.
-
-        """
-        return cls(**arguments_of(config, custom_objects))
-
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
         present = require_gradients(grads, variables)
-        if not self.built:
-            outside_of_replicas(lambda: self._build(variables))
+        build_once(self, variables)
         self._updates.take(present, is_summed, may_be_scaled)
 
-    def _build(self, variables: list[Any]) -> None:
-        with nullcontext() if have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(self.name):
-            self.build(variables)
-        self.built = True
 
-    def _hyperparameter_was_set(self) -> None:
-        self._updates.forget_compiled()
-
-
-def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    pairs = pairs_of(grads_and_vars)
-    for _, variable in pairs:
-        if not isinstance(variable, tf.Variable | keras.Variable):
-            raise TypeError(f"{variable!r} is not a variable; grads_and_vars must be (gradient, variable) pairs")
-    return pairs
-
-
-def _aggregates(arguments: dict[str, Any]) -> bool:
-    """Return whether gradients are to be summed over replicas, in the words of either tf_keras interface."""
-    aggregates = bool(arguments.pop("experimental_aggregate_gradients", True))
-    aggregates &= not arguments.pop("skip_gradients_aggregation", False)
-    if arguments:
-        raise TypeError(f"apply_gradients() got an unexpected keyword argument {next(iter(arguments))!r}")
-    return aggregates
-
-
-def _add_variable(optimizer: keras.optimizers.Optimizer, name: str, value: Any) -> tf.Variable:
+def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str, value: Any) -> tf.Variable:
     return optimizer.add_variable(
         shape=(),
         dtype=value.dtype.name,
         initializer=keras.initializers.Constant(value),
+        # All replicas compute the same state. Without an aggregation none of them may set a mirrored variable:
+        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
         aggregation="only_first_replica",
-        name=name,
+        name=f"{prefix}{name}",
     )
 
 
@@ -359,6 +292,8 @@ def _variable_of_each_replica() -> tf.Variable:
             1.0,
             trainable=False,
             name="used_loss_scale",
+            # A replica sets it alone. A mirrored variable is set by a merge call, which no loop of a user's may hold:
+            # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )

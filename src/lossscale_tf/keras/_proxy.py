@@ -6,12 +6,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import SpikeGuard
-from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._step import Step
 from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._inner import is_keras_3
 from lossscale_tf.keras._slots import Slots
+from lossscale_tf.keras._updates import Updates
 
 HYPERPARAMETERS = frozenset({"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"})
 """Names that are read from and set on the inner optimizer."""
@@ -42,7 +41,7 @@ class InnerAttributes:
     _trainable_variables: list[Any]
     _slots: Slots
     _step: Step
-    guard: SpikeGuard | None
+    _updates: Updates
     _is_initialised = False
 
     @property
@@ -54,6 +53,8 @@ class InnerAttributes:
     def iterations(self, value: Any) -> None:
         inner = self.inner_optimizer
         if is_keras_3(inner):
+            # Keras 3 counts micro-batches there, and divides by their number in a step where it is read:
+            # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
             inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
         else:
             inner.iterations = value
@@ -69,39 +70,11 @@ class InnerAttributes:
 
         Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
         """
-        guards = {id(variable) for variable in self._guard_variables()}
-        own = [variable for variable in self._variables if id(variable) not in guards]
-        variables = [*own, *self.weights, *self._guard_variables()]
+        guards = [] if self._step.guard is None else self._step.guard.state.all
+        ids = set(map(id, guards))
+        own = [variable for variable in self._variables if id(variable) not in ids]
+        variables = [*own, *self.weights, *guards]
         return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
-
-        What was saved without a spike guard is loaded, with a warning, and the guard starts afresh.
-
-        Args:
-            store: A mapping of numbers, as strings, to arrays.
-
-        """
-        shapes = [tuple(variable.shape) for variable in self.variables]
-        without_guard = len(shapes) - len(self._guard_variables())
-        starts_guard = len(store.keys()) == without_guard < len(shapes)
-        if starts_guard and self.guard is not None:
-            start = {str(n): value for n, value in enumerate(self.guard.init_state(), without_guard)}
-            store = {name: store[name] for name in store.keys()} | start  # noqa: SIM118, Keras's mappings have no more
-        stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
-        if len(store.keys()) == len(shapes) and stored != shapes:
-            warn_caller(
-                f"the saved optimizer's variables have other shapes than those of '{self.name}', so none is loaded; "
-                "it is another optimizer's, and this one begins anew"
-            )
-            return
-        if starts_guard:
-            warn_caller(
-                "the saved optimizer has no state of a spike guard, so that the guard starts afresh with its warm-up",
-                CheckpointWarning,
-            )
-        super().load_own_variables(store)  # type: ignore[misc]  # Keras's, as the rest of what is inherited
 
     def get_weights(self) -> list[Any]:
         """Return the values of `weights`, as NumPy arrays."""
@@ -153,16 +126,12 @@ class InnerAttributes:
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
             self.inner_optimizer.finalize_variable_values(var_list)
 
+    # A property, since TensorFlow asks `hasattr`, which must be false around an optimizer of Keras 3:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
     @property
     def _create_or_restore_slot_variable(self) -> Any:
         """The inner optimizer's, if it has slots of TensorFlow's own kind."""
         return self.inner_optimizer._create_or_restore_slot_variable
-
-    def _guard_variables(self) -> list[Any]:
-        return [] if self._step.guard is None else self._step.guard.state.all
-
-    def _hyperparameter_was_set(self) -> None:
-        """Follow a hyperparameter that was set through the wrapper; a subclass does what it has to."""
 
     @contextmanager
     def _own_attributes(self) -> Iterator[None]:
@@ -174,6 +143,7 @@ class InnerAttributes:
             object.__setattr__(self, "_is_initialised", True)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling ask for attributes before there are any; this would then ask itself, without end.
         if "inner_optimizer" in self.__dict__ and self._is_hyperparameter(name):
             return getattr(self.inner_optimizer, _spelled(name))
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -209,7 +179,7 @@ class InnerAttributes:
         if not hasattr(inner, name):
             raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{name}'")
         setattr(inner, name, value)
-        self._hyperparameter_was_set()
+        self._updates.forget_compiled()
 
 
 class _CallableList(list[Any]):
@@ -235,6 +205,7 @@ def _read_through(name: str, default: Any) -> property:
     return property(read, ignore, doc=f"The inner optimizer's `{name}`.")
 
 
+# That one is in `ScaleAttributes`, since the wrapper may have a norm of its own.
 for _name in READ_THROUGH - {"global_clipnorm"}:
     setattr(InnerAttributes, _name, _read_through(_name, False if _name == "use_ema" else None))
 del _name

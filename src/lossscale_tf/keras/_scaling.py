@@ -60,6 +60,7 @@ class Scaling:
         come in pairs with them.
         """
         tape = tf.GradientTape() if callable(loss) and tape is None else tape
+        # A tape that is closed already is entered again, as by tf_keras: it must record the multiplication, too.
         with tape or nullcontext():
             loss = loss() if callable(loss) else loss
             record = self._records.begin(_SCALE)
@@ -73,6 +74,16 @@ class Scaling:
             grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
         record.calls.add(_UNSCALE)
         return list(zip(self._unscaled(grads, loss_scale, record), variables, strict=True))
+
+    def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
+        """Return the unscaled gradients of a callable or a tensor of this graph, each of which there must be."""
+        require_no_session()
+        if not callable(loss) and tf.executing_eagerly():
+            raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
+        pairs = self.differentiate(loss, variables)
+        if missing := [variable.name for grad, variable in pairs if grad is None]:
+            raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
+        return [grad for grad, _ in pairs]
 
     def to_apply(
         self, grads: list[Gradient], variables: list[Any], may_be_scaled: bool

@@ -60,6 +60,7 @@ class Slots:
         alike = defaultdict(list)
         added = {id(slot) for _, _, slot in self._added}
         for slot in self.weights():
+            # The longest name first: a slot of `dense_kernel` also begins as one of a variable named `dense` would.
             owner, name = _parts(slot.name, sorted(owners, key=len, reverse=True))
             if name and id(slot) not in added:
                 alike[owner, name].append(slot)
@@ -76,6 +77,8 @@ def _parts(slot: str, owners: list[str]) -> tuple[str, str]:
     for owner in owners:
         if slot.endswith(f"/{owner}"):
             return owner, slot.removesuffix(f"/{owner}").rpartition("/")[2]
+        # Keras 3 puts the owner into the name in this way:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
         prefix = re.sub(r"[/:]", "_", owner) + "_"
         if slot.startswith(prefix):
             return owner, slot.removeprefix(prefix)

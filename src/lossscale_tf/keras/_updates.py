@@ -6,10 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_tf._step import Step, fitted, outside_of_replicas, summed_over_replicas
-from lossscale_tf._verbs import Gradient, as_tensor, is_gradient, unscale_by
-from lossscale_tf._warning import warn_caller
+from lossscale_tf._verbs import Gradient, unscale_by
 from lossscale_tf.keras._compiled import CompiledUpdates
-from lossscale_tf.keras._inner import apply_summed, require_no_session, summed_by_its_own_function
+from lossscale_tf.keras._inner import apply_summed, summed_by_its_own_function
 from lossscale_tf.keras._scaling import Scaling
 
 
@@ -57,23 +56,3 @@ class Updates:
     def _update(self, grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> None:
         """Apply gradients times `factor`, if there is one, in the variables' dtypes."""
         apply_summed(self._inner, fitted(grads, variables, factor), variables)
-
-
-def require_gradients(grads: list[Any], variables: list[Any]) -> list[tuple[Gradient, Any]]:
-    """Return those (gradient, variable) pairs that have a gradient; raise if there is none, or none can be applied."""
-    require_no_session()
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
-    present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
-    if not present:
-        raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
-    if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
-        warn_caller(f"no gradient exists for {', '.join(missing)}; they keep their values")
-    return present
-
-
-def _as_gradient(grad: Any) -> Gradient:
-    tensor = as_tensor(grad)
-    if not is_gradient(tensor):
-        raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
-    return tensor

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,10 @@ from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
-from lossscale_tf._records import Records, dependencies
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, fitted, merges_replicas
-from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale, values_of
-from lossscale_tf._warning import warn_caller
+from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
 from lossscale_tf._wrapper import (
     Wrapper,
     pairs_of,
@@ -26,6 +23,7 @@ from lossscale_tf._wrapper import (
     scales_already,
     share_deferred_restorations,
 )
+from lossscale_tf.v1._calls import Calls
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
 
@@ -84,9 +82,9 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         with tf.name_scope(f"{name}_loss_scale"):
             state = StateVariables(policy, _variable)
         with tf.name_scope(f"{name}_spike_guard"):
-            guarding = None if guard is None else Guard(guard, StateVariables(guard, _variable))
+            guarding = Guard.of(guard, _variable)
         self._step = Step(policy, state, global_clipnorm, guarding, watch)
-        self._records = Records()
+        self._calls = Calls()
         share_deferred_restorations(self, opt)
 
     @property
@@ -135,18 +133,15 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             RuntimeError: `retries` or `protect` are given in a graph for sessions.
 
         """
-        operation: tf.Operation | None
         tries = Tries(self._step, retries, protect)
         how = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
         if tries.is_plain:
-            operation = super().minimize(loss, global_step, *how, name, grad_loss)
-            return operation
+            return super().minimize(loss, global_step, *how, name, grad_loss)
         _require_repeatable(loss)
-        operation = tries.run(
+        return tries.run(
             lambda: self.compute_gradients(loss, *how, grad_loss),
             lambda pairs: self.apply_gradients(pairs, global_step, name),
         )
-        return operation
 
     def compute_gradients(
         self,
@@ -181,13 +176,11 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         pairs = self._optimizer.compute_gradients(
             scaled, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )
-        self._records.begin("compute_gradients")
         inverse = 1.0 / state.loss_scale
         unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             mark_origin(leaf, grad, state.loss_scale)
-        if not tf.executing_eagerly():
-            self._records.here().made += [weakref.ref(values_of(leaf)) for leaf, _ in unscaled if leaf is not None]
+        self._calls.computed([leaf for leaf, _ in unscaled if leaf is not None])
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -221,7 +214,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        self._warn_of_foreign_gradients(grads, variables)
+        self._calls.warn_of_foreign(grads, variables)
         self._create_slots_outside_of_branches(variables)
         grads, loss_scale = origins(grads)
 
@@ -230,8 +223,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             return self._optimizer.apply_gradients(pairs, global_step=global_step)
 
         train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
-        operation: tf.Operation | None = self._step.take(grads, variables, loss_scale, update, train_op)
-        return operation
+        return self._step.take(grads, variables, loss_scale, update, train_op)
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
         """Return the wrapped optimizer's slot for `var`, or None."""
@@ -239,8 +231,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the wrapped optimizer's slots."""
-        names: list[str] = self._optimizer.get_slot_names()
-        return names
+        return self._optimizer.get_slot_names()
 
     def variables(self) -> list[tf.Variable]:
         """Return the wrapped optimizer's variables, then those of the states of loss scale and guard."""
@@ -269,27 +260,8 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
 
-    def _warn_of_foreign_gradients(self, grads: list[Gradient], variables: list[Any]) -> None:
-        record = self._records.apply(variables if tf.executing_eagerly() else ())
-        if self._records.missing(record, ["compute_gradients"]) or self._are_foreign_in_graph(grads):
-            warn_caller(
-                "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
-                "call compute_gradients or minimize"
-            )
 
-    def _are_foreign_in_graph(self, grads: list[Gradient]) -> bool:
-        """Return whether gradients were taken in this graph, and not by this optimizer; an accumulator's may be its."""
-        if tf.executing_eagerly():
-            return False
-        made = [tensor for place in self._records.around() for ref in place.made if (tensor := ref()) is not None]
-        if not made:
-            return False
-        found, operations = dependencies(grads, made)
-        return not found and any(_OF_GRADIENTS.search(name) for name in operations)
-
-
-_OF_GRADIENTS = re.compile(r"(^|/)(gradients|gradient_tape)(_\d+)?/")
-"""The names of the operations that TensorFlow adds for gradients."""
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/ops.py#L1014
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
 
@@ -299,11 +271,9 @@ def _train_ops() -> list[Any]:
 
 
 def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
-    """Return the operation of a whole step, in the collection of train operations beside `others`.
-
-    The wrapped optimizer has added its own there, which lies within the branch and cannot be run.
-    """
+    """Return the operation of a whole step, in the collection of train operations beside `others`."""
     step = tf.group(*done, name=name)
+    # The wrapped optimizer has added its own there, which lies within the branch and cannot be run.
     tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [*others, step]
     return step
 
@@ -311,6 +281,7 @@ def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
 def _variable(name: str, value: Any) -> tf.Variable:
     if tf.executing_eagerly():
         return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    # After `disable_v2_behavior` the default is a reference variable, and what was read of it may change later.
     return tf.compat.v1.Variable(
         value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
     )

@@ -1,0 +1,49 @@
+"""`import lossscale_tf`, with and without the packages that it needs, and what it puts into a user's namespace."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import lossscale_tf
+
+SRC = Path(lossscale_tf.__file__).parents[1]
+WITHOUT_A_PACKAGE = f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, {str(SRC)!r})
+try:
+    import lossscale_tf
+except ImportError as error:
+    assert type(error) is type(error.__cause__) is ModuleNotFoundError
+    assert error.name == error.__cause__.name
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("package", ["keras", "tensorflow"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(package):
+    """One sentence says what is missing and what to run; the original error is chained."""
+    command = [sys.executable, "-c", WITHOUT_A_PACKAGE, package]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == (
+        f"lossscale_tf needs TensorFlow and Keras, and {package} is not installed; "
+        'run: pip install "lossscale[tensorflow]"\n'
+    )
+
+
+def test_a_star_import_leaves_the_name_of_keras_alone():
+    """`from lossscale_tf import *` brings `LossScaleOptimizer` and `v1`, and `keras` stays Keras."""
+    names = {"keras": keras}
+    exec("from lossscale_tf import *", names)
+    assert names["keras"] is keras
+    assert names["LossScaleOptimizer"] is lossscale_tf.keras.LossScaleOptimizer
+    assert names["v1"] is lossscale_tf.v1
