@@ -112,10 +112,12 @@ def test_the_norm_on_a_device_is_the_norm_on_the_host(norm_type, size, dtype):
     grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
     gradients = Gradients([torch.optim.SGD(_params(*grads))])
     assert can_stay_on_device(gradients.dtypes, norm_type, torch.device("cpu"))
-    on_device = norm_on_device(gradients, norm_type, torch.device("cpu")).item()
-    on_host = unscaled_norm(gradients, torch.ones(()), norm_type).value
-    assert on_device == pytest.approx(on_host, rel=1e-5, nan_ok=True)
-    assert math.isfinite(on_device) == all(bool(grad.isfinite().all()) for grad in grads)
+    for loss_scale in (1.0, 2.0**-2):
+        scale = torch.tensor(loss_scale)
+        on_device = norm_on_device(gradients, scale, norm_type, may_be_below_one=loss_scale < 1.0).item()
+        on_host = unscaled_norm(gradients, scale, norm_type).value
+        assert on_device == pytest.approx(on_host, rel=1e-5, nan_ok=True)
+        assert math.isfinite(on_device) == all(bool((grad / loss_scale).isfinite().all()) for grad in grads)
 
 
 def test_order_and_disabled_mode():
