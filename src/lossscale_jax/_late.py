@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
@@ -48,8 +49,22 @@ def update_or_skip(
         updates, after = apply_or_skip(applies, step, skip, grads, inner_state, by=by)
     else:
         after = apply_or_skip(applies, lambda *given: step(*given)[1], lambda _, state: state, grads, inner_state)
-        updates = late(grads, inner_state, after)
+        updates = late(*_ones_unless(applies, (grads, inner_state, after)))
     return select(applies, updates, no_updates(updates)), after
+
+
+def _ones_unless(applies: Array, tree: Tree) -> Tree:
+    """Return a pytree with ones for its numbers where a step is skipped.
+
+    What would follow from an overflow, or from a count of zero steps, is dropped. But a derivative of it is NaN, and
+    `checkify` would report it.
+    """
+
+    def chosen(leaf: Any) -> Any:
+        is_number = jnp.issubdtype(jnp.result_type(leaf), jnp.number)  # and not the key of a random generator
+        return jnp.where(applies, leaf, jnp.ones_like(leaf)) if is_number else leaf
+
+    return jax.tree.map(chosen, tree)
 
 
 class _LateUpdates(NamedTuple):
@@ -64,7 +79,10 @@ class _LateUpdates(NamedTuple):
     def of(
         cls, step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], grads: PyTree, inner_state: PyTree
     ) -> "_LateUpdates | None":
-        """Return those of `step`, which returns updates and new state; None where its updates need more than that."""
+        """Return those of `step`, which returns updates and new state.
+
+        None where the updates need an array of the old state, too, or operations that cost more than reading.
+        """
         closed, (updates, _) = jax.make_jaxpr(step, return_shape=True)(grads, inner_state)
         jaxpr, structure = closed.jaxpr, jax.tree.structure(updates)
         count = len(jax.tree.leaves(updates))
@@ -103,7 +121,7 @@ def _is_elementwise(eqn: JaxprEqn) -> bool:
     """Return whether an equation costs no more than reading its operands, or computes with scalars alone."""
     if eqn.effects:
         return False
-    if eqn.primitive.name == "jit":  # such as `jnp.where`
+    if eqn.primitive.name in ("jit", "pjit"):  # such as `jnp.where`, by its names in new and old JAX
         return all(map(_is_elementwise, eqn.params["jaxpr"].eqns))
     return eqn.primitive.name in _ELEMENTWISE or not any(_shape(each) for each in (*eqn.invars, *eqn.outvars))
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_UNCOMPILED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the function, and whatever it calls
+_UNCOMPILED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # skip the function, and skip what it calls
 
 
 def not_compiled(function: _Function) -> _Function:

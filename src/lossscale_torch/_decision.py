@@ -112,9 +112,12 @@ class Flags:
         with torch.inference_mode(False):  # the flag outlives a validation loop that may be running
             return torch.zeros((), dtype=torch.float32, device=device)
 
-    def give_back(self, flag: Tensor) -> None:
-        """Take back a flag that was not raised and that nobody else holds."""
-        self._spare.append(flag)
+    def give_back(self, records: Iterable[OptimizerRecord]) -> None:
+        """Take back the flags of records that are done with: not raised, and held by nobody else."""
+        for record in records:
+            flag, record.borrowed = record.borrowed, None
+            if flag is not None and any(flag is each for each in record.flags):  # and no later check has replaced it
+                self._spare.append(flag)
 
 
 def known_on_host(record: OptimizerRecord) -> bool:

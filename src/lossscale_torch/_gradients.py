@@ -264,7 +264,7 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
                 type(grad) is not Tensor
                 or grad.dtype is not dtype
                 or not (grad.is_cpu if is_cpu else grad.get_device() == index)  # a CPU tensor has the index -1
-                or not grad.is_contiguous()  # nor is a sparse or an expanded one
+                or not grad.is_contiguous()  # a sparse or an expanded tensor is not, either
             ):
                 return False
     except RuntimeError:  # some sparse layouts do not know whether they are

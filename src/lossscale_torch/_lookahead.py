@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
 from lossscale_torch._step_info import StepInfo
+
+_FROZEN = (NoScaling, FixedScaling, DynamicScaling, TolerantScaling)
 
 
 class Lookahead:
@@ -17,8 +19,8 @@ class Lookahead:
 
     def __init__(self, policy: ScalingPolicy) -> None:
         self._policy = policy
-        # Policies of the library's base are frozen; another object may be changed between two steps.
-        self._most = 64 if BaseScaling.of(policy) is policy else 1
+        # A policy of a user's own may be changed between two steps, or raise at one.
+        self._most = 64 if type(policy) in _FROZEN else 1
         self._state: Any = None  # the state that `_next` goes on from
         self._next: list[tuple[Any, StepInfo]] = []  # the nearest one last
         self._count = 1
@@ -30,8 +32,9 @@ class Lookahead:
         if not self._next:
             self._next = self._steps_from(state)
             self._count = min(2 * self._count, self._most)
-        step = self._next.pop()
+        step = self._next[-1]
         self._state = step[0]
+        self._next.pop()  # last, so that an interrupt before it begins anew
         return step
 
     def _steps_from(self, state: Any) -> list[tuple[Any, StepInfo]]:

@@ -205,14 +205,14 @@ class OptimizerRecords:
 
     def end(self) -> dict[int, Any]:
         """Forget the records at an update; return the flags of the optimizers that were stepped, by their id."""
-        flags, unscaled, used_present = {}, {}, False
+        flags, unscaled, done, used_present = {}, {}, [], False
         for key, each in self.by_id.items():
             record = OptimizerRecord.of(each)
             used_present = used_present or record.captured is None
             if record["stage"] is STEPPED:
                 flags[key] = record.flag
-                if record.borrowed is not None and record.finite and not self.are_flags_shared:
-                    self.flags.give_back(record.borrowed)
+                if record.finite and not self.are_flags_shared:
+                    done.append(record)
             elif record["stage"] is UNSCALED:
                 unscaled[key] = record
         self.losses.end(set(flags), unscaled, used_present)
@@ -221,6 +221,7 @@ class OptimizerRecords:
         else:
             self.by_id.clear()
         self._joint = []
+        self.flags.give_back(done)
         return flags
 
     def copied(self) -> "OptimizerRecords":

@@ -30,7 +30,7 @@ class StepInfo(lossscale_core.StepInfo):
 
 
 def with_optimizers(info: StepInfo, flags: dict[int, Any], default: bool = False) -> StepInfo:
-    """Return `info` with a flag for each optimizer that was stepped.
+    """Set a flag for each optimizer that was stepped on `info`, and return it, or a copy where one was left out.
 
     A flag is a bool, True where the step was applied, or a tensor that holds 0.0 there; others have the default.
     """

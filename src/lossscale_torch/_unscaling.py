@@ -30,10 +30,11 @@ def unscale(
         inverse, found_inf = captured.inverse(), torch.zeros_like(captured.scale)
     else:
         inverse, found_inf = captured.known_inverse, records.flags.take(captured.scale.device)
-        record.borrowed = found_inf
     if "_unscale_grads_" in replaced:  # a subclass may write to the factor, which other steps share, and keep the flag
-        inverse, record.borrowed = inverse.clone(), None
-    found = scaler._unscale_grads_(optimizer, inverse, found_inf, allow_half)
+        found = scaler._unscale_grads_(optimizer, inverse.clone(), found_inf, allow_half)
+    else:
+        found = scaler._unscale_grads_(optimizer, inverse, found_inf, allow_half)
+        record.borrowed = found_inf
     if captured.may_be_below_one:  # there a finite gradient may overflow by being unscaled
         Gradients([optimizer]).check_again(found)
     records.note(optimizer, record, found)

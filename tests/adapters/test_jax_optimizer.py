@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental import checkify
 
 from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
@@ -741,3 +742,20 @@ def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
     step(jax.device_put(PARAMS, everywhere), load_scale_state(opt_state, saved, POLICY), GRADS)
     placed = load_scale_state(jax.device_put(opt_state, jax.devices()[3]), saved, POLICY)
     assert get_scale_state(placed).loss_scale.devices() == {jax.devices()[3]}
+
+
+@pytest.mark.parametrize("inner", [optax.sgd, optax.adam, optax.adamw])
+@pytest.mark.parametrize("spoilt", [jnp.inf, jnp.nan])
+def test_what_a_skipped_update_drops_is_seen_by_nobody(inner, spoilt):
+    """Its derivative is zero and not NaN, and `checkify` reports no division by zero."""
+
+    def stepped(learning_rate, spoilt):
+        optimizer = loss_scaled(inner(learning_rate), POLICY)
+        params = {"w": jnp.ones(3)}
+        updates, _ = optimizer.update({"w": jnp.array([1.0, spoilt, 2.0])}, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)["w"].sum()
+
+    assert jax.jit(jax.grad(stepped))(0.1, spoilt) == 0.0
+    assert jax.jit(jax.grad(stepped))(0.1, 1.0) != 0.0
+    error, _ = jax.jit(checkify.checkify(stepped, errors=checkify.float_checks))(0.1, jnp.inf)
+    assert error.get() is None

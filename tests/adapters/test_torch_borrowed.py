@@ -73,6 +73,33 @@ def test_a_flag_raised_before_the_step_skips(fused, clips):
     assert scaler.update().applied
 
 
+def test_unscaling_that_was_interrupted_raises_no_later_flag(monkeypatch):
+    """Ctrl-C comes after an overflow was found in the first of two kernels; new gradients are judged by themselves."""
+    params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    kernel, calls = torch._amp_foreach_non_finite_check_and_unscale_, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return kernel(*args)
+
+    _backward(scaler, params[0], finite=False)
+    params[1].grad = torch.ones(1, dtype=torch.float64)
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.unscale_(optimizer)
+    _backward(scaler, params[0])
+    scaler.clip_and_step(optimizer, 1.0)
+    assert scaler.update().applied
+    for _ in range(2):
+        _backward(scaler, params[0])
+        scaler.step(optimizer)
+        assert scaler.update().applied
+
+
 def test_a_flag_raised_through_the_records():
     """`_per_optimizer_states[id(optimizer)]["found_inf_per_device"]` is where other packages find it."""
     param, optimizer = _one()

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling, state_from_dict, state_to_dict
+from lossscale_core import (
+    BaseScaling,
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    TolerantScaling,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
@@ -716,22 +724,22 @@ def test_every_state_is_the_policys(events, policy):
     assert state_from_dict(scaler.state_dict(), policy) == expected
 
 
-def test_a_policy_may_change_between_two_steps():
-    """One that is not frozen decides each step as it is then."""
+@pytest.mark.parametrize("base", [object, BaseScaling, DynamicScaling])
+def test_a_policy_may_change_between_two_steps(base):
+    """One of a user's own decides each step as it is then."""
 
-    class Adjustable:
+    class Adjustable(base):
         factor = 1.0
 
         def init_state(self):
             return DynamicScaling(init_scale=8.0).init_state()
 
         def update(self, state, grads_finite, *, xp=None):
-            return state._replace(loss_scale=state.loss_scale * self.factor)
+            return state._replace(loss_scale=state.loss_scale * type(self).factor)
 
-    policy = Adjustable()
-    scaler = GradScaler("cpu", policy=policy)
+    scaler = GradScaler("cpu", policy=Adjustable())
     _, optimizer = _one_param(torch.ones(2))
-    for policy.factor in [1.0] * 20 + [2.0] * 3:
+    for Adjustable.factor in [1.0] * 20 + [2.0] * 3:
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
         scaler.update()
