@@ -48,8 +48,15 @@ class Lookahead:
 
 def info_of(before: Any, after: Any, finite: bool) -> StepInfo:
     """Return what a step did, from the states before and after it, host scalars."""
-    scales = plain(before.loss_scale), plain(after.loss_scale)
-    return StepInfo(finite, *scales, plain(after.overflow_streak), not finite)
+    scale = _number(before.loss_scale)
+    is_same = after.loss_scale is before.loss_scale
+    return StepInfo(
+        finite, scale, scale if is_same else _number(after.loss_scale), _number(after.overflow_streak), not finite
+    )
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
 
 
 def plain(value: Any) -> Any:
