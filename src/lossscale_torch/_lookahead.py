@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+import lossscale_core
+from lossscale_core import ScalingPolicy
 from lossscale_torch._step_info import StepInfo
-
-_FROZEN = (NoScaling, FixedScaling, DynamicScaling, TolerantScaling)
 
 
 class Lookahead:
@@ -20,7 +19,7 @@ class Lookahead:
     def __init__(self, policy: ScalingPolicy) -> None:
         self._policy = policy
         # A policy of a user's own may be changed between two steps, or raise at one.
-        self._most = 64 if type(policy) in _FROZEN else 1
+        self._most = 64 if type(policy).__module__ == lossscale_core.__name__ else 1
         self._state: Any = None  # the state that `_next` goes on from
         self._next: list[tuple[Any, StepInfo]] = []  # the nearest one last
         self._count = 1
