@@ -4,13 +4,15 @@ Everything is pure and works eagerly and under every transform; the state is a p
 """
 
 try:
-    import jax as _jax
-    import optax as _optax
-except ModuleNotFoundError as _error:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
     raise ModuleNotFoundError(
-        'lossscale_jax needs jax and optax, which are not installed; run: pip install "lossscale[jax]"',
-        name=_error.name,
-    ) from _error
+        f'lossscale_jax needs jax and optax, and {error.name} is not installed; run: pip install "lossscale[jax]"',
+        name=error.name,
+    ) from error
 
 from lossscale_core import GradientReport
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
@@ -52,5 +54,5 @@ for _type in (
 ):
     # A pickle then names the public module, so that the private ones may move.
     _type.__module__ = __name__
-del _type, _jax, _optax
+del _type
 _register_state_types()

@@ -3,16 +3,17 @@
 `GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
 """
 
-from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
-
 try:
-    from lossscale_torch._range import range_report
+    import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
+
+from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
+from lossscale_torch._range import range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo

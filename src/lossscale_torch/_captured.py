@@ -229,7 +229,8 @@ class ScaledLosses:
 def _call_in_backward(result: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Have backward call a hook when it reaches the result of an operation, as `register_hook` does.
 
-    That makes a handle, which takes five times as long as the rest of it, and which nobody wants.
+    `register_hook` also makes a handle to remove the hook by, which is not needed here and takes most of its time: in a
+    training loop 22 µs, and 4 without it.
     """
     if type(result) is not Tensor:
         result.register_hook(hook)  # as its `__torch_function__` says

@@ -105,8 +105,7 @@ def unscale_and_clip(
     agreed = None
     if meshes:
         is_fast_on_host = on_host and scale.is_cpu
-        waits = is_fast_on_host or not can_wait
-        norms = local_norms(gradients, params, meshes, captured, how.norm_type, stays_on_device=not waits)
+        norms = local_norms(gradients, params, meshes, captured, how.norm_type, can_wait and not is_fast_on_host)
         agreed = records.agreed(optimizers, meshes, norms, how.norm_type)
     clipped = (_clip_on_host if on_host else _clip_on_device)(gradients, captured, how, is_deferred, agreed)
     spiked = records.guards.judge(optimizers[0], clipped.norm if clipped.value is None else clipped.value)

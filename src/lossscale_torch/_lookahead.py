@@ -60,4 +60,4 @@ def _number(value: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """Return a host scalar as the plain Python number it is; a tensor stays on its device."""
-    return value if isinstance(value, Tensor) or not hasattr(value, "item") else value.item()
+    return value if isinstance(value, Tensor) else _number(value)

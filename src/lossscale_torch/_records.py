@@ -172,10 +172,7 @@ class OptimizerRecords:
 
     def may_step(self, record: OptimizerRecord) -> bool:
         """Return whether a step may be applied, and note it; waits for the device unless that was done before."""
-        if self.joint_skip:
-            record.flag = all(map(known_on_host, self.deciding(record)))
-        else:
-            record.flag = known_on_host(record)
+        record.flag = all(map(known_on_host, self.deciding(record)))
         return record.flag
 
     def counted(self) -> list[OptimizerRecord]:
@@ -253,4 +250,4 @@ def _may_rehearse(optimizer: Any) -> bool:
 
 def _is_rehearsal(optimizer: Any) -> bool:
     """Return whether a step would move nothing on this rank, and so may only make the optimizer allocate its state."""
-    return has_zero_rates(optimizer) and not is_being_recorded() and Gradients([optimizer]).are_zero()
+    return _may_rehearse(optimizer) and Gradients([optimizer]).are_zero()

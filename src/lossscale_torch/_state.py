@@ -252,7 +252,7 @@ class ScalerState:
 
     def _set_host(self, state: Any) -> None:
         self._host = state
-        # Identity first: comparing two of NumPy's scalars takes as long as a whole call of the scaler may.
+        # A scale that has not changed is the same object, which is asked first: NumPy's scalars are slow to compare.
         if self._placed is not None and state.loss_scale is not self._uploaded.loss_scale:
             self._upload("loss_scale")
 

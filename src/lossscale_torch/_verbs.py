@@ -147,7 +147,7 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def _loss_scale_of(state: Any, call: str) -> Any:
-    """Return the loss scale of a state; raise `TypeError` for what is none, such as arguments in the other order."""
+    """Return the loss scale of a state; raise `TypeError` for another value, as where arguments are swapped."""
     try:
         return state.loss_scale
     except AttributeError:

@@ -74,14 +74,16 @@ def test_a_watch_of_ones_own_keeps_runs_apart(caplog):
     assert _events(caplog) == [("floor", 30)] * 2
 
 
-def test_without_jax_the_import_says_what_to_install():
+@pytest.mark.parametrize("missing", ["jax", "optax"])
+def test_without_its_packages_the_import_says_what_to_install(missing):
     """In place of the name of a module alone, which is still there."""
-    code = "import sys; sys.modules['jax'] = None; import lossscale_jax"
+    code = f"import sys; sys.modules['{missing}'] = None; import lossscale_jax"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (
-        'lossscale_jax needs jax and optax, which are not installed; run: pip install "lossscale[jax]"' in result.stderr
+        f"lossscale_jax needs jax and optax, and {missing} is not installed; "
+        'run: pip install "lossscale[jax]"' in result.stderr
     )
-    assert "import of jax halted" in result.stderr
+    assert f"import of {missing} halted" in result.stderr
     assert "direct cause" in result.stderr
 
 

@@ -1,8 +1,6 @@
 """The scaler under the real packages that call one: Lightning, Fabric, Accelerate and timm, in float16 on a CPU."""
 
-import importlib.util
 import sys
-import types
 import warnings
 
 import pytest
@@ -15,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
 from lossscale_torch import GradScaler
+from tests.adapters.test_torch_recipes import import_timm
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 OVERFLOWS = {2, 5}
@@ -188,19 +187,10 @@ def test_accelerate_with_two_optimizers():
     assert int(scaler.metrics()["steps"]) == STEPS
 
 
-def _native_scaler():
-    """Return timm's own class; its package as a whole needs torchvision, of which there is no build for this torch."""
-    (place,) = importlib.util.find_spec("timm").submodule_search_locations
-    for name, path in (("timm", place), ("timm.utils", f"{place}/utils")):
-        sys.modules.setdefault(name, types.ModuleType(name)).__path__ = [path]
-    from timm.utils.cuda import NativeScaler
-
-    return NativeScaler
-
-
-def test_timm():
+def test_timm(monkeypatch):
     """timm's wrapper around `torch.amp.GradScaler`, with ours inside: clipping, skipping, its state dict."""
-    native = _native_scaler()(device="cpu")
+    import_timm(monkeypatch)
+    native = sys.modules["timm.utils"].NativeScaler(device="cpu")
     native._scaler = GradScaler("cpu", init_scale=2.0**10)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
