@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, tree
+from lossscale_torch._compiling import not_compiled
 from lossscale_torch._protect import protection_of
 from lossscale_torch._scaler import GradScaler
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
@@ -88,24 +90,36 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
 
 
 class _PlantingScaler(GradScaler):
-    """A scaler that makes losses infinite, and counts what a step calls."""
+    """A scaler that makes losses infinite, and counts the updates of a step."""
 
     is_armed = False
     only_first = False
-    losses = 0
+    updates = 0
+    _scaled_after: Any = "nothing so far"
 
+    @not_compiled
     def scale(self, outputs: Tree) -> Tree:
-        """Scale, and multiply by infinity where an overflow is planned."""
-        self.losses += 1
-        scaled = super().scale(outputs)
-        if self.is_armed and not (self.only_first and self.losses > 1):
-            return torch.utils._pytree.tree_map(lambda each: each * torch.inf, scaled)
-        return scaled
+        """Scale, and multiply by infinity where an overflow is planned: all losses, or those of the first call.
 
-    @property
-    def updates(self) -> int:
-        """How many updates there were, those within `minimize` too."""
-        return self._steps.updates
+        The first call is the first after an update, so that a loss that `minimize` runs again is infinite again.
+        """
+        is_first, self._scaled_after = self.last_step is not self._scaled_after, self.last_step
+        scaled = super().scale(outputs)  # may call this method for each loss; infinite twice is no other than once
+        return _infinite(scaled) if self.is_armed and (is_first or not self.only_first) else scaled
+
+    @not_compiled
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
+        """Update, and count it."""
+        self.updates += 1
+        return super().update(new_scale)
+
+    @not_compiled
+    def minimize(self, *args: Any, **settings: Any) -> StepInfo:
+        """Minimize, which counts as one update however many tries it takes."""
+        updates = self.updates
+        info = super().minimize(*args, **settings)
+        self.updates = updates + 1
+        return info
 
     def protect(self, modules: Any) -> None:
         """Protect modules that were made after the scaler."""
@@ -131,7 +145,7 @@ class _Run:
         """Take a step, with an overflow if `plant`."""
         scaler = self.scaler
         scaler.is_armed, scaler.only_first = plant and _is_last_rank(), only_first
-        scaler.losses, updates = 0, scaler.updates
+        updates = scaler.updates
         torch.manual_seed(number + 1)
         self.loop.step(number)
         scaler.is_armed = False
@@ -150,6 +164,13 @@ class _Run:
             if part is not None:
                 found.update(_flat(name, part.state_dict()))
         return found
+
+
+def _infinite(scaled: Any) -> Any:
+    """Return scaled losses times infinity, in the structure that holds them."""
+    if isinstance(scaled, Tensor):
+        return scaled * torch.inf
+    return map(_infinite, scaled) if isinstance(scaled, Iterator) else tree.map_leaves(_infinite, scaled)
 
 
 def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: bool) -> None:

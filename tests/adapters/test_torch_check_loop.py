@@ -121,6 +121,60 @@ def test_what_a_loop_lacks_is_not_claimed():
     assert not any("saved" in sentence or "fused" in sentence for sentence in checked)
 
 
+class ScalesAList(Loop):
+    """Scales both losses in one call, and runs one backward."""
+
+    def step(self, batch):
+        """Take a step of two losses."""
+        self.optimizer.zero_grad()
+        self.backward(list(self.losses(batch)))
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+    def backward(self, losses):
+        """Run the backward of all losses."""
+        sum(self.scaler.scale(losses)).backward()
+
+
+class ScalesATuple(ScalesAList):
+    def backward(self, losses):
+        torch.autograd.backward(self.scaler.scale(tuple(losses)))
+
+
+class ScalesADict(ScalesAList):
+    """Uses the second of the scaled values alone, as where the first is for a log."""
+
+    def backward(self, losses):
+        self.scaler.scale({"log": losses[0], "parts": losses, "total": sum(losses)})["total"].backward()
+
+
+class ScalesAnIterator(ScalesAList):
+    def backward(self, losses):
+        sum(self.scaler.scale(iter(losses))).backward()
+
+
+class ScalesListsInTurn(Loop):
+    """Scales two micro-batches of two losses each."""
+
+    def losses(self, batch):
+        for loss in super().losses(batch):
+            yield [loss, 0.5 * loss]
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        for losses in self.losses(batch):
+            torch.autograd.backward(self.scaler.scale(losses))
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+
+@pytest.mark.parametrize("build", [ScalesAList, ScalesATuple, ScalesADict, ScalesAnIterator, ScalesListsInTurn])
+def test_losses_may_be_scaled_together(build):
+    """A list, tuple, dict or iterator of losses is made infinite once, in each call and in the first alone."""
+    assert len(check_training_loop(build)) == 8
+
+
 class StepsSchedule(Loop):
     def follow(self, info):
         self.scheduler.step()
@@ -185,6 +239,20 @@ class Minimizes(ProtectsBatchNorm):
 
     def step(self, batch):
         self.follow(self.scaler.minimize(self.optimizer, lambda: sum(self.losses(batch)), max_norm=0.1))
+
+
+class Retries(ProtectsBatchNorm):
+    """The same with two micro-batches, each of which is run again where it is infinite."""
+
+    def step(self, batch):
+        """Take a step of two tries more."""
+        losses = [lambda place=place: list(self.losses(batch))[place] for place in range(2)]
+        self.follow(self.scaler.minimize(self.optimizer, losses, retries=2))
+
+
+def test_a_loop_with_retries_passes():
+    """A loss that is run again is infinite again, and all tries together are one update."""
+    assert len(check_training_loop(Retries)) == 8
 
 
 def test_loops_with_protected_buffers_pass():
