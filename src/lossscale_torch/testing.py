@@ -21,6 +21,7 @@ _BAD_STEPS = frozenset((0, 3, 4))
 _SAVED_AFTER = 5
 _POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
+_SETTINGS = "optimizer.param_groups."
 _FEW = 4
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -51,9 +52,10 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
 
     The check runs the loop some times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4 infinite:
     in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on the last
-    rank alone. After each such step, parameters, buffers, optimizer, schedule and average must be as before, and at
-    the end bit for bit those of a run without these batches. It also requires that the loss scale makes no difference
-    to the gradients that the optimizer sees, and that a run which is saved and loaded goes on as one that is not.
+    rank alone. After each such step, parameters, buffers, the optimizer's state, schedule and average must be as
+    before; after each other step these and the optimizer's settings, such as `lr`, must be bit for bit those of a run
+    without the infinite losses. It also requires that the loss scale makes no difference to the gradients that the
+    optimizer sees, and that a run which is saved and loaded goes on as one that is not.
 
     ```python
     def build(scaler):
@@ -229,7 +231,15 @@ def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
 
 
 def _require_unmoved(number: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    moved = [_change(name, before[name], after[name]) for name in before if not _same(before[name], after.get(name))]
+    """Require that all is as before, but for the optimizer's settings, which a run without this step judges later.
+
+    A loop may set them at the head of a step, from the applied steps so far: the step before did not count itself yet.
+    """
+    moved = [
+        _change(name, before[name], after.get(name))
+        for name in before
+        if not name.startswith(_SETTINGS) and not _same(before[name], after.get(name))
+    ]
     new = [name for name in after if name not in before and not _is_zero(after[name])]
     if moved or new:
         what = _listed([*moved, *(f"{name} appeared" for name in new)])
@@ -237,8 +247,10 @@ def _require_unmoved(number: int, before: Mapping[str, Any], after: Mapping[str,
 
 
 def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:
+    """Require that two runs are the same; the message begins with settings, which change what follows them."""
     differing = [name for name in {**expected, **found} if not _same(found.get(name), expected.get(name))]
     if differing:
+        differing.sort(key=lambda name: not name.startswith(_SETTINGS))
         what = _listed([_difference(name, found.get(name), expected.get(name)) for name in differing])
         raise LoopError(f"{when}, {what}, unlike {how}")
 

@@ -175,6 +175,47 @@ def test_losses_may_be_scaled_together(build):
     assert len(check_training_loop(build)) == 8
 
 
+class SetsTheRate(Loop):
+    """Sets the learning rate at the head of a step, from the number of applied steps."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.scheduler, self.number = None, 0
+
+    def step(self, batch):
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + self.number)
+        super().step(batch)
+
+    def follow(self, info):
+        if info.applied:
+            self.number += 1
+            self.ema.update_parameters(self.model)
+
+    def parts(self):
+        return {name: part for name, part in super().parts().items() if name != "scheduler"}
+
+    def state_dict(self):
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        self.number = saved["number"]
+
+
+class CountsAttempts(SetsTheRate):
+    """The same from the number of steps that were tried, the skipped ones too."""
+
+    def follow(self, info):
+        self.number += not info.applied
+        super().follow(info)
+
+
+def test_a_rate_set_at_the_head_of_a_step_passes():
+    """A skipped step sets the rate of the applied steps before it, which the step before did not know of yet."""
+    assert len(check_training_loop(SetsTheRate)) == 8
+
+
 class StepsSchedule(Loop):
     def follow(self, info):
         self.scheduler.step()
@@ -311,6 +352,7 @@ class AcceleratesWithOrdinary(Accelerates):
         (StepsSchedule, r"step 0 was to be skipped, but .*scheduler\.last_epoch went from 0 to 1"),
         (Averages, r"step 0 was to be skipped, but ema\.n_averaged went from 0 to 1"),
         (ReadsTheScale, r"scheduler\.last_epoch went from 0 to 1"),
+        (CountsAttempts, r"after step 1, optimizer\.param_groups\.0\.lr is 0\.005 and not 0\.01, .*unlike without the"),
         (ClipsFirst, r"optimizer saw gradients of norm .* with a loss scale of 1, .* with 1024; unscale before"),
         (ForgetsTheScaler, r"after loading, scaler\.scale is 1024.0 and not"),
         (ForgetsTheSchedule, r"after step 5, .*unlike without save and load"),
