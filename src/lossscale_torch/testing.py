@@ -1,7 +1,7 @@
 """A check for training loops: a step that is skipped must leave everything that follows the steps as it was."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -183,11 +183,12 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
         before, scale = run.everything(), run.scaler.get_scale()
         run.step(number, is_bad, only_first)
         if is_bad:
-            _require_unmoved(number, before, run.everything())
+            _require_skipped(number, run, before)
             continue
         clean.scaler.load_state_dict({**clean.scaler.state_dict(), "scale": scale, "loss_scale": scale})
         clean.step(number)
-        _require_equal(f"after step {number}", run.everything(), clean.everything(), "without the skipped steps")
+        how = "without the skipped steps; follow applied steps only (info.applied)"
+        _require_equal(f"after step {number}", run.everything(), clean.everything(), how)
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
@@ -205,7 +206,8 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
         if abs(small - large) > 0.02 * max(abs(small), abs(large)):
             raise LoopError(
                 f"at step {number} the optimizer saw gradients of norm {small:g} with a loss scale of 1, and of norm "
-                f"{large:g} with 1024; unscale before you clip or change gradients (unscale_and_clip_ does both)"
+                f"{large:g} with 1024; the loss scale must make no difference; scale every loss, and unscale before "
+                "you clip or change gradients (unscale_and_clip_ does both)"
             )
 
 
@@ -221,29 +223,57 @@ def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
     file.seek(0)
     resumed = _Run(build, fused)
     resumed.loop.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[attr-defined]
-    scaler = {"scaler": run.scaler.state_dict()}
-    _require_equal("after loading", _flat("", {"scaler": resumed.scaler.state_dict()}), _flat("", scaler), "saved")
+    loaded, saved = (_flat("scaler", each.scaler.state_dict()) for each in (resumed, run))
+    _require_equal("after loading", loaded, saved, "what was saved; save and load the scaler, too")
     for number in range(_SAVED_AFTER, _STEPS):
         run.step(number)
         resumed.step(number)
-        _require_equal(f"after step {number}", resumed.everything(), run.everything(), "without save and load")
+        how = "without save and load; save and load whatever the steps change"
+        _require_equal(f"after step {number}", resumed.everything(), run.everything(), how)
     return True
 
 
-def _require_unmoved(number: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
     """Require that all is as before, but for the optimizer's settings, which a run without this step judges later.
 
     A loop may set them at the head of a step, from the applied steps so far: the step before did not count itself yet.
     """
-    moved = [
-        _change(name, before[name], after.get(name))
-        for name in before
-        if not name.startswith(_SETTINGS) and not _same(before[name], after.get(name))
-    ]
-    new = [name for name in after if name not in before and not _is_zero(after[name])]
-    if moved or new:
-        what = _listed([*moved, *(f"{name} appeared" for name in new)])
-        raise LoopError(f"step {number} was to be skipped, but {what}; follow applied steps only (info.applied)")
+    info: Any = run.scaler.last_step
+    if info.applied or info.applied_of(run.loop.optimizer):
+        raise LoopError(
+            f"step {number} was applied although one of its losses was infinite; such a step must be skipped as a "
+            "whole; look for gradients that are repaired (nan_to_num_), zero_grad between micro-batches, a loss that "
+            "is not scaled (scale every loss), and optimizer.step() without the scaler"
+        )
+    after, moved = run.everything(), {}
+    for name in {**before, **after}:
+        if name.startswith(_SETTINGS):
+            continue
+        if name not in before:
+            if not _is_zero(after[name]):
+                moved[name] = f"{name} appeared"
+        elif not _same(before[name], after.get(name)):
+            moved[name] = _change(name, before[name], after.get(name))
+    if moved:
+        raise LoopError(
+            f"step {number} was to be skipped, but {_listed(list(moved.values()))}; a skipped step must leave all as "
+            f"it was; {_mend(run.loop, moved)}"
+        )
+
+
+def _mend(loop: Any, moved: Iterable[str]) -> str:
+    """Say what keeps a step that the scaler has skipped from moving these: weights, buffers and what follows them."""
+    model = getattr(loop, "model", None)
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()} if isinstance(model, torch.nn.Module) else set()
+    others = set(moved) - buffers
+    mends = []
+    if any(name.startswith(("model.", "optimizer.")) for name in others):
+        mends.append("call scaler.step(optimizer) and not optimizer.step()")
+    if others:
+        mends.append("follow applied steps only (info.applied)")
+    if not buffers.isdisjoint(moved):
+        mends.append("make the scaler with GradScaler(protect=[model]); in this check the loop says protect = [model]")
+    return ", and ".join(mends)
 
 
 def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:

@@ -314,6 +314,41 @@ class StepsByItself(Loop):
         self.scaler.update()
 
 
+class Repairs(Loop):
+    """Makes the gradients finite before the scaler sees them."""
+
+    def clip(self):
+        for param in self.model.parameters():
+            param.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class ClearsBetween(Loop):
+    """Forgets the gradients of the first micro-batch."""
+
+    def losses(self, batch):
+        for loss in super().losses(batch):
+            self.optimizer.zero_grad()
+            yield loss
+
+
+class ScalesOne(Loop):
+    """Forgets to scale the second of its losses."""
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        first, second = self.losses(batch)
+        self.scaler.scale(first).backward()
+        second.backward()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+
+class HasBatchNormAndAverages(HasBatchNorm):
+    """Makes two faults, each with a mend of its own."""
+
+    follow = Averages.follow
+
+
 class UpdatesTwice(Loop):
     def follow(self, info):
         self.scaler.update(1024.0)
@@ -353,11 +388,15 @@ class AcceleratesWithOrdinary(Accelerates):
         (Averages, r"step 0 was to be skipped, but ema\.n_averaged went from 0 to 1"),
         (ReadsTheScale, r"scheduler\.last_epoch went from 0 to 1"),
         (CountsAttempts, r"after step 1, optimizer\.param_groups\.0\.lr is 0\.005 and not 0\.01, .*unlike without the"),
-        (ClipsFirst, r"optimizer saw gradients of norm .* with a loss scale of 1, .* with 1024; unscale before"),
+        (ClipsFirst, r"optimizer saw gradients of norm .* with a loss scale of 1, .* with 1024; .*; .*unscale before"),
+        (ScalesOne, r"at step 0 the optimizer saw gradients of norm .*; scale every loss, and"),
+        (Repairs, r"step 0 was applied although one of its losses was infinite; .*nan_to_num_"),
+        (ClearsBetween, r"step 0 was applied although .*zero_grad between micro-batches, .*scale every loss"),
         (ForgetsTheScaler, r"after loading, scaler\.scale is 1024.0 and not"),
         (ForgetsTheSchedule, r"after step 5, .*unlike without save and load"),
-        (HasBatchNorm, r"step 0 was to be skipped, but model\.1\.running_mean changed"),
-        (StepsByItself, r"step 0 was to be skipped, but model\.0\.weight changed"),
+        (HasBatchNorm, r"model\.1\.running_mean changed, .*; make the scaler with GradScaler\(protect=\[model\]\)"),
+        (HasBatchNormAndAverages, r"; follow applied steps only \(info\.applied\), and make .*protect=\[model\]"),
+        (StepsByItself, r"model\.0\.weight changed, .*; call scaler\.step\(optimizer\) and not optimizer\.step\(\)"),
         (UpdatesTwice, r"step\(0\) called scaler\.update\(\) 2 times"),
     ],
 )
@@ -365,6 +404,13 @@ def test_a_loop_that_does_not_follow_fails(build, message):
     """The message names the step and what moved."""
     with pytest.raises(LoopError, match=message):
         check_training_loop(build)
+
+
+def test_other_faults_are_not_named():
+    """An average that moved on a skipped step is told to follow applied steps, and nothing else."""
+    with pytest.raises(LoopError) as caught:
+        check_training_loop(Averages)
+    assert str(caught.value).endswith("as it was; follow applied steps only (info.applied)")
 
 
 def test_accelerate_is_wrong_with_a_fused_optimizer_only():
@@ -432,7 +478,8 @@ def test_loops_on_ranks_pass():
 
 
 def _rank_zero_decides(rank, world_size):
-    with pytest.raises(LoopError, match=r"step 0 was to be skipped, but model\.0\.weight changed"):
+    message = (r"step 0 was applied although one", r"step 0 was to be skipped, but model\.0\.weight changed")[rank]
+    with pytest.raises(LoopError, match=message):
         check_training_loop(_FollowsRankZero)
 
 
