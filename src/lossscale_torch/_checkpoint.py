@@ -19,11 +19,14 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import from_peer, number_within
-from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError, SyncError
-from lossscale_torch._state import ScalerState
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+
+_NEW_SCALE = (
+    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
+)
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
+_NEVER = 2**31 - 1
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -92,41 +95,41 @@ def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPoli
 def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
     """Return a saved factor, brought within bounds with a warning; without one for 1, which torch's setters take."""
     value = saved[name]
-    return min(max(1.0, low), high) if value == 1.0 and value is not True else number_within(name, value, low, high)
+    return min(max(1.0, low), high) if value == 1.0 and value is not True else _within(name, value, low, high)
+
+
+def _within(name: str, value: Any, low: float, high: float) -> float:
+    """Return a saved number, brought within bounds with a warning; refuse what is not positive and finite."""
+    if not (_is_number(value) and 0.0 < value < math.inf):
+        raise CheckpointError(
+            f"{name}={value!r} of the saved state must be a positive finite number; restore an earlier checkpoint"
+        )
+    within = float(min(max(value, low), high))
+    if within != value:
+        note = f"{name} of the saved state was {value:g} and becomes {within:g}"
+        warnings.warn(note, CheckpointWarning, stacklevel=4)  # past this module, at the call of `load_state_dict`
+    return within
 
 
 def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
     """Return the state in a checkpoint, of ours, of torch's scaler or of another framework, as host scalars."""
     if "version" in saved:
         return state_from_dict(saved, policy)
-    scale = number_within("scale", saved["scale"], SMALLEST_SCALE, LARGEST_SCALE)
+    scale = _within("scale", saved["scale"], SMALLEST_SCALE, LARGEST_SCALE)
     fields = {"loss_scale": scale, "growth_tracker": saved["_growth_tracker"]}
     return state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
 
 
-def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
-    """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call."""
-    distributed = torch.distributed
-    theirs: list[Any] = [None] * distributed.get_world_size(process_group)
-    distributed.all_gather_object(theirs, mine, group=process_group)
-    different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
-    if different:
-        scales = ", ".join(f"rank {rank}: {theirs[rank]['loss_scale']:g}" for rank in [0, *different])
-        raise SyncError(
-            f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
-            "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
-        )
-
-
-def warn_if_resumed(optimizer: Any, state: ScalerState) -> None:
-    """Warn where an optimizer goes on and its scaler does not; called before the first step of a fresh scaler."""
-    if state.is_on_host and state.read().steps == 0 and _has_stepped(optimizer):
+def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
+    """Warn where an optimizer continues and its scaler does not; called before the first step of a fresh scaler."""
+    start = state.peek()
+    if start is not None and start.steps == 0 and _has_stepped(optimizer):
         warnings.warn(
             "the optimizer has taken steps before, but its scaler begins anew with a loss scale of "
-            f"{state.read_loss_scale():g}; to go on from a checkpoint, save scaler.state_dict() in it and pass it to "
+            f"{start.loss_scale:g}; to go on from a checkpoint, save scaler.state_dict() in it and pass it to "
             "scaler.load_state_dict()",
             CheckpointWarning,
-            stacklevel=5,  # past this function, `Steps.note_first_step` and both of `step`
+            stacklevel=stacklevel,  # past this function and `GradScaler.step`
         )
 
 
@@ -178,14 +181,38 @@ def _torch_policy(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    return from_peer("torch", config, warn=False)
+    config["growth_interval"] = reachable_interval(growth_interval)
+    return DynamicScaling(**config, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 
 
 def reachable_interval(interval: float) -> int:
-    """Return a growth interval that a policy takes: what torch's scaler never reaches is the largest int32."""
-    return BaseScaling.of(from_peer("torch", {"growth_interval": interval}, warn=False)).growth_interval
+    """Return a growth interval that a policy takes: what torch's kernel never reaches is the largest int32.
+
+    The kernel counts steps from 1 and compares with ==, so that it never reaches 0, a fraction or a huge number:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
+    """
+    if not _is_number(interval) or math.isnan(interval):
+        return interval  # type: ignore[return-value]  # the policy says what it must be
+    return int(interval) if 1 <= interval < _NEVER and interval == int(interval) else _NEVER
 
 
 def given_interval(interval: float, policy: ScalingPolicy) -> float | None:
     """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
     return None if BaseScaling.of(policy).growth_interval == interval else interval
+
+
+def require_scale(new_scale: Any, device_type: Any) -> None:
+    """Raise torch's error for what is not a loss scale, with what was given and the rule after torch's sentence."""
+    if isinstance(new_scale, torch.Tensor):
+        is_of_device = new_scale.device.type == torch.device(device_type).type
+        if is_of_device and new_scale.numel() == 1 and not new_scale.requires_grad:
+            return
+        needs = "with" if new_scale.requires_grad else "without"
+        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
+    elif not isinstance(new_scale, bool) and isinstance(new_scale, int | float) and new_scale > 0:
+        return
+    else:
+        given = repr(new_scale)
+    raise AssertionError(
+        f"{_NEW_SCALE} It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+    )

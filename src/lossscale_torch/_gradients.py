@@ -187,6 +187,12 @@ def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     )
 
 
+def lifted(tensor: Tensor) -> Tensor:
+    """Return floats of less than four bytes in float32, others as they are."""
+    is_small = tensor.dtype.itemsize < 4 and tensor.is_floating_point()
+    return tensor.float() if is_small else tensor
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor, without importing DTensor: the import is slow."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")

@@ -8,39 +8,35 @@ import torch
 from torch import Tensor
 
 from lossscale_core import GuardState, SpikeGuard, check_spike_streak, guard_state_from_dict, state_to_dict
-from lossscale_core.errors import CallOrderError, PolicyError
-from lossscale_torch._gradients import is_dtensor
-from lossscale_torch._optimizers import is_being_recorded, weak_reference
+from lossscale_core.errors import PolicyError
+from lossscale_torch._members import Member
+from lossscale_torch._state import as_tensors, is_being_recorded, write
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class Guards:
-    """A `SpikeGuard` and its state for each optimizer, in the order in which they were first judged.
+    """A `SpikeGuard` and its states, one for each optimizer, in the order in which they were first judged.
 
     A state stays on the host while norms are known there. The first norm that only the device knows moves it to
-    tensors, which are written in place from then on: a recorded CUDA graph reads and writes this memory.
+    tensors, which are written in place from then on: a recorded CUDA graph reads and writes this memory. The state of
+    an optimizer that is gone serves the next new one.
     """
 
-    def __init__(self, guard: SpikeGuard | None = None, saved: Any = None) -> None:
+    def __init__(self, guard: SpikeGuard | None, members: dict[int, Member]) -> None:
         if not isinstance(guard, SpikeGuard | None):
             raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
         self.guard = guard
+        self._members = members
         self._states: list[Any] = []
-        self._places: dict[int, tuple[Any, int]] = {}
-        self._kept = saved  # what a checkpoint holds for a scaler that has no guard
+        self._saved: Any = None  # what a checkpoint holds for a scaler that has no guard
         self._norms: dict[int, float] = {}  # the last one of each state on the host, for an error to name
 
-    def judge(self, optimizer: Any, norm: Any) -> bool | Tensor:
-        """Return whether a norm, a number or a tensor, is a spike: a bool, or a bool tensor of shape `()`.
-
-        Does not wait for a device.
-        """
+    def judge(self, member: Member, norm: float | Tensor) -> bool | Tensor:
+        """Return whether a norm is a spike: a bool, or a bool tensor of shape `()`. Does not wait for a device."""
         if self.guard is None:
             return False
-        place = self._place_of(optimizer, self.guard)
-        if is_dtensor(norm):
-            norm = norm.full_tensor()
+        place = self._place_of(member, self.guard)
         if isinstance(norm, Tensor) and norm.is_cpu and not is_being_recorded():
             norm = norm.item()
         if not isinstance(norm, Tensor) and math.isfinite(norm):
@@ -67,19 +63,22 @@ class Guards:
         return max(map(_read, self._states), key=lambda state: (state.streak, state.spikes), default=None)
 
     def saved(self, state: Any) -> dict[str, Any]:
-        """Return the entry of a state dict: one dict, or for several optimizers a list. Synchronises if on a device."""
+        """Return the entry of a state dict: one dict, or for several optimizers a list. Synchronises if on a device.
+
+        `state` is that of the scaler.
+        """
         if self.guard is None:
-            return {} if self._kept is None else {"guard": self._kept}
-        states = [_read(each) for each in self._states] or [self.guard.init_state()]
+            return {} if self._saved is None else {"guard": self._saved}
+        states = list(map(_read, self._states)) or [self.guard.init_state()]
         entries = [state_to_dict(state, guard=each)["guard"] for each in states]
         return {"guard": entries[0] if len(entries) == 1 else entries}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from the entry of a state dict; without a guard, keep it for the next one."""
-        if self.guard is None:
-            self._kept = saved.get("guard")
-            return
+        """Continue from the entry of a state dict; without a guard, keep it for the next one."""
         entry = saved.get("guard")
+        if self.guard is None:
+            self._saved = entry
+            return
         entries = entry if isinstance(entry, list | tuple) else [entry]
         version = saved.get("version", 1)
         restored: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
@@ -87,50 +86,35 @@ class Guards:
             after = restored[place] if place < len(restored) else self.guard.init_state()
             if isinstance(state.mean, Tensor):  # a graph may hold these tensors
                 for tensor, value in zip(state, after, strict=True):
-                    tensor.fill_(value.item())
+                    write(tensor, value.item())
             else:
                 self._states[place] = after
         self._states += restored[len(self._states) :]
 
-    def copied(self) -> "Guards":
-        """Return a copy with states on the host, which knows no optimizer yet."""
-        copy = Guards(self.guard, self._kept)
-        copy._states = [_read(each) for each in self._states]
+    def copied(self, members: dict[int, Member]) -> "Guards":
+        """Return a copy with states on the host, for a scaler with other members."""
+        copy = Guards(self.guard, members)
+        copy._saved, copy._states = self._saved, [_read(each) for each in self._states]
         return copy
 
-    def _place_of(self, optimizer: Any, guard: SpikeGuard) -> int:
-        reference, place = self._places.get(id(optimizer), (None, 0))
-        if reference is None or reference() is not optimizer:
-            taken = {place for reference, place in self._places.values() if reference() is not None}
-            place = next(number for number in range(len(taken) + 1) if number not in taken)
-            self._places[id(optimizer)] = (weak_reference(optimizer), place)
-            if place == len(self._states):
+    def _place_of(self, member: Member, guard: SpikeGuard) -> int:
+        if member.place is None:
+            taken = {each.place for each in list(self._members.values())}
+            member.place = next(place for place in range(len(self._states) + 1) if place not in taken)
+            if member.place == len(self._states):
                 self._states.append(guard.init_state())
-        return place
+        return member.place
 
     def _judge_on_device(self, guard: SpikeGuard, place: int, norm: Any) -> Tensor:
         state = self._states[place]
         if not isinstance(state.mean, Tensor):
-            state = self._states[place] = _placed(state, norm.device)
+            state = self._states[place] = as_tensors(state, norm.device)
         norm = torch.as_tensor(norm, device=state.mean.device)
         is_finite = torch.isfinite(norm)
         norm = torch.where(is_finite, norm.clamp(max=_LARGEST), norm).float()
         accepted, after = guard.judge(state, norm, xp=torch)
         torch._foreach_copy_(list(state), list(after))
         return is_finite & ~accepted
-
-
-def _placed(state: GuardState, device: torch.device) -> GuardState[Tensor]:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CallOrderError(
-            "the state of the spike guard is still on the host, and a graph that is being captured would write it anew "
-            "at each replay; take one step with this optimizer before capturing one"
-        )
-    with torch.inference_mode(False):  # they outlive a validation loop that may be running
-        # Not by `torch.full`, which a graph that is being recorded would replay, and begin the guard anew.
-        dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
-        pairs = zip(state, dtypes, strict=True)
-        return GuardState(*(torch.tensor(value.item(), dtype=dtype).to(device) for value, dtype in pairs))
 
 
 def _read(state: GuardState) -> GuardState:

@@ -1,44 +1,44 @@
-"""The norm of gradients and whether they are finite, from one read."""
+"""The norm of gradients, which tells from one read whether they are finite: on one rank, or on all of a mesh."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lossscale_torch._gradients import Bucket, Gradients, moved
+from lossscale_torch._gradients import Bucket, Gradients, is_dtensor, moved
+from lossscale_torch._ranks import groups_over
+from lossscale_torch._state import LossScale
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
-_LARGEST_ORDER = 7.0  # the largest float32 to this power still is a float64, however many are summed
+_SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
 _HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
 
-class UnscaledNorm(NamedTuple):
-    """The norm of some gradients divided by their loss scale, on the host."""
-
-    value: float
-    """Not finite if and only if some unscaled gradient element is not."""
-    scale: float
-    """The loss scale that the gradients are still multiplied by."""
-
-
 @torch.no_grad()
-def unscaled_norm(gradients: Gradients, scale: Tensor, norm_type: float) -> UnscaledNorm:
-    """Return the norm of gradients divided by `scale`, a tensor of shape `()`. Synchronises with the host once.
+def unscaled_norm(gradients: Gradients, scale: Tensor, norm_type: float) -> tuple[float, float]:
+    """Return the norm of gradients divided by `scale`, float32 of shape `()`, and the scale. Synchronises once.
 
-    Each gradient is read once; twice where a sum of powers overflows without an infinity among the gradients, and below
-    a scale of 1, where a finite gradient may become infinite by being unscaled.
+    `norm_type` is 2 or infinity. The norm is not finite if and only if some unscaled gradient element is not. Each
+    gradient is read once; twice where squares overflow or underflow, and below a scale of 1, where a finite gradient
+    may become infinite by being unscaled.
     """
     some = _without_empty(gradients.buckets)
     if not some:
-        return UnscaledNorm(0.0, scale.item())
+        return 0.0, scale.item()
     norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
-    norm = _combined(norms, norm_type)
-    if not math.isfinite(norm) and not math.isinf(norm_type):
-        norm = _norm_of_large(some, norm_type)  # their squares may have overflowed, and they themselves not
-    if loss_scale < 1.0 and any(_largest(b) / loss_scale > torch.finfo(b[0].dtype).max for b in some):
+    norm = _joined_on_host(norms, norm_type)
+    if norm_type == 2.0 and not _SMALL <= norm < math.inf:  # NaN, too
+        norm = _norm_by_largest(some)
+    if loss_scale < 1.0 and any(_largest(each) / loss_scale > torch.finfo(each[0].dtype).max for each in some):
         norm = math.inf
-    return UnscaledNorm(norm / loss_scale, loss_scale)
+    return norm / loss_scale, loss_scale
+
+
+def can_stay_on_device(dtypes: set[torch.dtype], device: torch.device) -> bool:
+    """Return whether `norm_on_device` tells of every overflow: float64 must exist, and have room for the squares."""
+    return has_float64(device) and torch.float64 not in dtypes
 
 
 def has_float64(device: torch.device) -> bool:
@@ -46,63 +46,122 @@ def has_float64(device: torch.device) -> bool:
     return device.type in _HAVE_FLOAT64
 
 
-def can_stay_on_device(dtypes: set[torch.dtype], norm_type: float, device: torch.device) -> bool:
-    """Return whether `norm_on_device` tells of every overflow, and of nothing else: float64 must exist and have room.
-
-    `dtypes` are those of the gradients.
-    """
-    if not has_float64(device) or torch.float64 in dtypes:
-        return False
-    return math.isinf(norm_type) or norm_type <= _LARGEST_ORDER
-
-
 @torch.no_grad()
-def norm_on_device(gradients: Gradients, scale: Tensor, norm_type: float, may_be_below_one: bool) -> Tensor:
-    """Return the norm of gradients divided by `scale`: float64, shape `()`, on its device; waits for nothing.
+def norm_on_device(gradients: Gradients, scale: LossScale, norm_type: float) -> Tensor:
+    """Return the norm of gradients divided by `scale`: float64, shape `()`, on its device. Does not synchronise.
 
-    Each gradient is read once; twice where the scale may be below 1, since a finite gradient may become infinite there
-    by being unscaled.
+    Each gradient is read once; twice where the scale may be below 1, as in `unscaled_norm`.
     """
-    device = scale.device
-    norms, overflows = [torch.zeros((), dtype=torch.float64, device=device)], torch.zeros_like(scale, dtype=torch.bool)
+    device = scale.tensor.device
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    overflows = torch.zeros((), dtype=torch.bool, device=device)
     for bucket in _without_empty(gradients.buckets):
         norms += [moved(each, device) for each in torch._foreach_norm(bucket, norm_type, dtype=torch.float64)]
-        if may_be_below_one:
-            largest = moved(torch.stack(torch._foreach_norm(bucket, math.inf)).amax(), device).double() / scale
+        if scale.may_be_below_one:
+            largest = moved(torch.stack(torch._foreach_norm(bucket, math.inf)).amax(), device).double() / scale.tensor
             overflows = overflows | (largest > torch.finfo(bucket[0].dtype).max)
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) / scale
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) / scale.tensor
     return torch.where(overflows & torch.isfinite(norm), math.inf, norm)
 
 
-def _without_empty(buckets: list[Bucket]) -> list[Bucket]:
-    return [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]
+@torch.no_grad()
+def sharded_norm(
+    gradients: Gradients,
+    params: list[Any],
+    meshes: list[Any],
+    scale: LossScale,
+    norm_type: float,
+    stays_on_device: bool,
+) -> Tensor:
+    """Return the norm of all ranks' unscaled gradients: float64, shape `()`; not finite where one of theirs is not.
+
+    `gradients` are those of `params` on this rank. Every rank of a mesh must call; each mesh costs one collective. Of
+    a norm over smaller meshes, which the ranks of a larger one may know differently, the largest counts, so that all
+    of them continue with the same. Unless `stays_on_device`, synchronises with the host.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=scale.tensor.device)
+    locals_ = _local_norms(gradients, params, meshes, scale, norm_type, stays_on_device)
+    for norm, mesh in zip(locals_, meshes, strict=True):
+        for group in groups_over(mesh):
+            # Gathered and not reduced, so that every rank sums in one order and ends with the same bits.
+            everyone = _gathered(torch.stack([norm, total]), group)
+            norm, total = _joined(everyone[:, 0], norm_type), everyone[:, 1].amax()
+        total = _joined(torch.stack([norm, total]), norm_type)
+    return total
 
 
-def _read(norms: list[Tensor], scale: Tensor) -> tuple[list[float], float]:
-    """Return the norms and the scale as Python floats; one device waits once for all of them."""
-    if all(norm.device == scale.device and norm.dtype is scale.dtype for norm in norms):
-        *values, loss_scale = torch.stack([*norms, scale]).tolist()
-        return values, loss_scale
-    return [norm.item() for norm in norms], scale.item()
+def _local_norms(
+    gradients: Gradients,
+    params: list[Any],
+    meshes: list[Any],
+    scale: LossScale,
+    norm_type: float,
+    stays_on_device: bool,
+) -> list[Tensor]:
+    """Return for each mesh what this rank adds to the norm there; ranks that hold the same part add an equal share."""
+    norms: list[list[Tensor]] = [[] for _ in meshes]
+    for (place, copies), part in _parts(gradients, params, meshes).items():
+        if stays_on_device:
+            norm = norm_on_device(part, scale, norm_type)
+        else:
+            value, _ = unscaled_norm(part, scale.tensor, norm_type)
+            norm = torch.full((), value, dtype=torch.float64, device=scale.tensor.device)
+        norms[place].append(norm * copies ** (-1.0 / norm_type))
+    zero = torch.zeros((), dtype=torch.float64, device=scale.tensor.device)
+    return [_joined(torch.stack(some), norm_type) if some else zero for some in norms]
 
 
-def _combined(norms: list[float], norm_type: float) -> float:
+def _parts(gradients: Gradients, params: Iterable[Any], meshes: list[Any]) -> dict[tuple[int, int], Gradients]:
+    """Return the gradients by the place of their mesh in `meshes` and by how many ranks hold the same part."""
+    by_key: dict[tuple[int, int], list[Any]] = {}
+    places = {mesh: place for place, mesh in enumerate(meshes)}
+    for param in params:
+        if param.grad is not None:
+            by_key.setdefault(_key(param, places), []).append(param)
+    if len(by_key) == 1:
+        return dict.fromkeys(by_key, gradients)
+    return {key: Gradients.of_params(some) for key, some in by_key.items()}
+
+
+def _key(param: Any, places: dict[Any, int]) -> tuple[int, int]:
+    """Return the place of a parameter's mesh and its copies; one that is not sharded is on all ranks of the last."""
+    if not is_dtensor(param) or param.device_mesh not in places:
+        last = next(reversed(places))
+        return places[last], last.size()
+    mesh, copies = param.device_mesh, 1
+    for dim, placement in enumerate(param.grad.placements):
+        copies *= mesh.size(dim) if placement.is_replicate() else 1
+    return places[mesh], copies
+
+
+def _gathered(row: Tensor, group: Any) -> Tensor:
+    """Return the rows of all ranks of a group."""
+    everyone = row.new_empty(torch.distributed.get_world_size(group) * len(row))
+    torch.distributed.all_gather_single(everyone, row, group=group)
+    return everyone.view(-1, len(row))
+
+
+def _joined(norms: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of norms; their squares neither overflow nor underflow."""
+    largest = norms.amax()
+    is_usual = (largest > 0.0) & torch.isfinite(largest)
+    return torch.where(is_usual, largest * torch.linalg.vector_norm(norms / largest, norm_type), largest)
+
+
+def _joined_on_host(norms: list[float], norm_type: float) -> float:
     """Return the norm of norms: NaN if one is NaN, else infinity if one is infinite."""
     if any(map(math.isnan, norms)):
         return math.nan
-    largest = max(norms)
-    if math.isinf(norm_type) or largest == 0.0 or math.isinf(largest):
-        return largest
-    return largest * math.fsum((norm / largest) ** norm_type for norm in norms) ** (1.0 / norm_type)
+    return max(norms) if math.isinf(norm_type) else math.hypot(*norms)
 
 
-def _norm_of_large(buckets: list[Bucket], norm_type: float) -> float:
-    """Return the norm of gradients whose powers overflow: that of the gradients divided by the largest."""
-    largest = _combined([_largest(bucket) for bucket in buckets], math.inf)
-    if not math.isfinite(largest):
+def _norm_by_largest(buckets: list[Bucket]) -> float:
+    """Return the 2-norm of gradients whose squares overflow or underflow: of the gradients divided by the largest."""
+    largest = _joined_on_host([_largest(bucket) for bucket in buckets], math.inf)
+    if not math.isfinite(largest) or largest == 0.0:
         return largest
     small = [[(each if each.dtype.itemsize > 2 else each.float()) / largest for each in bucket] for bucket in buckets]
-    return largest * _combined([_bucket_norm(bucket, norm_type).item() for bucket in small], norm_type)
+    return largest * _joined_on_host([_bucket_norm(bucket, 2.0).item() for bucket in small], 2.0)
 
 
 def _largest(bucket: Bucket) -> float:
@@ -124,3 +183,15 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
     if small:
         joined.append(torch.cat(small))
     return torch.stack([torch.dot(each, each) for each in joined]).sum().sqrt()
+
+
+def _read(norms: list[Tensor], scale: Tensor) -> tuple[list[float], float]:
+    """Return the norms and the scale as Python floats; one device waits once for all of them."""
+    if all(norm.device == scale.device and norm.dtype is scale.dtype for norm in norms):
+        *values, loss_scale = torch.stack([*norms, scale]).tolist()
+        return values, loss_scale
+    return [norm.item() for norm in norms], scale.item()
+
+
+def _without_empty(buckets: list[Bucket]) -> list[Bucket]:
+    return [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]

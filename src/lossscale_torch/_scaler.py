@@ -1,6 +1,12 @@
-"""`GradScaler`: torch's own interface around a policy, applying or skipping each optimizer's step as a whole."""
+"""`GradScaler`: what happens to gradients between `backward` and the optimizer, from top to bottom.
 
-import warnings
+`scale` multiplies a loss by one persistent tensor. `unscale_` divides an optimizer's gradients by the scale of their
+loss and takes the flag of their check; `unscale_and_clip_` does both with the clip's own read and multiply. `step`
+checks what was not checked, and has the optimizer step or not. `update` moves the scale by the flags of all.
+"""
+
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -8,23 +14,30 @@ import torch
 from torch import Tensor
 
 from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
-from lossscale_torch._checkpoint import given_interval, policy_of, require_same_on_ranks
-from lossscale_torch._clip import clipping
+from lossscale_core.errors import CallOrderError
+from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
+from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
 from lossscale_torch._compiling import not_compiled
-from lossscale_torch._decision import Ranks, require_member
-from lossscale_torch._gradients import Gradients
+from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved
 from lossscale_torch._guard import Guards
-from lossscale_torch._lookahead import plain
-from lossscale_torch._minimize import Minimization
-from lossscale_torch._protect import protection_of
-from lossscale_torch._records import OptimizerRecords
-from lossscale_torch._state import ScalerState
-from lossscale_torch._step_info import StepInfo
-from lossscale_torch._steps import HOOKS, Steps
-from lossscale_torch._torch_names import TorchNames
+from lossscale_torch._members import (
+    READY,
+    SPIKE,
+    STEPPED,
+    UNSCALED,
+    Member,
+    Record,
+    found_inf,
+    is_dummy_step,
+    takes_factor,
+)
+from lossscale_torch._ranks import Ranks, require_same_on_ranks
+from lossscale_torch._state import HostState, is_being_recorded, is_readable, number
+from lossscale_torch._step_info import StepInfo, with_optimizers
+from lossscale_torch._torch_names import TorchNames, device_type_of
 from lossscale_torch._types import Tree
-from lossscale_torch._unscaling import check_again
-from lossscale_torch._voice import Voice
+from lossscale_torch._waiting import Waiting
+from lossscale_torch._watch import Watch
 
 
 class GradScaler(TorchNames):
@@ -67,11 +80,9 @@ class GradScaler(TorchNames):
     Raises:
         PolicyError: For `policy` beside torch's settings, and for settings that no policy takes.
         TypeError: For a `device` that is not one.
+        ValueError: For the name of a device type that torch does not know.
 
     """
-
-    _replaced: frozenset[str] = frozenset()
-    """The methods among `HOOKS` that a subclass has replaced."""
 
     def __init__(
         self,
@@ -90,19 +101,28 @@ class GradScaler(TorchNames):
         on_floor: OnFloor = "warn",
         protect: Iterable[torch.nn.Module] = (),
     ) -> None:
-        self._device = device
-        self._enabled = enabled and _is_available(device)
+        self._device, self._enabled = device_type_of(device, enabled)
         self._follows_checkpoint = policy is None
-        if not isinstance(device, str | torch.device):
-            raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; a policy goes to policy=")
         torchs = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._state = ScalerState(policy_of(policy, torchs, self._enabled))
+        self._state: Any = HostState(policy_of(policy, torchs, self._enabled))
         if policy is None:
-            self._interval_as_given = given_interval(growth_interval, self._state.policy)
-        self._begun_with = (self._state.read_loss_scale(), 0)
-        self._records = OptimizerRecords(self._state, Ranks(process_group), joint_skip, Guards(guard))
-        protection = protection_of(protect if self._enabled else ())
-        self._steps = Steps(self._records, self._enabled, half_gradients, Voice(on_floor), protection)
+            self._interval_as_given = given_interval(growth_interval, self.policy)
+        self._begun_with = (number(self._state.read().loss_scale), 0)
+        self._members: dict[int, Member] = {}
+        self._records: Any = defaultdict(Record.fresh)
+        self._flags_are_shared = False  # whether others may raise a flag after it was read
+        self._waiting, self._ranks = Waiting(), Ranks(process_group)
+        self._guards = Guards(guard, self._members)
+        self._joint_skip, self._joint = joint_skip, []
+        self._half_gradients = half_gradients
+        self._has_begun = self._had_no_gradients = False
+        self._last: StepInfo | None = None
+        self._watch = Watch(on_floor)
+        self._observers: list[Callable[[Any, StepInfo], None]] = []
+        if protect and self._enabled:
+            from lossscale_torch.rescue import protect_modules
+
+            protect_modules(self, protect)
 
     @not_compiled
     def scale(self, outputs: Tree) -> Tree:
@@ -112,20 +132,30 @@ class GradScaler(TorchNames):
         Does not synchronise.
 
         Raises:
-            RuntimeError: From `backward` after the next `update`, as with torch's own scaler.
+            RuntimeError: From `backward` after an `update` that has changed the scale, as with torch's own scaler.
             ValueError: For what is neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._state.loss_scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            return self._records.losses.scale(outputs)  # type: ignore[return-value]  # cast() costs a call
+            return self._scale_one(outputs)  # type: ignore[return-value]  # cast() costs a call
         if isinstance(outputs, dict | list | tuple):
-            return cast(Tree, tree.map_leaves(self.scale, outputs))
+            return cast(Tree, tree.map_leaves(self._scale_one, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
             return cast(Tree, map(self.scale, outputs))  # lazily, as torch's own scaler does
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def _scale_one(self, loss: Tensor) -> Tensor:
+        if not isinstance(loss, Tensor):
+            return self.scale(loss)
+        if self._state.tensors is None:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        self._waiting.count_loss(loss.requires_grad, self._members, self._records)
+        if is_being_recorded():
+            self._waiting.is_over = True
+        # autograd keeps this tensor, and refuses a backward after the scale was written.
+        scale = self._state.tensors.loss_scale
+        return lifted(loss) * (scale if loss.device == scale.device else moved(scale, loss.device))
 
     @not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -139,8 +169,24 @@ class GradScaler(TorchNames):
 
         """
         if self._enabled:
-            self._state.require_placed("unscale_")
-            self._steps.unscale(self, optimizer, self._records.to_unscale(optimizer, "unscale_"), self._hooks())
+            record = self._open_to_unscale(optimizer, "unscale_")
+            if self._guards.guard is None or self._clip_in_one_read([optimizer], [record], MEASURING) is None:
+                self._unscale(optimizer, record)
+                if self._guards.guard is not None:
+                    self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
+
+    def _unscale(self, optimizer: Any, record: Record) -> None:
+        scale = cast(Any, record.scale)
+        flag = torch.zeros_like(scale.tensor)
+        found = self._unscale_grads_(optimizer, scale.tensor.reciprocal(), flag, self._half_gradients)
+        if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
+            Gradients([optimizer]).check_again(found)
+        record.take(self._ranks.combine(optimizer, found, scale.tensor.device))
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
+    ) -> dict[torch.device, Tensor]:
+        return Gradients.to_unscale([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
     @not_compiled
     def unscale_and_clip_(
@@ -154,9 +200,10 @@ class GradScaler(TorchNames):
 
         In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The read that yields the norm proves the gradients
         finite; where they are not, neither is the norm, the gradients stay as they are and the step will be skipped.
-        Synchronises with the host once for an ordinary optimizer, for a fused one on a CUDA device only if
-        `error_if_nonfinite`. The norm of parameters on device meshes is that of all ranks; norm and decision take one
-        collective for each mesh, and every rank of it must call. Disabled, it clips.
+        Norms of other orders than 2 and infinity take torch's own functions after `unscale_`. Synchronises with the
+        host once for an ordinary optimizer, for a fused one on a CUDA device only if `error_if_nonfinite`. The norm of
+        parameters on device meshes is that of all ranks; norm and decision take one collective for each mesh, and every
+        rank of it must call. Disabled, it clips.
 
         Args:
             optimizer: One, or several to clip by the norm of all their gradients together; then an overflow in one of
@@ -170,15 +217,13 @@ class GradScaler(TorchNames):
 
         Raises:
             ValueError: For a `max_norm` that is not a number from 0, and for an empty list.
+            TypeError: For what is not an optimizer.
 
         """
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
-        how = clipping(max_norm, norm_type, error_if_nonfinite)
-        if not self._enabled:
-            return how.apply_torchs(optimizers)
-        return self._steps.clip(self, optimizers, how, "unscale_and_clip_", self._hooks())
+        return self._clip(optimizers, clipping(max_norm, norm_type, error_if_nonfinite), "unscale_and_clip_")
 
     @not_compiled
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -188,13 +233,80 @@ class GradScaler(TorchNames):
         it reads them. Call `update` afterwards. Synchronises with the host once for an ordinary optimizer, for a fused
         one on a CUDA device not at all.
         """
-        how = clipping(max_norm, norm_type)
-        if not self._enabled:
-            norm = how.apply_torchs([optimizer])
-        else:
-            norm = self._steps.clip(self, [optimizer], how, "clip_and_step", self._hooks(), may_defer=True)
+        norm = self._clip([optimizer], clipping(max_norm, norm_type), "clip_and_step", may_defer=True)
         self.step(optimizer)
         return norm
+
+    def _clip(self, optimizers: list[Any], how: Clipping, caller: str, may_defer: bool = False) -> Tensor:
+        for each in optimizers:
+            require_optimizer(each, caller)
+        if not self._enabled:
+            return how.apply_torchs(optimizers)
+        records = [self._open_to_unscale(each, caller) for each in optimizers]
+        if self._is_ours("unscale_"):
+            norm = self._clip_in_one_read(optimizers, records, how, may_defer)
+            if norm is not None:
+                return norm
+        if self._is_ours("_unscale_grads_"):
+            Gradients.to_unscale(optimizers, self._half_gradients)  # refuses before any of them is unscaled
+        for optimizer, record in zip(optimizers, records, strict=True):
+            if self._is_ours("unscale_") or record.is_kept:
+                self._unscale(optimizer, record)
+            else:
+                self.unscale_(optimizer)
+        if len(optimizers) > 1:  # a norm of all of them, so one decision
+            flag = found_inf((f for record in records for f in record.flags), self._state.tensors.loss_scale.device)
+            for record in records:
+                record.take({flag.device: flag.clone()})
+        norm = how.apply_torchs(optimizers)
+        self._judge(optimizers, norm)
+        return lifted(norm)
+
+    def _clip_in_one_read(
+        self, optimizers: list[Any], records: list[Record], how: Clipping, may_defer: bool = False
+    ) -> Tensor | None:
+        """Unscale and clip by the norm that the check reads; return None where one read cannot do it."""
+        scale = cast(Any, records[0].scale)
+        if not self._is_ours("_unscale_grads_") or any(record.scale is not scale for record in records[1:]):
+            return None
+        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard judges anew at each replay
+        on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
+        defers = may_defer and takes_factor(optimizers[0])
+        clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host, defers)
+        if clipped is None:
+            return None
+        member = self._members[id(optimizers[0])]
+        spiked = self._guards.judge(member, clipped.norm if clipped.value is None else clipped.value)
+        for optimizer, record in zip(optimizers, records, strict=True):
+            found = {key: flag.clone() for key, flag in clipped.found.items()}
+            if self._guards.guard is not None and found:
+                found[SPIKE] = _as_flag(spiked, clipped.norm.device)
+            combined = self._ranks.combine(optimizer, found, scale.tensor.device, clipped.known_to)
+            is_known = combined is found and clipped.value is not None and isinstance(spiked, bool)
+            finite = math.isfinite(clipped.value) and not spiked if is_known else None  # type: ignore[arg-type]
+            record.take(combined, finite)
+            record.spiked = is_known and spiked is True
+            record.deferred, record.is_judged = clipped.deferred, True
+        if how.error_if_nonfinite and not bool(torch.isfinite(clipped.norm)):
+            how.raise_nonfinite()
+        return clipped.norm
+
+    def _judge(self, optimizers: list[Any], norm: Tensor) -> None:
+        """Have the guard judge the norm of gradients that were checked before, unless it has done so."""
+        records = [self._records[id(optimizer)] for optimizer in optimizers]
+        if self._guards.guard is None or all(record.is_judged for record in records):
+            return
+        norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+        spiked = self._guards.judge(self._members[id(optimizers[0])], norm)
+        # The squares of finite gradients may overflow, and torch's clip then makes zeros of them: refused as a spike,
+        # also while the guard accepts any norm to begin with. The guard counts norms that were measured, so not this.
+        spiked = spiked | (bool(torch.isinf(norm)) if isinstance(spiked, bool) else torch.isinf(norm))
+        device = self._state.tensors.loss_scale.device
+        for optimizer, record in zip(optimizers, records, strict=True):
+            found = {**record["found_inf_per_device"], SPIKE: _as_flag(spiked, device)}
+            record["found_inf_per_device"] = self._ranks.combine(optimizer, found, device)
+            record.forget_answer()
+            record.is_judged = True
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -210,13 +322,80 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: For a closure, and when called twice between two updates.
             CallOrderError: Where nothing tells which loss scale the gradients were made with.
+            TypeError: For what is not an optimizer.
 
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        return self._steps.step(self, optimizer, self._hooks(), args, kwargs)
+        record = self._open(optimizer, "step")
+        if record["stage"] is STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        kind = self._members[id(optimizer)].kind
+        if record["stage"] is READY:
+            kind.check(self, optimizer)
+            record = self._records[id(optimizer)]
+        if not self._has_begun:
+            warn_if_resumed(optimizer, self._state)
+        result = kind.apply(self, optimizer, record, args, kwargs)
+        if record.applied is None:  # a subclass has decided by the flags, as torch's own scaler does
+            record.forget_answer()
+            record.applied, self._flags_are_shared = record.may_step(), True
+        record["stage"] = STEPPED
+        return result
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an ordinary optimizer unless a flag is raised. Waits for the device: the one read of a step."""
+        record = optimizer_state
+        if self._flags_are_shared:
+            record.forget_answer()
+        record.applied = all(each.may_step() for each in self._deciding(record))
+        self._state.refresh()  # the device has just been waited for
+        return optimizer.step(*args, **kwargs) if record.applied else None
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Note whether the gradients are finite, and will be when a fused optimizer unscales them; leave them alone."""
+        record = self._open(optimizer, "_check_inf_per_device")
+        scale = cast(Any, record.scale)
+        is_scaled = record["stage"] is READY and scale.may_be_below_one
+        found = Gradients([optimizer]).found_inf(scale.tensor.reciprocal() if is_scaled else None)
+        record["found_inf_per_device"] = self._ranks.combine(optimizer, found, scale.tensor.device)
+        record.forget_answer()
+        self._flags_are_shared = True
+        return record["found_inf_per_device"]
+
+    def _check_fused(self, optimizer: Any) -> None:
+        """Check the gradients of a fused optimizer, which will unscale them."""
+        record, was_shared = self._records[id(optimizer)], self._flags_are_shared
+        if self._guards.guard is not None:
+            if self._is_ours("unscale_") and self._clip_in_one_read([optimizer], [record], MEASURING, True) is None:
+                self._unscale(optimizer, record)
+                self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
+            elif not self._is_ours("unscale_"):
+                self.unscale_(optimizer)
+            return
+        self._check_inf_per_device(optimizer)
+        self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
+
+    def _found_inf(self, record: Record) -> Tensor:
+        """Return what a fused optimizer's kernel takes for the flag of its step: 1.0 or 0.0."""
+        records, device = self._deciding(record), self._state.tensors.loss_scale.device
+        if self._is_exact(records):
+            return records[0].flags[0]
+        return found_inf((flag for each in records for flag in each.flags), device)
+
+    def _deciding(self, record: Record) -> list[Record]:
+        """Return the records whose flags decide on an optimizer's step: its own, or with `joint_skip` all."""
+        if not self._joint_skip:
+            return [record]
+        if self._joint and not any(each is record for each in self._joint):
+            raise CallOrderError(
+                "with joint_skip another optimizer has stepped before this one was unscaled; "
+                "call unscale_() on every optimizer before the first step()"
+            )
+        self._joint = [each for each in self._records.values() if isinstance(each, Record)]
+        return self._joint
 
     @not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -226,14 +405,20 @@ class GradScaler(TorchNames):
         was found of them: a check that `unscale_` made counts as ever; without one nothing is counted. Does not
         synchronise. Raises `RuntimeError` after `step`.
         """
-        self._steps.skip(optimizer)
+        if not self._enabled:
+            self._records[id(optimizer)].applied = False
+            return
+        record = self._open(optimizer, "skip")
+        if record["stage"] is STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        record.applied, record["stage"] = False, STEPPED
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
-        Optimizers that are updated one by one after one loss count as one step. After a fused optimizer the fields of
-        the result stay on their device until they are read, so this does not synchronise.
+        Optimizers that are updated one by one after one loss count as one step. After a fused optimizer on a device
+        the fields of the result stay there until they are read, so this does not synchronise.
 
         Args:
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
@@ -249,9 +434,106 @@ class GradScaler(TorchNames):
             ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and the host knows.
 
         """
-        info = self._steps.update(new_scale, self._device)
-        self._steps.require_no_streak(info)
+        if not self._enabled:
+            flags, self._records = dict.fromkeys(self._records, False), defaultdict(Record.fresh)
+            self._last = with_optimizers(StepInfo(True, 1.0, 1.0, 0), flags, True)
+            return self._last
+        self._require_placed("update")
+        counted = self._counted()
+        if not counted and new_scale is None and all(each["stage"] is READY for each in self._records.values()):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        overflowed, spiked = self._outcome(counted)
+        if not self._waiting.continues(counted):
+            self._state.begin_step()
+        if new_scale is not None:
+            require_scale(new_scale, self._device)
+            info = self._state.update_to(new_scale, overflowed)
+        else:
+            info = self._state.update(overflowed, spiked) if counted else self._state.stay()
+        self._last = info = with_optimizers(info, self._end(info, counted))
+        for observe in self._observers:
+            observe(self, info)
+        self._watch(self, info)
         return info
+
+    def _counted(self) -> list[Record]:
+        """Return the records with flags that count for the loss scale."""
+        self._had_no_gradients = not any(each["found_inf_per_device"] for each in self._records.values())
+        counted = []
+        for key, each in list(self._records.items()):
+            record, member = Record.of(each), self._members.get(key)
+            optimizer = None if member is None else member.optimizer()
+            if record["found_inf_per_device"] and (
+                self._waiting.has_graph or optimizer is None or not is_dummy_step(optimizer)
+            ):
+                if self._flags_are_shared:
+                    record.forget_answer()
+                counted.append(record)
+        return counted
+
+    def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
+        """Return whether a gradient was not finite, and whether finite ones were refused as a spike.
+
+        Bools where the host knows or can read the flags of a CPU, else flags on the device; then the state goes there.
+        """
+        unread = [flag for record in records if record.finite is None for flag in record.flags]
+        is_recorded = is_being_recorded()
+        if self._state.is_known() and not is_recorded and all(map(is_readable, unread)):
+            refused = [record for record in records if not record.may_step()]
+            return not all(record.spiked for record in refused), any(record.spiked for record in refused)
+        self._waiting.is_over = self._waiting.is_over or is_recorded
+        self._state = self._state.on_device(has_spikes=self._guards.guard is not None)
+        if len(records) == 1 and self._is_exact(records):
+            return records[0].flags[0], False
+        device = self._state.tensors.loss_scale.device
+        overflowed = found_inf((flag for record in records for flag in record.overflow_flags), device)
+        spikes = [
+            record["found_inf_per_device"][SPIKE] for record in records if SPIKE in record["found_inf_per_device"]
+        ]
+        return overflowed, found_inf(spikes, device) if spikes else False
+
+    def _is_exact(self, records: list[Record]) -> bool:
+        """Return whether the only flag of some records is on the device of the loss scale, and 0.0 or 1.0."""
+        flags = [flag for record in records for flag in record.flags]
+        is_one = len(flags) == 1 and flags[0].device == self._state.tensors.loss_scale.device
+        return is_one and not self._flags_are_shared and self._is_ours("_unscale_grads_")
+
+    def _end(self, info: StepInfo, counted: list[Record]) -> dict[int, Any]:
+        """Forget the records at an update; return for each optimizer that was stepped whether its step was applied."""
+        self._waiting.end(self._members, self._records, info.loss_scale_used)
+        stepped = {key: record for key, record in self._records.items() if record["stage"] is STEPPED}
+        # torch leaves the old dict to those who hold it.
+        self._records, self._flags_are_shared, self._joint = defaultdict(Record.fresh), False, []
+        self._has_begun = self._has_begun or bool(counted)
+        return {key: Record.of(record).outcome() for key, record in stepped.items()}
+
+    def _open(self, optimizer: Any, caller: str) -> Record:
+        """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
+        self._require_placed(caller)
+        key = id(optimizer)
+        record = self._records[key]
+        if type(record) is Record and record.scale is not None:
+            return record
+        member = self._members.get(key)
+        if member is None or member.optimizer() is not optimizer:
+            require_optimizer(optimizer, caller)
+            member = self._members[key] = Member(optimizer, lambda _: self._members.pop(key, None))
+        record = self._waiting.open(member, optimizer, Record.of(record), self._state.present())
+        self._records[key] = record
+        return record
+
+    def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:
+        """Return the record of an optimizer, or raise torch's error where it was unscaled or stepped."""
+        record = self._open(optimizer, caller)
+        if record["stage"] is UNSCALED and not record.is_kept:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if record["stage"] is STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        return record
+
+    def _is_ours(self, name: str) -> bool:
+        """Return whether a method is this class's, and neither a subclass's nor assigned to this scaler."""
+        return getattr(type(self), name) is getattr(GradScaler, name) and name not in self.__dict__
 
     @not_compiled
     def minimize(
@@ -290,14 +572,14 @@ class GradScaler(TorchNames):
             ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
 
         """
-        info = Minimization(self, self._steps, optimizer, loss_fn, retries, max_norm).run()
-        self._steps.require_no_streak(info)
-        return info
+        from lossscale_torch.rescue import minimize
+
+        return minimize(self, optimizer, loss_fn, retries, max_norm)
 
     @property
     def last_step(self) -> StepInfo | None:
         """The `StepInfo` that the last `update` returned, for code whose framework called it; None before the first."""
-        return self._steps.last
+        return self._last
 
     def place_on(self, device: torch.device | str) -> None:
         """Put the loss scale on a device without scaling a loss; the first `scale` does it otherwise.
@@ -305,7 +587,7 @@ class GradScaler(TorchNames):
         For a process that steps and updates but never scales a loss, such as a stage of a pipeline whose gradients come
         from the last one's loss.
         """
-        if self._enabled and self._state.loss_scale is None:
+        if self._enabled and self._state.tensors is None:
             self._lazy_init_scale_growth_tracker(device)
 
     def metrics(self) -> dict[str, Any]:
@@ -313,19 +595,18 @@ class GradScaler(TorchNames):
 
         Plain Python numbers where the host knows them, else tensors of shape `()`. Does not synchronise.
         """
-        return {
-            name: plain(number)
-            for name, number in metrics(self._state.snapshot(), guard=self._records.guards.first()).items()
-        }
+        self._waiting.tell(self._members, self._records)
+        numbers = metrics(self._state.snapshot(), guard=self._guards.first())
+        return {name: number(value) for name, value in numbers.items()}
 
     def diagnose(self) -> str:
         """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
         state = self._state.read()
-        self._steps.voice.was_read(self.policy, state)
-        answer = diagnose(self.policy, state, guard=self._records.guards.worst())
-        if self._steps.had_no_gradients:
+        self._watch.after_read(self, raises=False)
+        answer = diagnose(self.policy, state, guard=self._guards.worst())
+        if self._had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
             )
@@ -338,40 +619,20 @@ class GradScaler(TorchNames):
         scale takes other steps from then on. `SyncError`, too, for a rank that is not in `process_group`. Synchronises
         with the host.
         """
-        group = self._records.ranks.process_group
-        if group is not None:
-            require_member(group)
-        state = self._state.read()
-        guards = self._records.guards.saved(state) if group is None else {}  # ranks of a group have norms of their own
+        self._ranks.check_member()
+        state, group = self._state.read(), self._ranks.process_group
+        guards = self._guards.saved(state) if group is None else {}  # ranks of a group have norms of their own
         require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._replaced = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(GradScaler, name))
 
-    def _hooks(self) -> frozenset[str]:
-        """Return the methods among `HOOKS` that a subclass, or an assignment to this scaler, has replaced."""
-        if HOOKS.isdisjoint(self.__dict__):
-            return self._replaced
-        return self._replaced | (HOOKS & self.__dict__.keys())
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
-    ) -> dict[torch.device, Tensor]:
-        return Gradients.to_unscale([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        self._state.require_placed("_check_inf_per_device")
-        return check_again(self._records, optimizer)
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs) if self._records.may_step(optimizer_state) else None
+def require_optimizer(optimizer: Any, caller: str) -> None:
+    """Raise `TypeError` for what has no parameter groups."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
+            f"pass the torch.optim.Optimizer whose parameters it should work on"
+        )
 
 
-def _is_available(device: str) -> bool:
-    if device != "cuda" or torch.cuda.is_available() or not torch.cuda.amp.common.amp_definitely_not_available():
-        return True
-    warnings.warn(
-        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=3
-    )
-    return False
+def _as_flag(spiked: bool | Tensor, device: torch.device) -> Tensor:
+    return spiked.float() if isinstance(spiked, Tensor) else torch.full((), float(spiked), device=device)

@@ -1,325 +1,540 @@
-"""A scaler's state: on the host while flags arrive there, and in persistent tensors on its device."""
+"""The state of a scaler: host scalars while its flags are known on the host, tensors on the device from then on.
 
+`HostState` and `DeviceState` have the same methods. Both keep the loss scale and the growth tracker in two persistent
+tensors, which are made once and written in place: a recorded CUDA graph, and whoever keeps one of them, reads this
+memory.
+"""
+
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lossscale_core import BaseScaling, ScalingPolicy, step_info
+from lossscale_core import BaseScaling, DynamicScaling, ScaleState, ScalingPolicy, step_info
 from lossscale_core.errors import CallOrderError
-from lossscale_torch._gradients import moved
-from lossscale_torch._lookahead import Lookahead, info_of, plain
 from lossscale_torch._step_info import StepInfo
 
-_ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
-_NEW_SCALE = (
-    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
-)
+_HAS_CUDA = torch.backends.cuda.is_built()
+_LARGEST_COUNT = 2**31 - 1
+_WITH_UPDATE_KERNEL = ("cpu", "cuda", "mps", "xpu")
 
 
-class CapturedScale(NamedTuple):
-    """A loss scale: what multiplied a loss, and what its gradients are divided by."""
+class LossScale(NamedTuple):
+    """The factor that gradients are multiplied by."""
 
-    scale: Tensor
-    """float32, shape `()`: a copy that is not written to; from `ScalerState.present`, the persistent tensor itself."""
+    tensor: Tensor
+    """float32, shape `()`."""
     may_be_below_one: bool
-    """Whether it may be below 1, where unscaling can overflow; known without waiting for a device."""
-    known_inverse: Tensor | None = None
-    """The factor that unscales, where it was computed before."""
-
-    def inverse(self) -> Tensor:
-        """Return the factor that unscales: float32, shape `()`."""
-        return self.scale.reciprocal() if self.known_inverse is None else self.known_inverse
-
-    def moved_to(self, device: torch.device) -> "CapturedScale":
-        """Return the same on another device."""
-        if self.scale.device == device:
-            return self
-        return CapturedScale(moved(self.scale, device), self.may_be_below_one)
+    """Whether it may be below 1, where unscaling can overflow; known without a wait for the device."""
 
 
-class ScalerState:
-    """A policy, its state, and the tensors that hold it on a device.
+class Tensors(NamedTuple):
+    """The persistent tensors of a scaler, each of shape `()`."""
 
-    The tensors are made once, by `place`, and from then on written in place: a recorded CUDA graph and whoever keeps
-    one of them read and write this memory. While every flag is known on the host, the state is updated there, in
-    microseconds, and only the loss scale is written to its tensor. The first flag that only the device knows makes the
-    tensors the truth for good, and so does handing one of them out: a replayed graph, a collective or a kernel may then
-    change it without a trace.
+    loss_scale: Tensor
+    """float32."""
+    growth_tracker: Tensor
+    """int32."""
 
-    Updates that follow one another without `begin_step` count as one step whose flag is theirs combined, so that a
-    scale backs off once however many optimizers overflowed.
+
+class HostState:
+    """A state of host scalars; the persistent loss scale is written only when its value changes.
+
+    Others may write to tensors that were handed out. On a CPU the host sees that at once; on a device it reads them
+    where a step waits for its flag anyway.
     """
+
+    is_on_host = True
 
     def __init__(self, policy: ScalingPolicy, state: Any = None) -> None:
         self.policy = policy
-        self.is_on_host = True
-        """Whether reading the state costs no synchronisation."""
-        self.loss_scale: Tensor | None = None
-        """The persistent tensor that multiplies losses: float32, shape `()`; None until it is placed."""
-        self._host = policy.init_state() if state is None else state
-        self._placed: Any = None
-        self._uploaded: Any = None  # what the tensors hold while the host's scalars count
-        self._captured: CapturedScale | None = None  # a copy of the placed loss scale, while the host knows it
-        self._before: Any = None
-        self._finite: Any = None
+        self.tensors: Tensors | None = None
+        self._state = policy.init_state() if state is None else state
+        self._before: Any = None  # the state and the flag that further updates of the same step start from
+        self._finite = True
+        self._present: LossScale | None = None
+        self._is_handed_out = False
+        self._is_fresh = True  # whether the scalars are what the tensors hold
+        self._forget_ahead()
 
-    @property
-    def policy(self) -> ScalingPolicy:
-        """The policy, which may be replaced."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: ScalingPolicy) -> None:
-        self._policy = policy
-        self.limits_streaks = BaseScaling.of(policy).max_overflow_streak is not None
-        self._ahead = Lookahead(policy)
+    def with_policy(self, policy: ScalingPolicy) -> "HostState":
+        """Return the state under another policy."""
+        self.policy = policy
+        self._forget_ahead()
+        return self
 
     def place(self, device: torch.device | str) -> None:
-        """Make the persistent tensors, on `device`."""
-        self._host = self.read()
-        self.is_on_host = True
+        """Make the persistent tensors on `device`."""
         with torch.inference_mode(False):  # they outlive a validation loop that may be running
-            self._placed = _as_tensors(self._host, device)
-        self._uploaded, self._captured = self._host, None
-        self.loss_scale = self._placed.loss_scale
-
-    def require_placed(self, caller: str) -> Tensor:
-        """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
-        if self.loss_scale is None:
-            raise AssertionError(f"Attempted {caller} but _scale is None.  {_ADVICE}")
-        return self.loss_scale
-
-    def capture(self, is_recorded: bool) -> CapturedScale:
-        """Return a copy of the loss scale, for backward to keep and for unscaling; the tensor itself may change.
-
-        While the state is on the host, one copy serves until the loss scale changes. A recorded call copies anew at
-        each replay.
-        """
-        if is_recorded or not self.is_on_host:
-            return self.present()._replace(scale=self._placed.loss_scale.clone())
-        if self._captured is None:
-            with torch.inference_mode(False):  # the copy outlives a validation loop that may be running
-                copy = self._placed.loss_scale.clone()
-                self._captured = CapturedScale(copy, self.may_be_below_one(), copy.reciprocal())
-        return self._captured
-
-    def present(self) -> CapturedScale:
-        """Return the loss scale as its persistent tensor holds it, at each replay of a graph that records its use."""
-        return CapturedScale(self._placed.loss_scale, self.may_be_below_one())
+            scale = torch.full((), self._state.loss_scale.item(), dtype=torch.float32, device=device)
+            tracker = torch.full((), self._state.growth_tracker.item(), dtype=torch.int32, device=device)
+        self.tensors, self._present = Tensors(scale, tracker), None
 
     def replace_loss_scale(self, tensor: Tensor | None) -> None:
-        """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets all tensors."""
+        """Take `tensor`, float32 with one element, for the persistent loss scale; None forgets both tensors."""
         if tensor is None:
-            self._host, self.is_on_host = self.read(), True
-            self._placed = self.loss_scale = None
+            self.tensors = None
             return
-        if self._placed is None or self._placed.loss_scale.device != tensor.device:
+        if self.tensors is None or self.tensors.loss_scale.device != tensor.device:
             self.place(tensor.device)
         self.hand_out()
-        self.loss_scale = tensor.detach().float().reshape(())
-        self._placed = self._placed._replace(loss_scale=self.loss_scale)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-        return self._placed.loss_scale.device
-
-    @property
-    def growth_tracker(self) -> Tensor | None:
-        """The persistent tensor of the growth tracker: int32, shape `()`; None until it is placed."""
-        return None if self._placed is None else self._placed.growth_tracker
+        tracker = self.tensors.growth_tracker  # type: ignore[union-attr]  # it was placed
+        self.tensors = Tensors(tensor.detach().float().reshape(()), tracker)
 
     def hand_out(self) -> None:
-        """Make the tensors the truth, and bring them up to date: other code may write to them from now on."""
-        if not self.is_on_host or self._placed is None:
-            return
-        for name in self._host._fields:
-            self._upload(name)
-        self.is_on_host = False
-        if self._before is not None:
-            self._before = _as_tensors(self._before, self._placed.loss_scale.device)
+        """Bring both tensors up to date: other code may read and write them from now on."""
+        if self.tensors is not None:
+            if not self._is_handed_out:
+                write(self.tensors.growth_tracker, self._state.growth_tracker.item())
+            self._is_handed_out, self._is_fresh, self._present = True, False, None
 
-    def begin_step(self) -> None:
-        """Say that the next update belongs to another step than the last."""
-        self._before = self._finite = None
+    def refresh(self) -> None:
+        """Read what others may have written to the tensors; waits for a device where these were handed out."""
+        if self._is_handed_out and self.tensors is not None:
+            scale, tracker = self.tensors.loss_scale.item(), self.tensors.growth_tracker.item()
+            if scale != self._state.loss_scale or tracker != self._state.growth_tracker:
+                self._state = self._replaced(loss_scale=scale, growth_tracker=tracker)
+            self._is_fresh = True
 
-    def is_mid_step(self) -> bool:
-        """Return whether the next update belongs to the same step as the last."""
-        return self._before is not None
+    def is_known(self) -> bool:
+        """Return whether the scalars are right, having read tensors that the host can read without a wait."""
+        if not self._is_fresh and self.tensors is not None and is_readable(self.tensors.loss_scale):
+            self.refresh()
+        return self._is_fresh or self.tensors is None
 
-    def update(self, grads_finite: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
-        """Update by a Python bool, or by a bool tensor of shape `()`; return what happened. Does not synchronise.
+    def present(self) -> LossScale:
+        """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
+        if self._present is None:
+            self._present = _present(self.tensors, self.policy)  # type: ignore[arg-type]  # it was placed
+        present = self._present
+        if self._is_handed_out:  # the next call asks again
+            self._present = None
+        return present
 
-        Where `spiked` and no gradient overflowed, the state stays as it is.
-        """
-        if isinstance(grads_finite, Tensor) or not self.is_on_host:
-            return self._update_on_device(grads_finite, spiked)
-        if spiked and grads_finite:
+    def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
+        """Update by what the host knows of a step, and return what happened. Does not synchronise."""
+        if spiked and not overflowed:
             return self.stay()._replace(applied=False, spiked=True)
-        if self._before is None:
-            before, finite = self._host, grads_finite
+        before, finite = self._state, not overflowed
+        if self._before is not None:
+            before, finite = self._before, self._finite and finite
+        if finite and before is self._state:
+            after, info = self._after_finite()
         else:
-            before, finite = self._before, self._finite and grads_finite
-        if finite and before is self._host:
-            after, info = self._ahead.after_finite(before)
-        else:
-            after = self._policy.update(before, finite)
-            info = info_of(before, after, finite)
+            after = self.policy.update(before, finite)
+            info = _info(before, after, finite)
+            self._forget_ahead()
         self._before, self._finite = before, finite
-        self._set_host(after)
+        self._set(after)
         return info
 
+    def begin_step(self) -> None:
+        """Note that the next update belongs to another step than the last one."""
+        self._before = None
+
+    def stay(self) -> StepInfo:
+        """Return the outcome of a step that changes no counter. Does not synchronise."""
+        scale = number(self._state.loss_scale)
+        return StepInfo(True, scale, scale, number(self._state.overflow_streak), False)
+
+    def update_to(self, new_scale: float | Tensor, overflowed: bool) -> StepInfo:
+        """Set the loss scale instead of updating it, and return what happened. Waits for a tensor's device."""
+        before = number(self._state.loss_scale)
+        self.set(loss_scale=within_bounds(float(new_scale), self.policy))
+        streak = number(self._state.overflow_streak)
+        return StepInfo(not overflowed, before, number(self._state.loss_scale), streak, overflowed)
+
+    def set(self, **fields: float) -> None:
+        """Set fields of the state to plain numbers."""
+        self._set(self._replaced(**fields))
+
     def read(self) -> Any:
-        """Return the state as host scalars; waits for the device while its tensors are the truth."""
-        if self.is_on_host:
-            return self._host
-        start = self.policy.init_state()
-        return start._make(type(first)(value.item()) for first, value in zip(start, self._placed, strict=True))
+        """Return the state as host scalars; waits for a device whose tensors were handed out."""
+        self.refresh()
+        return self._state
 
     def peek(self) -> Any:
         """Return the state as host scalars where that waits for no device, else None."""
-        if self.is_on_host:
-            return self._host
-        # A tensor of a subclass, such as a fake one, may have no values.
-        if not all(type(each) is Tensor and each.is_cpu for each in self._placed):
-            return None
-        start = self.policy.init_state()
-        pairs = zip(start, self._placed, strict=True)
-        return start._make(type(first)(value.detach().numpy()) for first, value in pairs)
-
-    def read_loss_scale(self) -> float:
-        """Return the loss scale; waits for the device while its tensors are the truth."""
-        return float(self._host.loss_scale if self.is_on_host else self._placed.loss_scale)
+        return self._state if self.is_known() else None
 
     def snapshot(self) -> Any:
-        """Return the state where it is: host scalars, or copies of the tensors. Does not synchronise."""
-        return self._host if self.is_on_host else self._placed._make(each.clone() for each in self._placed)
+        """Return the state where it is: host scalars. Does not synchronise."""
+        self.is_known()
+        return self._state
 
-    def set(self, **fields: Any) -> None:
-        """Set fields of the state to plain numbers, in place where they are tensors."""
-        self.begin_step()
-        if self.is_on_host:
-            types = {name: type(getattr(self._host, name)) for name in fields}
-            self._set_host(self._host._replace(**{name: types[name](value) for name, value in fields.items()}))
-        else:
-            for name, value in fields.items():
-                getattr(self._placed, name).fill_(value)
+    def restore(self, policy: ScalingPolicy, state: Any) -> "HostState":
+        """Return the state under `policy` set to `state`, host scalars; the tensors stay, and are written in place."""
+        self._before = None
+        self._set(state)
+        return self.with_policy(policy)
 
-    def update_to(self, new_scale: Any, grads_finite: bool | Tensor, device_type: str) -> StepInfo:
-        """Set the loss scale instead of updating it; raise torch's error for what is not a scale."""
-        _require_scale(new_scale, device_type)
-        before = self.snapshot()
-        if isinstance(new_scale, Tensor):
-            self.begin_step()
-            self.hand_out()
-            low, high = scale_bounds(self.policy)
-            self._placed.loss_scale.copy_(new_scale.detach().reshape(()).float().clamp(low, high))
-        else:
-            self.set(loss_scale=within_bounds(new_scale, self.policy))
-        after = self.snapshot()
-        overflowed = ~grads_finite if isinstance(grads_finite, Tensor) else not grads_finite
-        scales = plain(before.loss_scale), plain(after.loss_scale)
-        return StepInfo(grads_finite, *scales, plain(after.overflow_streak), overflowed)
+    def on_device(self, has_spikes: bool) -> "DeviceState":
+        """Return the state in tensors on the device; a graph that is being recorded does not record the copies."""
+        tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
+        if not self._is_handed_out:
+            write(tensors.growth_tracker, self._state.growth_tracker.item())
+        in_order = self._is_fresh and self._before is None and not has_spikes
+        if in_order and suits_kernel(self.policy, self._state, tensors.loss_scale.device):
+            return KernelState(self.policy, tensors, self._state)
+        state = DeviceState(self.policy, tensors, self._state)
+        if self._before is not None:
+            state.continue_from(self._before, self._finite)
+        return state
 
-    def stay(self) -> StepInfo:
-        """Return the outcome of a step that counts for nothing. Does not synchronise."""
-        now = self.snapshot()
-        return StepInfo(*map(plain, step_info(now, now)))
+    def _after_finite(self) -> tuple[Any, StepInfo]:
+        """Return the state after a finite step, and what happened.
 
-    def restore(self, policy: ScalingPolicy, state: Any) -> None:
-        """Go on under `policy` from `state`, host scalars; tensors that are placed stay and are written in place."""
-        on_host, device = self.is_on_host, None if self._placed is None else self._placed.loss_scale.device
-        if device is not None and self._placed._fields != state._fields:
-            kept = {"loss_scale": self._placed.loss_scale, "growth_tracker": self._placed.growth_tracker}
-            self._placed, self._uploaded = _as_tensors(state, device)._replace(**kept), state
-        self.policy, self.is_on_host = policy, True
-        self.begin_step()
-        self._host = state
-        if device is not None:
-            for name in state._fields:
-                getattr(self._placed, name).fill_(getattr(state, name).item())
-            self._uploaded, self._captured = state, None
-        self.is_on_host = on_host
+        A policy is pure, so that its next updates can be computed many at a time: NumPy's scalars then take a third of
+        the time that they take between the kernels of a training step.
+        """
+        if not self._ahead:
+            state = self._state
+            for _ in range(self._count):
+                before, state = state, self.policy.update(state, True)
+                self._ahead.append((state, _info(before, state, True)))
+            self._ahead.reverse()
+            # A policy of a user's own may be changed between two steps, or raise at one.
+            self._count = min(2 * self._count, 64) if type(self.policy).__module__ == "lossscale_core" else 1
+        return self._ahead.pop()
 
-    def may_be_below_one(self) -> bool:
-        """Return whether the loss scale may be below 1, where unscaling can overflow. Waits for no device."""
-        if self.is_on_host:
-            return bool(self._host.loss_scale < 1.0)
-        if self._placed.loss_scale.is_cpu:
-            return bool(self._placed.loss_scale.detach().numpy() < 1.0)  # the host reads its own memory
-        return BaseScaling.of(self.policy).min_scale < 1.0
+    def _forget_ahead(self) -> None:
+        self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
+        self._count = 1  # how many to compute next: few after some were thrown away
 
-    def _set_host(self, state: Any) -> None:
-        self._host = state
-        # A scale that has not changed is the same object, which is asked first: NumPy's scalars are slow to compare.
-        if self._placed is not None and state.loss_scale is not self._uploaded.loss_scale:
-            self._upload("loss_scale")
+    def _replaced(self, **fields: float) -> Any:
+        self._before = None
+        self._forget_ahead()
+        types = {name: type(getattr(self._state, name)) for name in fields}
+        return self._state._replace(**{name: types[name](value) for name, value in fields.items()})
 
-    def _upload(self, name: str) -> None:
-        """Write a field of the host's state to its tensor, unless it holds that value already."""
-        value = getattr(self._host, name)
-        if value == getattr(self._uploaded, name):
+    def _set(self, state: Any) -> None:
+        before, self._state = self._state, state
+        if self.tensors is None:
             return
-        target = getattr(self._placed, name)
-        if target.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise CallOrderError(
-                f"the {name} of the scaler is still on the host, and a graph that is being captured would write it "
-                "anew at each replay; take one step with this optimizer before capturing one"
-            )
-        target.fill_(value.item())
-        self._captured = None
-        self._uploaded = self._uploaded._replace(**{name: value})
+        # A scale that has not changed is the same object, which is asked first: NumPy's scalars are slow to compare.
+        if state.loss_scale is not before.loss_scale and state.loss_scale != before.loss_scale:
+            write(self.tensors.loss_scale, state.loss_scale.item())
+            self._present = None
+        if self._is_handed_out:
+            write(self.tensors.growth_tracker, state.growth_tracker.item())
+            self._is_fresh = False
 
-    def _update_on_device(self, grads_finite: bool | Tensor, spiked: bool | Tensor) -> StepInfo:
-        self.hand_out()
-        device = self._placed.loss_scale.device
-        if isinstance(grads_finite, bool):
-            grads_finite = torch.full((), grads_finite, device=device)
-        before, finite = self._before, grads_finite
-        if before is None:
-            before = self.snapshot()
-        else:
-            finite = finite & self._finite
+
+class DeviceState:
+    """A state of tensors, which `policy.update` computes anew and which are written in place."""
+
+    is_on_host = False
+
+    def __init__(self, policy: ScalingPolicy, tensors: Tensors, state: Any) -> None:
+        self.policy, self.tensors = policy, tensors
+        self._before: Any = None
+        self._finite: Any = None
+        self._keep(state)
+
+    def with_policy(self, policy: ScalingPolicy) -> "DeviceState":
+        """Return the state under another policy."""
+        self.policy = policy
+        return self
+
+    def continue_from(self, before: Any, finite: bool) -> None:
+        """Count the next update as one of the same step as the last, which began with `before`, host scalars."""
+        device = self.tensors.loss_scale.device
+        self._before, self._finite = as_tensors(before, device), torch.full((), finite, device=device)
+
+    def replace_loss_scale(self, tensor: Tensor | None) -> None:
+        """Write the value of `tensor`, float32 with one element, to the persistent loss scale."""
+        if tensor is not None:
+            self.tensors.loss_scale.copy_(tensor.detach().reshape(()))
+
+    def hand_out(self) -> None:
+        """Do nothing: the tensors are up to date."""
+
+    def refresh(self) -> None:
+        """Do nothing: the tensors are what counts."""
+
+    def is_known(self) -> bool:
+        """Return False: the host does not know the state."""
+        return False
+
+    def present(self) -> LossScale:
+        """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
+        return _present(self.tensors, self.policy)
+
+    def update(self, overflowed: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
+        """Update by flags: bools, or tensors of shape `()` that hold 0.0 or 1.0; return what happened.
+
+        Does not synchronise.
+        """
+        device = self.tensors.loss_scale.device
+        before, finite = self.snapshot(), _as_flag(overflowed, device) == 0.0
+        if self._before is not None:
+            before, finite = self._before, finite & self._finite
         after = self.policy.update(before, finite, xp=torch)
         if spiked is not False:
-            spiked = torch.as_tensor(spiked, device=device) & grads_finite
-            after = after._make(torch.where(spiked, *pair) for pair in zip(self._placed, after, strict=True))
-        torch._foreach_copy_(list(self._placed), list(after))
+            spiked = (_as_flag(spiked, device) != 0.0) & finite
+            after = after._make(torch.where(spiked, *pair) for pair in zip(self._live(), after, strict=True))
+        self._write(after)
         self._before, self._finite = before, finite
         return StepInfo(*step_info(before, after, spiked=spiked))
 
+    def begin_step(self) -> None:
+        """Note that the next update belongs to another step than the last one."""
+        self._before = self._finite = None
 
-def _as_tensors(state: Any, device: torch.device | str) -> Any:
-    dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
-    pairs = zip(state, dtypes, strict=True)
-    return state._make(torch.full((), value.item(), dtype=dtype, device=device) for value, dtype in pairs)
+    def stay(self) -> StepInfo:
+        """Return the outcome of a step that changes no counter. Does not synchronise."""
+        now = self.snapshot()
+        return StepInfo(*step_info(now, now))
+
+    def update_to(self, new_scale: float | Tensor, overflowed: bool | Tensor) -> StepInfo:
+        """Set the loss scale instead of updating it, and return what happened. Does not synchronise."""
+        before, scale = self.snapshot(), self.tensors.loss_scale
+        if isinstance(new_scale, Tensor):
+            scale.copy_(new_scale.detach().reshape(()).float().clamp(*scale_bounds(self.policy)))
+        else:
+            scale.fill_(within_bounds(new_scale, self.policy))
+        self.begin_step()
+        overflow = _as_flag(overflowed, scale.device) != 0.0
+        return StepInfo(~overflow, before.loss_scale, scale.clone(), before.overflow_streak, overflow)
+
+    def set(self, **fields: float) -> None:
+        """Set fields of the state to plain numbers, in place."""
+        self.begin_step()
+        self._write(self._live()._replace(**fields))
+
+    def read(self) -> Any:
+        """Return the state as host scalars; waits for the device."""
+        start = self.policy.init_state()
+        return start._make(type(first)(value.item()) for first, value in zip(start, self._live(), strict=True))
+
+    def peek(self) -> Any:
+        """Return the state as host scalars where that waits for no device, else None."""
+        if not all(map(is_readable, self.tensors)):
+            return None
+        with _disable_current_modes():  # which would count, or record, a read of the host's own memory
+            return self.read()
+
+    def snapshot(self) -> Any:
+        """Return the state where it is: copies of the tensors. Does not synchronise."""
+        live = self._live()
+        return live._make(each.clone() for each in live)
+
+    def restore(self, policy: ScalingPolicy, state: Any) -> "DeviceState":
+        """Return the state under `policy` set to `state`, host scalars; the tensors stay, and are written in place."""
+        self.policy = policy
+        self.begin_step()
+        if state._fields != self._live()._fields:
+            self._keep(state)
+        self._write(state)
+        return self
+
+    def on_device(self, has_spikes: bool) -> "DeviceState":
+        """Return itself."""
+        return self
+
+    def _keep(self, state: Any) -> None:
+        """Make the tensors besides the persistent ones, and set them to `state`, host scalars."""
+        self._placed = as_tensors(state, self.tensors.loss_scale.device)._replace(**self.tensors._asdict())
+
+    def _live(self) -> Any:
+        """Return the state as tensors, which may be the persistent ones."""
+        return self._placed
+
+    def _write(self, state: Any) -> None:
+        """Write a state, of tensors or numbers, in place."""
+        for target, value in zip(self._placed, state, strict=True):
+            if isinstance(value, Tensor):
+                target.copy_(value)
+            else:
+                write(target, number(value))
 
 
-def _require_scale(new_scale: Any, device_type: str) -> None:
-    """Raise torch's error for what is not a loss scale, with what was given and the rule after torch's sentence."""
-    if isinstance(new_scale, Tensor):
-        is_scale = new_scale.device.type == device_type and new_scale.numel() == 1 and not new_scale.requires_grad
-    else:
-        is_scale = not isinstance(new_scale, bool) and isinstance(new_scale, int | float) and new_scale > 0
-    if is_scale:
-        return
-    given = repr(new_scale)
-    if isinstance(new_scale, Tensor):
-        needs = "with" if new_scale.requires_grad else "without"
-        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
-    raise AssertionError(
-        f"{_NEW_SCALE} It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+class KernelState(DeviceState):
+    """A state under the dynamic rule without hysteresis and cooldown, which torch's own kernel updates.
+
+    Where `suits_kernel` holds, `torch._amp_update_scale_` and a clamp move scale and tracker as `DynamicScaling` does,
+    bit for bit. A scale that others write beyond the policy's bounds is brought within them by the next update.
+    """
+
+    policy: DynamicScaling
+
+    def with_policy(self, policy: ScalingPolicy) -> DeviceState:
+        """Return the state under another policy; waits for the device."""
+        return self.restore(policy, self.read())
+
+    def update(self, overflowed: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
+        """Update by a flag as `DeviceState.update` does, in ten calls of torch, or in eight that are recorded."""
+        scale, tracker, rule = *self.tensors, self.policy
+        flag = _as_flag(overflowed, scale.device)
+        if self._before is not None:
+            return self._continue_step(flag != 0.0)
+        used, streak_before = scale.clone(), self._streak.clone()
+        # The kernel would multiply in float64 by factors that are not rounded.
+        growth_factor, backoff_factor = float(np.float32(rule.growth_factor)), float(np.float32(rule.backoff_factor))
+        torch._amp_update_scale_(scale, tracker, flag, growth_factor, backoff_factor, rule.growth_interval)
+        scale.clamp_(rule.min_scale, rule.max_scale)
+        flags = flag.eq(self._one_and_zero)
+        self._counts.add_(flags)
+        overflow, applied = flags.unbind()
+        torch.addcmul(overflow, self._streak, overflow, out=self._streak)  # (streak + 1) × overflow
+        if not (rule.refill_on_finite or rule.refill_on_backoff):  # growth restores the tolerance, overflows use it up
+            self._tolerance.bitwise_or_(tracker == 0).mul_(applied)
+        if is_being_recorded():  # each replay writes its own results to the tensors
+            return StepInfo(applied, used, scale, self._streak, overflow)
+        self._before = used, streak_before, applied
+        return StepInfo(applied, used, scale.clone(), self._streak.clone(), overflow)
+
+    def restore(self, policy: ScalingPolicy, state: Any) -> DeviceState:
+        """Return the state under `policy` set to `state`, which may need another class."""
+        if not suits_kernel(policy, state, self.tensors.loss_scale.device):
+            return DeviceState(policy, self.tensors, state).restore(policy, state)
+        return super().restore(policy, state)
+
+    def _continue_step(self, overflow: Tensor) -> StepInfo:
+        """Update once more in the same step: an overflow after a finite update makes the whole step an overflow."""
+        used, streak, was_applied = self._before
+        is_new, now = overflow & was_applied, self._live()
+        # An overflow keeps nothing of the fields that this leaves as the finite update has made them.
+        before = now._replace(loss_scale=used, steps=now.steps - 1, overflow_streak=streak.to(torch.int32))
+        after = self.policy.update(before, ~is_new, xp=torch)
+        self._write(now._make(torch.where(is_new, *pair) for pair in zip(after, now, strict=True)))
+        applied, now = was_applied & ~overflow, self.snapshot()
+        self._before = used, streak, applied
+        return StepInfo(applied, used, now.loss_scale, now.overflow_streak, ~applied)
+
+    def _keep(self, state: Any) -> None:
+        device = self.tensors.loss_scale.device
+        skipped, applied = int(state.skipped_steps), int(state.steps) - int(state.skipped_steps)
+        with unrecorded(device):
+            self._one_and_zero = torch.tensor([1.0, 0.0]).to(device)
+            self._counts = torch.tensor([skipped, applied]).to(device)
+            self._streak = torch.tensor(int(state.overflow_streak)).to(device)
+            self._tolerance = torch.tensor(int(state.hysteresis_tracker), dtype=torch.int32).to(device)
+
+    def _live(self) -> Any:
+        skipped, applied = self._counts.unbind()
+        steps, skipped, streak = (
+            each.clamp(max=_LARGEST_COUNT).to(torch.int32) for each in (skipped + applied, skipped, self._streak)
+        )
+        tolerance = self._tolerance
+        if self.policy.refill_on_backoff:
+            tolerance = torch.ones_like(tolerance)
+        elif self.policy.refill_on_finite:
+            tolerance = (streak == 0).to(torch.int32)
+        return ScaleState(*self.tensors, tolerance, steps, skipped, streak)
+
+    def _write(self, state: Any) -> None:
+        applied = state.steps - state.skipped_steps
+        targets = (*self.tensors, self._tolerance, *self._counts.unbind(), self._streak)
+        for target, value in zip(
+            targets, (*state[:3], state.skipped_steps, applied, state.overflow_streak), strict=True
+        ):
+            if isinstance(value, Tensor):
+                target.copy_(value)
+            else:
+                write(target, number(value))
+
+
+def suits_kernel(policy: ScalingPolicy, state: Any, device: torch.device) -> bool:
+    """Return whether torch's kernel and a clamp do exactly what `policy` does from `state` on, host scalars."""
+    if type(policy) is not DynamicScaling or device.type not in _WITH_UPDATE_KERNEL:
+        return False
+    tolerance = 1 if policy.refill_on_backoff or not state.overflow_streak else 0
+    is_free = not (policy.refill_on_finite or policy.refill_on_backoff)
+    return bool(
+        (policy.hysteresis, policy.cooldown) == (1, 0)
+        and policy.max_scale * policy.growth_factor <= np.finfo(np.float32).max
+        and policy.min_scale <= state.loss_scale <= policy.max_scale
+        and 0 <= state.growth_tracker < policy.growth_interval  # the kernel compares with ==
+        and (state.hysteresis_tracker == tolerance or (is_free and state.hysteresis_tracker == 0))
+        and max(state.steps, state.overflow_streak) < _LARGEST_COUNT // 2  # far from where int32 is full
     )
 
 
-def within_bounds(scale: float, policy: Any) -> float:
+def is_being_recorded() -> bool:
+    """Return whether what runs now may run again without any Python: in a CUDA graph, or under a dispatch mode."""
+    if _len_torch_dispatch_stack() > 0:
+        return True
+    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor without a wait; one of a subclass may have no values."""
+    return type(tensor) is Tensor and tensor.is_cpu
+
+
+@contextlib.contextmanager
+def unrecorded(device: torch.device) -> Iterator[None]:
+    """Run outside of what is being recorded, which would make or write the same again at each replay.
+
+    Raises `CallOrderError` while CUDA captures, which cannot leave anything out.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CallOrderError(
+            "the state of the scaler is still on the host, and a graph that is being captured would write it again at "
+            "each replay; take one step with this optimizer before capturing one"
+        )
+    # What is made outlives a validation loop that may be running.
+    with torch.inference_mode(False), _disable_current_modes():
+        yield
+
+
+def write(tensor: Tensor, value: float) -> None:
+    """Write a number in place, outside of what is being recorded."""
+    if _len_torch_dispatch_stack() == 0 and not tensor.is_cuda:
+        tensor.fill_(value)
+        return
+    with unrecorded(tensor.device):
+        tensor.fill_(value)
+
+
+def as_tensors(state: Any, device: torch.device) -> Any:
+    """Return a state of host scalars in new tensors of shape `()`, float32 or int32."""
+    dtypes = [torch.float32 if "float" in value.dtype.name else torch.int32 for value in state]
+    with unrecorded(device):
+        return state._make(
+            torch.tensor(value.item(), dtype=dtype).to(device) for value, dtype in zip(state, dtypes, strict=True)
+        )
+
+
+def number(value: Any) -> Any:
+    """Return a host scalar as the plain Python number that it is; a tensor stays on its device."""
+    return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
+
+
+def within_bounds(scale: float, policy: ScalingPolicy) -> float:
     """Return `scale` brought within the policy's bounds, if it has any."""
     low, high = scale_bounds(policy)
     return min(max(float(scale), low), high)
 
 
-def scale_bounds(policy: Any) -> tuple[float, float]:
+def scale_bounds(policy: ScalingPolicy) -> tuple[float, float]:
     """Return the least and the largest loss scale that may be set under a policy."""
     members = BaseScaling.of(policy)
     return members.min_scale, members.max_scale
+
+
+def _present(tensors: Tensors, policy: ScalingPolicy) -> LossScale:
+    scale = tensors.loss_scale
+    if is_readable(scale):
+        return LossScale(scale, bool(scale.detach().numpy() < 1.0))  # without an operation that may be recorded
+    return LossScale(scale, BaseScaling.of(policy).min_scale < 1.0)
+
+
+def _info(before: Any, after: Any, finite: bool) -> StepInfo:
+    """Return what a step did, from the states before and after it, host scalars."""
+    scale = number(before.loss_scale)
+    is_same = after.loss_scale is before.loss_scale
+    return StepInfo(
+        finite, scale, scale if is_same else number(after.loss_scale), number(after.overflow_streak), not finite
+    )
+
+
+def _as_flag(flag: bool | Tensor, device: torch.device) -> Tensor:
+    return flag if isinstance(flag, Tensor) else torch.full((), float(flag), device=device)
+

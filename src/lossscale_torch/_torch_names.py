@@ -2,6 +2,8 @@
 
 import dataclasses
 import warnings
+from collections import defaultdict
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,19 +13,18 @@ from lossscale_core import BaseScaling, ScalingPolicy, state_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
-from lossscale_torch._join import JoinedScaler
-from lossscale_torch._records import OptimizerRecords
-from lossscale_torch._state import ScalerState, within_bounds
-from lossscale_torch._steps import Steps
+from lossscale_torch._guard import Guards
+from lossscale_torch._members import Member, Record
+from lossscale_torch._ranks import JoinedScaler, Ranks, check_join
+from lossscale_torch._state import HostState, number, within_bounds
+from lossscale_torch._waiting import Waiting
+from lossscale_torch._watch import Watch
 
-_UNPROTECTED = (
-    "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "
-    "this one"
-)
+_ADVICE = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
 class TorchNames(torch.amp.GradScaler):
-    """torch's names over a `ScalerState` and its `OptimizerRecords`; a setter replaces the policy.
+    """torch's names over the state and the records of a scaler; a setter replaces the policy.
 
     torch's own constructor is not called: its attributes are properties here, and it would disable a scaler for devices
     that only torch's kernels lack.
@@ -33,9 +34,15 @@ class TorchNames(torch.amp.GradScaler):
     # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/plugins/precision/amp.py#L44
     _device: str
     _enabled: bool
-    _state: ScalerState
-    _records: OptimizerRecords
-    _steps: Steps
+    _state: Any
+    _members: dict[int, Member]
+    _records: Any
+    _flags_are_shared: bool
+    _waiting: Waiting
+    _ranks: Ranks
+    _guards: Guards
+    _watch: Watch
+    _has_begun: bool
     _follows_checkpoint: bool
     _begun_with: tuple[float, int]
     _interval_as_given: Any = None
@@ -53,8 +60,9 @@ class TorchNames(torch.amp.GradScaler):
         """Return the loss scale of the next step as a Python float (1.0 when disabled). Synchronises if on a device."""
         if not self._enabled:
             return 1.0
-        scale = self._state.read_loss_scale()
-        self._steps.voice.waited(self._state)
+        self._tell()
+        scale = float(self._state.read().loss_scale)
+        self._watch.after_read(self, raises=True)
         return scale
 
     def get_growth_factor(self) -> float:
@@ -95,8 +103,9 @@ class TorchNames(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
+        self._tell()
         state = self._state.read()
-        self._steps.voice.was_read(self.policy, state)
+        self._watch.after_read(self, raises=False)
         return {
             "scale": float(state.loss_scale),
             "growth_factor": self.get_growth_factor(),
@@ -104,7 +113,7 @@ class TorchNames(torch.amp.GradScaler):
             "growth_interval": self.get_growth_interval(),
             "_growth_tracker": int(state.growth_tracker),
             **state_to_dict(state, self.policy),
-            **self._records.guards.saved(state),
+            **self._guards.saved(state),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,50 +135,66 @@ class TorchNames(torch.amp.GradScaler):
         if self._follows_checkpoint:
             policy = _checkpoint.saved_policy(saved, policy)
         state = _checkpoint.saved_state(saved, policy)
-        self._records.guards.restore(saved)
-        self._state.restore(policy, state)
+        self._guards.restore(saved)
+        self._waiting.scale_changes(number(self._state.snapshot().loss_scale))
+        self._state = self._state.restore(policy, state)
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
-        self._begun_with = (self._state.read_loss_scale(), self._get_growth_tracker())
-        self._steps.has_begun = True
+        self._begun_with = (float(state.loss_scale), int(state.growth_tracker))
+        self._has_begun = True
 
     def join_hook(self, **kwargs: Any) -> JoinedScaler:
         """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
 
-        A rank without inputs answers the others where they combine flags over `process_group`; then each forward pass
-        of the model needs exactly one `update`. At the end every rank goes on from the state of the last that had some.
+        At the end every rank continues from the state of the last that had some. `Join` raises `CallOrderError` for a
+        scaler with `process_group`, and for one that comes first.
         """
-        ranks = self._records.ranks
-        ranks.joined = JoinedScaler(self, ranks)
-        return ranks.joined
+        return JoinedScaler(self)
 
     @property
     def join_device(self) -> torch.device:
         """The device of the loss scale, for `Join`."""
-        return torch.device(self._device) if self._state.loss_scale is None else self._state.device
+        tensors = self._state.tensors
+        return torch.device(self._device) if tensors is None else tensors.loss_scale.device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group whose ranks decide alike, for `Join`; all ranks where none was given."""
-        group = self._records.ranks.process_group
-        return torch.distributed.group.WORLD if group is None else group
+        """The process group of all ranks, for `Join`."""
+        return torch.distributed.group.WORLD
+
+    @property
+    def _join_config(self) -> Any:
+        return self._joined
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        check_join(config, self._ranks.process_group)
+        self._joined = config
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._records.by_id:
+        if self._records:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        steps = self._steps.copied()
-        if self._steps.protection is not None:
-            warnings.warn(_UNPROTECTED, stacklevel=2)
-        return {**self.__dict__, "_state": steps.state, "_records": steps.records, "_steps": steps}
+        members: dict[int, Member] = {}
+        return {
+            **self.__dict__,
+            "_state": HostState(self.policy, self._state.read()),
+            "_members": members,
+            "_records": defaultdict(Record.fresh),
+            "_waiting": Waiting(),
+            "_ranks": Ranks(),
+            "_guards": self._guards.copied(members),
+            "_watch": deepcopy(self._watch),
+            "_observers": deepcopy(self._observers),  # type: ignore[attr-defined]
+        }
 
     def __copy__(self) -> "TorchNames":
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
-        other._records.ranks.process_group = self._records.ranks.process_group  # a group is shared, not copied
+        other._ranks.process_group = self._ranks.process_group  # a group is shared, not copied
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchNames":
@@ -178,12 +203,22 @@ class TorchNames(torch.amp.GradScaler):
     def _change_policy(self, **settings: Any) -> None:
         if not settings.keys() <= BaseScaling.of(self.policy).settings().keys():
             raise PolicyError(f"{self.policy!r} has no {next(iter(settings))}; make the scaler with another policy")
-        self._state.policy = dataclasses.replace(self.policy, **settings)  # type: ignore[type-var]  # it has settings
+        policy = dataclasses.replace(self.policy, **settings)  # type: ignore[type-var]  # it has settings
+        self._state = self._state.with_policy(policy)
+
+    def _tell(self, for_good: bool = False) -> None:
+        """Note the gradients that wait, before somebody is told the loss scale and can make others with it."""
+        self._waiting.tell(self._members, self._records, for_good)
+
+    def _require_placed(self, caller: str) -> Tensor:
+        """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
+        if self._state.tensors is None:
+            raise AssertionError(f"Attempted {caller} but _scale is None.  {_ADVICE}")
+        scale: Tensor = self._state.tensors.loss_scale
+        return scale
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale = self._state.require_placed(funcname)
-        self._state.hand_out()
-        return scale, self._state.growth_tracker  # type: ignore[return-value]
+        return self._require_placed(funcname), self._growth_tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._begun_with = (self._init_scale, self._init_growth_tracker)
@@ -191,17 +226,20 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
+        self._tell(for_good=True)
         self._state.hand_out()
-        return self._state.loss_scale
+        return None if self._state.tensors is None else self._state.tensors.loss_scale
 
     @_scale.setter
     def _scale(self, value: Tensor | None) -> None:
+        if value is None and not self._state.is_on_host:
+            self._state = HostState(self.policy, self._state.read())
         self._state.replace_loss_scale(value)
 
     @property
     def _growth_tracker(self) -> Any:
         self._state.hand_out()
-        return self._state.growth_tracker
+        return None if self._state.tensors is None else self._state.tensors.growth_tracker
 
     @_growth_tracker.setter
     def _growth_tracker(self, value: Any) -> None:
@@ -217,11 +255,11 @@ class TorchNames(torch.amp.GradScaler):
     @property
     def _init_scale(self) -> float:
         """The loss scale that `scale` begins with; afterwards, the one that it began with."""
-        return self._begun_with[0] if self._state.loss_scale is not None else self._state.read_loss_scale()
+        return self._begun_with[0] if self._state.tensors is not None else float(self._state.read().loss_scale)
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        if self._state.loss_scale is None:
+        if self._state.tensors is None:
             self._state.set(loss_scale=within_bounds(value, self.policy))
         else:
             self._begun_with = (value, self._begun_with[1])
@@ -229,29 +267,50 @@ class TorchNames(torch.amp.GradScaler):
     @property
     def _init_growth_tracker(self) -> int:
         """The growth tracker that `scale` begins with; afterwards, the one that it began with."""
-        return self._begun_with[1] if self._state.loss_scale is not None else self._get_growth_tracker()
+        return self._begun_with[1] if self._state.tensors is not None else self._get_growth_tracker()
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
-        if self._state.loss_scale is None:
+        if self._state.tensors is None:
             self._state.set(growth_tracker=value)
         else:
             self._begun_with = (self._begun_with[0], value)
 
     @property
     def _per_optimizer_states(self) -> Any:
-        self._records.are_flags_shared = True  # a flag may be raised through it, and no version would tell
-        return self._records.by_id
+        self._flags_are_shared = True  # a flag may be raised through it, and no version would tell
+        return self._records
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, value: Any) -> None:
-        self._records.by_id = value
+        self._records = value
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
-        self._records.are_flags_shared = True
-        record = self._records.by_id.get(id(optimizer))
+        self._flags_are_shared = True
+        record = self._records.get(id(optimizer))
         return {} if record is None else record["found_inf_per_device"]
 
     _growth_factor = property(get_growth_factor, set_growth_factor)
     _backoff_factor = property(get_backoff_factor, set_backoff_factor)
     _growth_interval = property(get_growth_interval, set_growth_interval)
+
+
+def device_type_of(device: Any, enabled: bool) -> tuple[Any, bool]:
+    """Return the device type of a scaler and whether it is enabled; without CUDA torch disables one for it."""
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; a policy goes to policy=")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is not a device type of torch; it takes the type of the device that computes the loss; "
+            "pass 'cuda', 'cpu', 'mps' or 'xpu'"
+        ) from error
+    if not enabled or str(device) != "cuda" or torch.cuda.is_available():
+        return device, enabled
+    if not torch.cuda.amp.common.amp_definitely_not_available():
+        return device, True
+    warnings.warn(
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=3
+    )
+    return device, False

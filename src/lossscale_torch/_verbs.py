@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy, tree
-from lossscale_torch._decision import reduce_max
-from lossscale_torch._gradients import buckets, found_inf_in, moved, values_of
+from lossscale_torch._gradients import buckets, found_inf_in, lifted, moved, values_of
+from lossscale_torch._ranks import reduce_max
 from lossscale_torch._types import HasLossScale, Tree
 
 
@@ -93,8 +93,8 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     def unscale_leaf(leaf: Any) -> Any:
         if not is_gradient(leaf):
             return leaf
-        lifted = _lifted(_as_tensor(leaf))
-        return lifted / _on_device_of(loss_scale, lifted)
+        values = lifted(_as_tensor(leaf))
+        return values / _on_device_of(loss_scale, values)
 
     return cast(Tree, tree.map_leaves(unscale_leaf, grads))
 
@@ -131,8 +131,8 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     """Return one tensor times the loss scale, half ones in float32."""
-    lifted = loss if loss.dtype.itemsize >= 4 else _lifted(loss)
-    return lifted * _on_device_of(loss_scale, lifted)
+    values = lifted(loss)
+    return values * _on_device_of(loss_scale, values)
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -179,13 +179,8 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 def _readable(values: Tensor) -> Tensor:
     """Return values for a kernel that can also write to them, though it is not asked to."""
-    values = _lifted(values) if values.dtype.itemsize < 2 else values
+    values = lifted(values) if values.dtype.itemsize < 2 else values
     return values.contiguous()
-
-
-def _lifted(tensor: Tensor) -> Tensor:
-    """Return floats of less than four bytes in float32."""
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:

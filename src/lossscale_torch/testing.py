@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lossscale_core import DynamicScaling, tree
 from lossscale_torch._compiling import not_compiled
-from lossscale_torch._protect import protection_of
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
+from lossscale_torch.rescue import protect_modules
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 
@@ -125,7 +125,7 @@ class _PlantingScaler(GradScaler):
 
     def protect(self, modules: Any) -> None:
         """Protect modules that were made after the scaler."""
-        self._steps.protection = protection_of(modules)
+        protect_modules(self, modules)
 
 
 class _Run:

@@ -15,7 +15,9 @@ _READS = {torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__float__, tor
 """Reads of a value, which wait for the device."""
 _GUARDED = {torch.Tensor.__getitem__, torch.Tensor.__invert__, torch.Tensor.copy_, torch.where}
 """Functions that ask for the device before they dispatch."""
-_SHARED_KERNELS = ("_amp_foreach_non_finite_check_and_unscale_", "_fused_adamw_", "_fused_sgd_", "_fused_adam_")
+_SHARED_KERNELS = (
+    "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_fused_adamw_", "_fused_sgd_", "_fused_adam_"
+)  # fmt: skip
 """Kernels with an underscore that torch has on MPS and XPU, too."""
 
 

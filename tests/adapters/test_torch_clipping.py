@@ -1,13 +1,14 @@
 """`unscale_and_clip_`: torch's result with one read and one multiply, and as careful."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
+from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
-from lossscale_torch._gradients import Gradients
-from lossscale_torch._norm import can_stay_on_device, norm_on_device, unscaled_norm
+from tests.adapters.recorded_graph import RecordedGraph
 
 
 def _params(*grads):
@@ -104,18 +105,28 @@ def test_a_norm_that_proves_nothing_hides_no_overflow(make, norm_type):
     assert scaler.get_scale() == 2.0**9
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 7.0, float("inf")])
+def _norms(grads, norm_type, loss_scale):
+    """Return the norm that the host computes, and that which a recorded graph computes, where no host reads."""
+    norms = []
+    for is_recorded in (False, True):
+        optimizer = torch.optim.SGD(_params(*grads), lr=1.0)
+        optimizer._step_supports_amp_scaling = True  # torch's own fused kernel takes fewer dtypes
+        scaler = GradScaler("cpu", init_scale=loss_scale, guard=SpikeGuard(), half_gradients=True)
+        scaler.scale(torch.ones(()))
+        with RecordedGraph() if is_recorded else contextlib.nullcontext():
+            norm = scaler.unscale_and_clip_(optimizer, math.inf, norm_type)
+        norms.append(norm.item())
+    return norms
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_on_a_device_is_the_norm_on_the_host(norm_type, size, dtype):
     """Finite exactly where the gradients are, without a second look."""
     grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
-    gradients = Gradients([torch.optim.SGD(_params(*grads))])
-    assert can_stay_on_device(gradients.dtypes, norm_type, torch.device("cpu"))
     for loss_scale in (1.0, 2.0**-2):
-        scale = torch.tensor(loss_scale)
-        on_device = norm_on_device(gradients, scale, norm_type, may_be_below_one=loss_scale < 1.0).item()
-        on_host = unscaled_norm(gradients, scale, norm_type).value
+        on_host, on_device = _norms(grads, norm_type, loss_scale)
         assert on_device == pytest.approx(on_host, rel=1e-5, nan_ok=True)
         assert math.isfinite(on_device) == all(bool((grad / loss_scale).isfinite().all()) for grad in grads)
 
@@ -146,6 +157,15 @@ def test_extreme_clipping(make, scale, max_norm):
     scaler.step(optimizer)
     assert scaler.update().applied
     assert params[0].abs().max().item() <= max_norm
+
+
+@EACH
+@pytest.mark.parametrize("init_scale", [2.0**-12, 1.0, 2.0**10])
+@pytest.mark.parametrize("size", [1e-25, 1e-22])
+def test_squares_that_underflow(make, init_scale, size):
+    """The norm of gradients whose squares float32 flushes to zero is exact all the same, below a scale of 1 too."""
+    norm, _, _ = _clipped(make, [torch.full((4,), size), torch.full((5000,), size)], 1.0, init_scale=init_scale)
+    assert norm.item() == pytest.approx(size * 5004**0.5, rel=1e-3)
 
 
 def test_squares_that_overflow_float64():

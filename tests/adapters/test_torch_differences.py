@@ -13,6 +13,7 @@ from lossscale_torch import GradScaler
 PAGE = Path(__file__).parents[2] / "docs/torch.md"
 DIFFERENCES = {}
 NEVER = -1
+INF = float("inf")
 
 
 def difference(row, torchs, ours):
@@ -266,27 +267,40 @@ def _counted(make_scaler):
     return scaler.get_scale()
 
 
-@difference("a scale written between loss and step divides the gradients", [-2.0], [-1.0])
-def _written(make_scaler):
-    param, optimizer = _one()
-    optimizer.zero_grad()
-    scaler = make_scaler("cpu", init_scale=1024.0)
-    scaler.scale(param.sum()).backward()
-    scaler._scale.fill_(512.0)
-    scaler.step(optimizer)
-    return param.tolist()
-
-
-@difference(
-    "the error of a late `backward` is about versions of tensors", "RuntimeError: one of", "RuntimeError: backward()"
-)
+@difference("`backward` of a loss that was scaled before an `update` is an error", "RuntimeError: one of", 1025.0)
 def _late(make_scaler):
-    param, optimizer = _one()
+    param, optimizer = _one(torch.full((1,), 1024.0))
     scaler = _ready(make_scaler)
     late = scaler.scale(param.sum())
     scaler.step(optimizer)
     scaler.update()
-    return late.backward()
+    late.backward()
+    return param.grad.item()
+
+
+@difference("a first loss that is scaled in `inference_mode` makes `update` an error", "RuntimeError: Inplace", 2048.0)
+def _inference(make_scaler):
+    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
+    with torch.inference_mode():
+        scaler.scale(torch.ones(()))
+    scaler.step(_one()[1])
+    scaler.update()
+    return scaler.get_scale()
+
+
+@difference("the norm that clips is float32, whose squares overflow and underflow", (INF, 0.0), (2e30, 2e-25))
+def _norm(make_scaler):
+    norms = []
+    for size in (1e30, 1e-25):
+        param, optimizer = _one(torch.full((4,), size))
+        scaler = _ready(make_scaler, init_scale=1.0)
+        if make_scaler is GradScaler:
+            norm = scaler.unscale_and_clip_(optimizer, 1.0)
+        else:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(param, 1.0)
+        norms.append(float(f"{norm.item():.4g}"))
+    return tuple(norms)
 
 
 class _Delegating:

@@ -491,14 +491,16 @@ def test_who_is_unscaled_is_not_unscaled_again_after_an_update(fused, clip):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_reading_the_scale_between_two_updates_changes_nothing(fused):
-    """One loss that overflowed in two optimizers backs off once, whoever looks in between."""
+    """One loss that overflowed in two optimizers backs off once, whoever looks in between once both are known."""
     scaler = GradScaler("cpu", init_scale=64.0)
-    _, optimizers = _two_of_one_loss(scaler, (float("inf"), float("inf")), fused=fused)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-        scaler.update()
-        scaler.get_scale()
-    assert scaler.get_scale() == 32.0
+    params, optimizers = _two_of_one_loss(scaler, (1.0, 1.0), fused=fused)
+    for is_finite, expected in ((True, 64.0), (False, 32.0)):
+        scaler.scale(sum((param * (1.0 if is_finite else float("inf"))).sum() for param in params)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+            scaler.get_scale()
+        assert scaler.get_scale() == expected
 
 
 def test_below_one_it_is_the_scale_used_that_counts():

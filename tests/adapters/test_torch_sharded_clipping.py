@@ -13,13 +13,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 8.0
-ORDERS = (2.0, 1.0, 3.0, INF)
+ORDERS = (2.0, INF)
 
 
 class _HookedScaler(GradScaler):
@@ -144,20 +143,18 @@ def _shard_over_two(rank, world_size):
 
     for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "deferred", "joint")):
         _require_torchs(uneven(), norm_type, fused=fused, how=how)
-    _require_torchs(uneven(), 20.0)
     for how in ("clip", "deferred"):  # beside no dispatch mode, under which nothing is read on the host
         _require_torchs(uneven(), 2.0, fused=True, how=how, calls=None)
         _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how=how, calls=None)
     for culprit, by, fused, how in product((0, 1), (INF, NAN), (False, True), ("clip", "deferred")):
         _require_skipped(uneven(), rank, culprit, by=by, fused=fused, how=how)
-    for fused, norm_type in product((False, True), (2.0, 3.0)):
+    for fused, norm_type in product((False, True), ORDERS):
         _overflow_nothing(uneven(), norm_type, fused)
         _lack_gradients(uneven(), rank, norm_type, fused)
     _mix_with_others(mesh, rank)
     _train_modules(mesh, rank)
     _fall_back(uneven, rank)
     _guard(uneven)
-    _clip_different_optimizers(uneven, rank)
 
 
 def _overflow_nothing(params, norm_type, fused):
@@ -235,6 +232,8 @@ def _fall_back(make, rank):
     for fused in (False, True):
         _require_torchs(make(), 2.0, fused=fused, kind=_HookedScaler, calls=2)
         _require_skipped(make(), rank, 1, by=NAN, fused=fused, kind=_HookedScaler, calls=2)
+        for norm_type in (1.0, 3.0):
+            _require_torchs(make(), norm_type, fused=fused, calls=2)
 
 
 def _guard(make):
@@ -254,20 +253,6 @@ def _guard(make):
             assert bool(scaler.update().applied) == (step != 4)
         assert scaler.metrics()["skipped_steps"] == 0
         scaler.check_sync()
-
-
-def _clip_different_optimizers(make, rank):
-    """Clip different optimizers at once: every rank raises, as where ranks step different ones."""
-    optimizers = [torch.optim.SGD([param], lr=1.0) for param in make()]
-    scaler = GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(torch.ones(()))
-    for optimizer in optimizers:
-        scaler.unscale_and_clip_(optimizer, 1.0)
-        scaler.step(optimizer)
-    scaler.update()
-    scaler.scale(torch.ones(()))
-    with pytest.raises(SyncError, match="different optimizers at the same time"):
-        scaler.unscale_and_clip_(optimizers[rank], 1.0)
 
 
 def test_one_collective_clips_what_two_ranks_share():

@@ -16,44 +16,61 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lossscale_core import BaseScaling, tree
-from lossscale_core.errors import CallOrderError, SyncError
-from lossscale_torch._buffers import SavedBuffers, unknown_modules
-from lossscale_torch._decision import READY, known_on_host
+from lossscale_core.errors import CallOrderError, OverflowStreakError, ScaleFloorError, SpikeStreakError, SyncError
+from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
+from lossscale_torch._members import READY, STEPPED
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._steps import Steps
-from lossscale_torch._unscaling import check
+from lossscale_torch.rescue._buffers import SavedBuffers, unknown_modules
+from lossscale_torch.rescue._protect import Protection
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
 _FIRES_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
 
 
-class Minimization:
+def minimize(scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> StepInfo:
+    """Take a whole step; see `GradScaler.minimize`."""
+    return _Minimization(scaler, optimizer, loss_fn, retries, max_norm).run()
+
+
+class _Minimization:
     """One call of `GradScaler.minimize`: the losses of a step, and what it goes back to where they overflow."""
 
-    def __init__(
-        self, scaler: Any, steps: Steps, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None
-    ) -> None:
-        self._scaler, self._steps, self._optimizer, self._max_norm = scaler, steps, optimizer, max_norm
+    def __init__(self, scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> None:
+        self._scaler, self._optimizer, self._max_norm = scaler, optimizer, max_norm
         self._loss_fns = _as_list(loss_fn)
         self._retries = _checked_retries(retries)
         if not (scaler.is_enabled() and BaseScaling.of(scaler.policy).adapts):
             self._retries = 0
-        self._protection = steps.protection
-        self._protected = [] if self._protection is None else self._protection.modules()
+        self._protections = [each for each in scaler._observers if isinstance(each, Protection)]
+        self._protected = [module for each in self._protections for module in each.modules()]
         self._start = _Point(optimizer, may_go_back=self._retries > 0)
+        self._error: Exception | None = None
 
     def run(self) -> StepInfo:
         """Step, and run the losses again while they overflow and retries are left; return what the last try did."""
         self._require_untouched()
-        if self._protection is None:
-            return self._run_any()
-        self._protection.is_paused = True  # it would copy what is copied here
+        for each in self._protections:
+            each.is_paused = True  # they would copy what is copied here
         try:
-            return self._run_any()
+            info = self._run_any()
         finally:
-            self._protection.is_paused = False
+            for each in self._protections:
+                each.is_paused = False
+        if self._error is not None:
+            raise self._error
+        return info
+
+    def _update(self) -> StepInfo:
+        """Update the scaler; an error about steps that were skipped in a row waits until no retry is left."""
+        try:
+            self._scaler.update()
+            self._error = None
+        except (OverflowStreakError, SpikeStreakError, ScaleFloorError) as error:
+            self._error = error  # the update itself is complete
+        info: StepInfo = self._scaler.last_step
+        return info
 
     def _run_any(self) -> StepInfo:
         if not needs_closure(self._optimizer):
@@ -95,7 +112,7 @@ class Minimization:
             self._scaler.step(self._optimizer)
         else:
             self._scaler.clip_and_step(self._optimizer, self._max_norm)
-        return self._steps.update()
+        return self._update()
 
     def _accumulate(self) -> StepInfo | None:
         """Add up the gradients of micro-batches, each at a scale at which their sum is finite.
@@ -106,7 +123,8 @@ class Minimization:
             point = _Point(self._optimizer, may_go_back=True) if number else self._start
             sums = _GradientSums(self._optimizer, self._scaler.get_scale())
             while not self._is_finite_after(loss_fn, [self._start, point] if number else [point]):
-                info = self._end_without_step()
+                self._scaler.skip(self._optimizer)
+                info = self._update()
                 if self._retries == 0:
                     return info
                 self._retries -= 1
@@ -122,40 +140,31 @@ class Minimization:
     def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> bool:
         """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
         self._backward(loss_fn, points)
-        records = self._steps.records
-        record = records.of(self._optimizer, "minimize")
-        check(records, self._optimizer, record)
-        if not known_on_host(record):
-            return False
-        del records.by_id[id(self._optimizer)]
-        return True
+        return all(flag.item() == 0.0 for flag in self._scaler._check_inf_per_device(self._optimizer).values())
 
     def _try_closure(self, weights: "_WeightsAndState") -> StepInfo:
-        self._steps.note_first_step(self._optimizer)
+        if not self._scaler._has_begun:
+            warn_if_resumed(self._optimizer, self._scaler._state, stacklevel=8)
         try:
             self._optimizer.step(self._closure)
         except _OverflowInClosure:
             weights.put_back()
-        return self._end_without_step()
+        if self._scaler.is_enabled():
+            self._scaler._records[id(self._optimizer)]["stage"] = STEPPED
+        return self._update()
 
     def _closure(self) -> Tensor:
-        """Make the unscaled gradients anew, and return the unscaled loss: shape `()`."""
-        self._steps.records.by_id.pop(id(self._optimizer), None)
+        """Make the unscaled gradients again, and return the unscaled loss: shape `()`."""
+        self._scaler._records.pop(id(self._optimizer), None)
         _forget_gradients(self._optimizer)
         losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
         if self._max_norm is None:
             self._scaler.unscale_(self._optimizer)
         else:
             self._scaler.unscale_and_clip_(self._optimizer, self._max_norm)
-        if self._scaler.is_enabled() and not known_on_host(self._steps.records.of(self._optimizer, "minimize")):
+        if self._scaler.is_enabled() and not self._scaler._records[id(self._optimizer)].may_step():
             raise _OverflowInClosure
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _end_without_step(self) -> StepInfo:
-        """Update by what was found of the gradients: an optimizer with a closure has stepped, another does not."""
-        if self._scaler.is_enabled():
-            self._steps.end(self._optimizer)
-        return self._steps.update()
 
     def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""
@@ -169,14 +178,14 @@ class Minimization:
 
     def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
         """Run a loss, and copy the buffers of each module before it runs."""
-        group = self._steps.records.ranks.process_group
+        group = self._scaler._ranks.process_group
         with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
             for module in self._protected:
                 watch.see(module)
             return loss_fn()
 
     def _require_untouched(self) -> None:
-        record = self._steps.records.by_id.get(id(self._optimizer))
+        record = self._scaler._records.get(id(self._optimizer))
         if record is not None and record["stage"] is not READY:
             raise CallOrderError(
                 "minimize() makes gradients of its own, but unscale_(), step() or skip() was called on this optimizer "

@@ -1,5 +1,6 @@
 """Buffers that a skipped step leaves as they were, and averages of weights that follow applied steps only."""
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +10,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
-from lossscale_torch._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._compiling import not_compiled
-from lossscale_torch._gradients import moved
+from lossscale_torch._gradients import moved, params_of
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch.rescue._buffers import SavedBuffers, unknown_modules
+
+_UNPROTECTED = (
+    "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "
+    "this one"
+)
 
 
 class _Guarded:
@@ -78,15 +84,17 @@ class Protection:
         """Return the modules that are still alive."""
         return [module for guarded in self._guarded if (module := guarded.module()) is not None]
 
-    def end_step(self, info: StepInfo, stepped: set[int], is_same_step: bool) -> None:
-        """Put buffers back where the step that `info` tells of was not applied. Does not synchronise.
-
-        `stepped` are the parameters that had a step, by their ids; `is_same_step` says whether the update before was
-        after the same loss.
-        """
+    def __call__(self, scaler: Any, info: StepInfo) -> None:
+        """Put buffers back where the step that an update ends was not applied. Does not synchronise."""
         self._last_step = info
+        optimizers = [scaler._members[key].optimizer() for key in info._flags or () if key in scaler._members]
+        stepped = {id(param) for each in optimizers if each is not None for param in params_of(each)}
         for guarded in self._guarded:
-            guarded.end_step(info.applied, stepped, is_same_step)
+            guarded.end_step(info.applied, stepped, scaler._waiting.continued)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_NoHook":
+        warnings.warn(_UNPROTECTED, stacklevel=2)
+        return _NoHook()
 
     def before_forward(self, number: int, module: Module) -> None:
         """Copy what the forward of a module may write, if it trains."""
@@ -189,13 +197,14 @@ class _AverageIfApplied:
             del averaged.__dict__["update_parameters"]
 
 
-def protection_of(protect: Any) -> Protection | None:
-    """Return what protects the modules that were given, or None for none; raise `TypeError` for what is not one."""
+def protect_modules(scaler: Any, protect: Any) -> None:
+    """Have a scaler protect modules from its next update on; raise `TypeError` for what is not one."""
     modules = [protect] if isinstance(protect, Module) else list(protect)
     for each in modules:
         if not isinstance(each, Module):
             raise TypeError(f"protect= takes modules, and {each!r} is not one; pass protect=[model]")
-    return Protection(modules) if modules else None
+    if modules:
+        scaler._observers.append(Protection(modules))
 
 
 def _remove(handles: list[Any]) -> None:

@@ -1,0 +1,262 @@
+"""The optimizers of a scaler: a `Member` for each as long as it lives, and a `Record` for each of its steps."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from lossscale_torch._gradients import Gradients, grads_of, moved
+from lossscale_torch._state import LossScale, is_being_recorded, is_readable
+
+READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
+
+SPIKE = "spike"
+"""The key under which `found_inf_per_device` holds whether a guard refuses the norm: whoever sums flags skips, too."""
+
+_FUSED = "_step_supports_amp_scaling"
+_LEGACY = (
+    "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
+    "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
+    "use them directly."
+)
+
+
+class Record(dict[str, Any]):
+    """One step of one optimizer: torch's two keys, which other packages read and write, and what is decided.
+
+    `stage` is one of torch's three. `found_inf_per_device` holds flags, float32 of shape `()`: any value but 0.0 is an
+    overflow on that device; under `SPIKE`, a spike.
+    """
+
+    scale: LossScale | None = None
+    """What its gradients are multiplied by; None until it has some."""
+    waited: bool = False
+    """Whether its gradients belong to the losses that an earlier update counted."""
+    is_kept: bool = False
+    """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
+    deferred: Tensor | None = None
+    """The factor by which a fused optimizer must still divide gradients that count as unscaled."""
+    is_judged: bool = False
+    """Whether a guard has judged the norm of its gradients."""
+    finite: bool | None = None
+    """Whether it may step, once the host knows."""
+    spiked: bool = False
+    """Whether the host knows that only a spike forbids it."""
+    applied: bool | Tensor | None = None
+    """Whether the step was applied, or a tensor that holds 0.0 if it was; None where nobody has decided."""
+    seen: "Seen | None" = None
+    """The unscaled gradients when a further loss was scaled, or the loss scale was told."""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Record":
+        """Return `record`, or one of this class with its keys if torch's own factory made it."""
+        return record if type(record) is cls else cls(record)
+
+    @classmethod
+    def fresh(cls) -> "Record":
+        """Return the record of an optimizer that was not touched since the last update."""
+        return cls(stage=READY, found_inf_per_device={})
+
+    def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
+        """Count as unscaled, with these flags; an optimizer without gradients stays as it is."""
+        if not found:
+            self.scale = None
+            return
+        self["found_inf_per_device"], self["stage"] = found, UNSCALED
+        self.finite, self.spiked, self.deferred, self.is_kept = finite, False, None, False
+
+    @property
+    def flags(self) -> list[Tensor]:
+        """All flags."""
+        return list(self["found_inf_per_device"].values())
+
+    @property
+    def overflow_flags(self) -> list[Tensor]:
+        """The flags of overflows, one for each device."""
+        return [flag for key, flag in self["found_inf_per_device"].items() if key is not SPIKE]
+
+    def outcome(self) -> bool | Tensor:
+        """Return whether the step was applied: a bool where the host knows, or a tensor that holds 0.0 if it was."""
+        if self.applied is None:  # others have stepped the optimizer, and said so
+            return self.may_step()
+        if isinstance(self.applied, Tensor) and is_readable(self.applied) and not is_being_recorded():
+            return self.applied.item() == 0.0
+        return self.applied
+
+    def forget_answer(self) -> None:
+        """Have the flags read again: somebody else may have raised one."""
+        self.finite, self.spiked = None, False
+
+    def may_step(self) -> bool:
+        """Return whether no flag is raised; waits for the device, unless the host knows already."""
+        if self.finite is None:
+            flags = {key: flag.item() for key, flag in self["found_inf_per_device"].items()}  # Ctrl-C may come here
+            spiked = flags.pop(SPIKE, 0.0) != 0.0
+            overflowed = any(flag != 0.0 for flag in flags.values())  # NaN, too
+            self.finite, self.spiked = not (overflowed or spiked), spiked and not overflowed
+        return self.finite
+
+
+class Seen:
+    """The identity and version of an optimizer's gradients at one time."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._versions = {id(grad): (ref(grad), grad._version) for grad in grads_of(optimizer)}
+
+    def is_unchanged(self, optimizer: Any) -> bool:
+        """Return whether each gradient that is there now was there then, and was not written to since."""
+        for grad in grads_of(optimizer):
+            reference, version = self._versions.get(id(grad), (None, 0))
+            if reference is None or reference() is not grad or grad._version != version:
+                return False
+        return True
+
+
+class Member:
+    """An optimizer of a scaler: how it is checked and stepped, and what lasts longer than a step."""
+
+    def __init__(self, optimizer: Any, at_death: Callable[[Any], None]) -> None:
+        self.optimizer: Callable[[], Any]
+        """Returns the optimizer, or None after its end."""
+        try:
+            self.optimizer = ref(optimizer, at_death)
+        except TypeError:  # a class with `__slots__` may have no room for a weak reference
+            self.optimizer = lambda: optimizer
+        self.kind = _kind_of(optimizer)
+        self.losses = -1
+        """How many losses the scaler had scaled when the optimizer was last stepped; -1 before."""
+        self.kept: Record | None = None
+        """The record of gradients that were unscaled and not stepped before the last update."""
+        self.seen: Seen | None = None
+        """Its waiting gradients when the loss scale was told."""
+        self.place: int | None = None
+        """Which of the guard's states is its own."""
+
+
+class Plain:
+    """An optimizer that knows of no scaler: its step is called, or not."""
+
+    @staticmethod
+    def check(scaler: Any, optimizer: Any) -> None:
+        """Unscale, and note whether the gradients are finite."""
+        scaler.unscale_(optimizer)
+
+    @staticmethod
+    def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step where no flag is raised; waits for the device."""
+        return scaler._maybe_opt_step(optimizer, record, *args, **kwargs)
+
+
+class Fused:
+    """An optimizer whose kernel divides by a factor, and skips by itself where a flag is 1.0."""
+
+    @staticmethod
+    def check(scaler: Any, optimizer: Any) -> None:
+        """Note whether the gradients are finite, and leave them alone."""
+        scaler._check_fused(optimizer)
+
+    @staticmethod
+    def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step with the factor and the flag as attributes of the optimizer, as torch's own scaler does.
+
+        A factor that the user has set before is multiplied in.
+        """
+        grad_scale = record.deferred
+        if record["stage"] is READY and record.scale is not None:
+            grad_scale = record.scale.tensor.clone()  # an optimizer may write to it
+        # A step that was interrupted leaves a flag, and perhaps a factor, which is then not the user's.
+        preset = getattr(optimizer, "grad_scale", None) if getattr(optimizer, "found_inf", None) is None else None
+        if preset is not None:
+            grad_scale = preset if grad_scale is None else grad_scale * preset
+        record.applied = found_inf = scaler._found_inf(record)
+        known_states = len(optimizer.state)
+        optimizer.found_inf = found_inf  # first and last, see above
+        optimizer.grad_scale = grad_scale
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
+        if len(optimizer.state) > known_states:
+            _zero_unwritten_momentum(list(optimizer.state.values())[known_states:], found_inf)
+        return result
+
+
+class Legacy:
+    """An optimizer of torch's older contract, whose step is handed the scaler and calls its methods."""
+
+    @staticmethod
+    def check(scaler: Any, optimizer: Any) -> None:
+        """Do nothing: the optimizer does."""
+
+    @staticmethod
+    def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step with the scaler as an argument."""
+        warnings.warn(_LEGACY, FutureWarning, stacklevel=3)  # at the line that called `GradScaler.step`
+        record.applied = True
+        return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+
+
+def takes_factor(optimizer: Any) -> bool:
+    """Return whether an optimizer's kernel divides its gradients by a factor that it is given."""
+    return _kind_of(optimizer) is Fused
+
+
+def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return 1.0 where a flag is raised, else 0.0: float32, shape `()`, on `device`.
+
+    Any value but 0.0 counts, NaN included; a fused kernel takes 1.0 alone for an overflow.
+    """
+    found = [moved(flag, device).reshape(()) for flag in flags]
+    if not found:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return (torch.stack(found) != 0.0).any().float()
+
+
+def is_dummy_step(optimizer: Any) -> bool:
+    """Return whether a step moves nothing, since all rates and all gradients are zero.
+
+    `torch.distributed.checkpoint` takes such a step to make an optimizer allocate its state. Waits for the device only
+    where every rate is zero.
+    """
+    for group in optimizer.param_groups:
+        rate = group.get("lr", 1.0)
+        if isinstance(rate, Tensor):
+            rate = rate.detach().float().numpy().sum() if rate.is_cpu else 1.0
+        if rate != 0.0:
+            return False
+    return not is_being_recorded() and Gradients([optimizer]).are_zero()
+
+
+def _kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
+    """Return how an optimizer is stepped.
+
+    A wrapper that only passes on what it is asked for is not fused: the flag and the factor would be set on the
+    wrapper, and the optimizer inside would never see them.
+    """
+    is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
+    if not (is_own and getattr(optimizer, _FUSED, False)):
+        return Plain
+    return Legacy if _takes_scaler(type(optimizer).step) else Fused
+
+
+@functools.cache
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _zero_unwritten_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
+    """Zero the momentum that a parameter's first step, if skipped, has left uninitialised; without waiting to know.
+
+    torch's fused SGD allocates its momentum before its kernel decides to skip, and would use it as it is from then on.
+    """
+    for state in new_states:
+        momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
+        if momentum is not None:
+            momentum.copy_(torch.where(moved(found_inf, momentum.device) == 0.0, momentum, 0.0))

@@ -1,0 +1,138 @@
+"""The ranks that decide alike: those of a process group, and of the device meshes over which parameters are sharded."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_torch._gradients import is_dtensor, moved, params_of
+from lossscale_torch._members import SPIKE
+
+
+class Ranks:
+    """Combines the flags of an optimizer over the ranks that must decide alike."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+
+    def combine(
+        self, optimizer: Any, found: dict[Any, Tensor], device: torch.device, known_to: Iterable[Any] = ()
+    ) -> dict[Any, Tensor]:
+        """Return the flags of an optimizer, combined by *max* over its groups: `found` itself where it has none.
+
+        Every rank of a group must call, also one without gradients. Groups in `known_to` have combined these flags
+        already. Does not synchronise.
+        """
+        groups = [group for group in self._groups_of(optimizer) if group not in known_to]
+        if not groups:
+            return found
+        flags = [moved(flag, device).reshape(()) for key, flag in found.items() if key is not SPIKE]
+        overflow = torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
+        message = torch.stack([overflow, moved(found[SPIKE], device)]) if SPIKE in found else overflow.view(1)
+        reduce_max(message, groups)
+        return dict(zip((device, SPIKE), message.unbind(), strict=False))
+
+    def check_member(self) -> None:
+        """Raise `SyncError` in a process that the process group does not contain: nobody would answer it."""
+        if self.process_group is not None and torch.distributed.get_rank(self.process_group) < 0:
+            raise SyncError(
+                f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide "
+                "alone; make the scaler of each rank with a group that contains it, or without one"
+            )
+
+    def _groups_of(self, optimizer: Any) -> list[Any]:
+        meshes = meshes_of([optimizer])
+        if self.process_group is None and not meshes:
+            return []
+        self.check_member()
+        groups = [group for mesh in meshes for group in groups_over(mesh)]
+        return list(dict.fromkeys(groups if self.process_group is None else [*groups, self.process_group]))
+
+
+def reduce_max(flags: Tensor, groups: Iterable[Any]) -> None:
+    """Combine flags over the ranks of each group, in place; every rank of a group must call."""
+    for group in groups:
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def meshes_of(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the meshes of the optimizers' parameters, with gradients or without, from the smallest to the largest."""
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
+        return []  # a device mesh needs DTensor and several processes
+    params: list[Any] = [param for optimizer in optimizers for param in params_of(optimizer)]
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
+    return sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())
+
+
+def groups_over(mesh: Any) -> list[Any]:
+    """Return process groups that reach every rank of a mesh, one after the other: a single one where there is one."""
+    each_dim = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if len(each_dim) < 2:
+        return each_dim
+    backend = torch.distributed.get_backend_config(each_dim[0])
+    for group in _flattened_groups(mesh):
+        if torch.distributed.get_backend_config(group) == backend:
+            return [group]
+    return each_dim
+
+
+def _flattened_groups(mesh: Any) -> list[Any]:
+    """Return the process groups of exactly the ranks of a mesh that exist already; making one would be a collective."""
+    covers_all = mesh.size() == torch.distributed.get_world_size()
+    # `mesh._flatten()` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
+    flattened = [each for each in mesh._get_root_mesh()._flatten_mapping.values() if each.size() == mesh.size()]
+    ranks = set(mesh.mesh.flatten().tolist()) if flattened else set()
+    groups = [each.get_group() for each in flattened if set(each.mesh.tolist()) == ranks]
+    return [torch.distributed.group.WORLD, *groups] if covers_all else groups
+
+
+def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
+    """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call."""
+    distributed = torch.distributed
+    theirs: list[Any] = [None] * distributed.get_world_size(process_group)
+    distributed.all_gather_object(theirs, mine, group=process_group)
+    different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
+    if different:
+        scales = ", ".join(f"rank {rank}: {theirs[rank]['loss_scale']:g}" for rank in [0, *different])
+        raise SyncError(
+            f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
+            "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
+        )
+
+
+def check_join(config: Any, process_group: Any) -> None:
+    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other for ever."""
+    if config.enable and process_group is not None:
+        raise CallOrderError(
+            "a scaler with process_group= waits for every rank at each step, and Join lets ranks end earlier; make the "
+            "scaler without process_group="
+        )
+    if config.enable and config.is_first_joinable:
+        raise CallOrderError(
+            "the scaler comes first in Join, but a step begins with the forward pass of the model; "
+            "write Join([model, scaler]), where model is a DistributedDataParallel"
+        )
+
+
+class JoinedScaler:
+    """The hook of a scaler in `torch.distributed.algorithms.join.Join`, for ranks with uneven inputs.
+
+    The ranks that have inputs left decide by the gradients that the model's own hook averages. The protocol is that of
+    https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def main_hook(self) -> None:
+        """Do nothing: a rank without inputs takes no steps."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Continue from the state of a rank that had inputs to the end; called on every rank."""
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, (is_last_joiner, self._scaler.state_dict()))
+        if not is_last_joiner:
+            self._scaler.load_state_dict(next(state for is_last, state in everyone if is_last))

@@ -1,0 +1,133 @@
+"""Which loss scale divides: the present one, or that of an earlier loss whose gradients an optimizer still holds.
+
+An optimizer *waits* if a loss was scaled after its last step, and none since the last update: its gradients are older
+than that update, as under Accelerate, which updates after each optimizer. Only who is told the present scale can have
+made others with it. So before anybody is told, the gradients that wait are noted.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossscale_core.errors import CallOrderError
+from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, Seen
+from lossscale_torch._state import LossScale
+
+
+class Waiting:
+    """Counts the losses that were scaled, and knows the scale of the last ones."""
+
+    def __init__(self) -> None:
+        self.has_loss = False
+        """Whether a loss was scaled since the last update."""
+        self.has_graph = False
+        """Whether one that needs gradients was."""
+        self.is_over = False
+        """Whether nobody ever waits: a scaler was recorded, and is replayed without any Python."""
+        self.continued = False
+        """Whether the last update belonged to the same step as the one before it."""
+        self._losses = 0
+        self._over_at = 0  # the number of losses whose gradients cannot wait any more
+        self._previous: float | Tensor = 1.0
+        self._is_told = self._is_told_for_good = False
+
+    def count_loss(self, needs_gradients: bool, members: dict[int, Member], records: dict[int, Any]) -> None:
+        """Note that a loss is scaled; its backward may change gradients that are unscaled already."""
+        if not self.has_loss:  # a new step: nothing waits any more
+            self.has_loss = True
+            for member in list(members.values()):
+                member.kept = member.seen = None
+        if needs_gradients:
+            self.has_graph = True
+            self._losses += 1
+        if records:
+            self._note_unscaled(members, records)
+
+    def tell(self, members: dict[int, Member], records: dict[int, Any], for_good: bool = False) -> None:
+        """Note all gradients that wait or are unscaled, since somebody is told the present scale.
+
+        `for_good` where they may read it at any later time without a call.
+        """
+        self._is_told, self._is_told_for_good = True, self._is_told_for_good or for_good
+        self._note_unscaled(members, records)
+        for member in list(members.values()):
+            optimizer = member.optimizer()
+            if member.seen is None and optimizer is not None and self.waits(member):
+                member.seen = Seen(optimizer)
+
+    def waits(self, member: Member) -> bool:
+        """Return whether an optimizer's gradients may be those of a loss before the last update."""
+        return not self.has_loss and max(member.losses, self._over_at) < self._losses and not self.is_over
+
+    def open(self, member: Member, optimizer: Any, record: Record, present: LossScale) -> Record:
+        """Return the record of an optimizer with what its gradients are multiplied by.
+
+        Raises `CallOrderError` where nothing tells, and the two scales differ; reading them waits for their device.
+        """
+        is_told = self._is_told and member.seen is not None
+        if not self.waits(member) or (is_told and not member.seen.is_unchanged(optimizer)):  # type: ignore[union-attr]
+            record.scale = present
+            return record
+        if self._is_told and not is_told:  # met for the first time, so that nobody has noted its gradients
+            self._require_same(present)
+        if member.kept is None:
+            record.scale = self._previous_like(present)
+        else:
+            record = member.kept
+            record.is_kept, record.scale = True, LossScale(torch.ones_like(present.tensor), may_be_below_one=False)
+        record.waited = True
+        return record
+
+    def continues(self, records: Iterable[Record]) -> bool:
+        """Return whether an update belongs to the same step as the last one, and otherwise end all waiting."""
+        self.continued = not self.has_loss and all(record.waited for record in records)
+        if not (self.continued or self.has_loss):
+            self._over_at = self._losses
+        return self.continued
+
+    def end(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
+        """Note an update, and the scale that was used; gradients that are unscaled and not stepped are kept."""
+        if self.has_loss:
+            self._previous = scale_used
+        for key, member in list(members.items()):
+            record, optimizer = records.get(key), member.optimizer()
+            if record is None or optimizer is None or record["stage"] is READY:
+                continue
+            member.kept = member.seen = None
+            if record["stage"] is STEPPED:
+                member.losses = self._losses
+            elif type(record) is Record and (record.seen is None or record.seen.is_unchanged(optimizer)):
+                member.kept = record
+        self.has_loss = self.has_graph = False
+        self._is_told = self._is_told_for_good
+        if self._is_told:
+            self.tell(members, {})
+
+    def scale_changes(self, scale_used: float | Tensor) -> None:
+        """Note that the present scale is replaced by another: the gradients that are there keep theirs."""
+        if self.has_loss:
+            self._previous, self.has_loss = scale_used, False
+        self._is_told = self._is_told_for_good
+
+    def _note_unscaled(self, members: dict[int, Member], records: dict[int, Any]) -> None:
+        for key, record in records.items():
+            if type(record) is Record and record["stage"] is UNSCALED and record.seen is None and key in members:
+                record.seen = Seen(members[key].optimizer())
+
+    def _previous_like(self, present: LossScale) -> LossScale:
+        previous = self._previous
+        if isinstance(previous, Tensor):
+            return LossScale(previous, present.may_be_below_one)
+        return LossScale(torch.full_like(present.tensor, previous), previous < 1.0)
+
+    def _require_same(self, present: LossScale) -> None:
+        before, now = float(self._previous), float(present.tensor)
+        if before != now:
+            raise CallOrderError(
+                f"an optimizer's gradients may come from a loss that scale() multiplied by {before:g}, before the last "
+                f"update(), or from a later one at {now:g}, and nothing tells which; step every optimizer before "
+                "update(), or call scale() on each loss after it"
+            )
+

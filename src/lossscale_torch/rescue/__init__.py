@@ -1,0 +1,9 @@
+"""Beyond the step: retries of a batch that overflowed, and buffers that a skipped step leaves as they were.
+
+Both work over the public methods of a scaler and the observers of its updates; the step itself does not know them.
+"""
+
+from lossscale_torch.rescue._minimize import minimize
+from lossscale_torch.rescue._protect import protect_modules
+
+__all__ = ["minimize", "protect_modules"]
