@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
-from lossscale_torch._range_recorder import Changes, ModulePaths, Recorder, measure, plain_name
 from lossscale_torch._verbs import scaled
+from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name
 
 
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
