@@ -13,11 +13,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
-from lossscale_torch._range import range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
+from lossscale_torch.range import range_report
 
 __all__ = [
     "GradScaler",

@@ -1,9 +1,10 @@
 """A report on the parameters whose gradients overflowed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lossscale_core import GradientReport, OverflowReport
 from lossscale_torch._gradients import values_of
@@ -26,15 +27,36 @@ def overflow_report(
     Returns:
         A list of `GradientReport`. Its `verdict` says "finite loss: a smaller scale mends this" or "the loss itself is
         not finite".
+
+    Raises:
+        TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
     reports = [
         _report(name, values)
-        for name, param in named_parameters
+        for name, param in _pairs(named_parameters)
         if param.grad is not None
         for values in [values_of(param.grad.detach())]
         if not bool(torch.isfinite(values).all())
     ]
     return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
+
+
+def _pairs(named_parameters: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield each pair of a name and a parameter; raise `TypeError` for what is not one."""
+    if isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable):
+        raise _refusal(type(named_parameters).__name__)
+    for pair in named_parameters:
+        match pair:
+            case (name, Tensor() as param):
+                yield name, param
+            case _:
+                raise _refusal(f"an iterable of {type(pair).__name__}")
+
+
+def _refusal(given: str) -> TypeError:
+    return TypeError(
+        f"overflow_report was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+    )
 
 
 def _report(name: str, values: Tensor) -> GradientReport:

@@ -1,6 +1,7 @@
 """`GradScaler.minimize`: what is applied after retries is, bit for bit, what a run at that scale would have applied."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
 from lossscale_core.errors import CallOrderError, OverflowStreakError
 from lossscale_torch import GradScaler
+from tests.adapters.test_torch_protect import MakesBuffers
 from tests.adapters.test_torch_synchronisation import _FusedOnMeta, _Synchronisations
 
 TOO_LARGE = 2.0**40
@@ -427,6 +429,39 @@ def test_buffers_of_every_kind_are_put_back(fused, retries):
     assert (module.length, len(module.cache), module.table.item()) == (3, 3, 3.0)
     assert scaler.minimize(optimizer, lambda: module(torch.ones(3)), retries=retries).applied
     assert (module.count.item(), module.other.total.item(), module.assigned.tolist()) == (1, 1.0, [1.0] * 3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@EITHER_SGD
+def test_each_try_begins_without_the_buffers_that_the_try_before_made(fused, micro_batches):
+    """The first micro-batch overflows twice, and what is left is what a run without these tries leaves."""
+    runs = {}
+    for bad_tries in (0, 2):
+        module, tries = MakesBuffers(), itertools.count()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
+
+        def loss(module=module, tries=tries, bad_tries=bad_tries):
+            factor = math.inf if next(tries) < bad_tries else 1.0
+            return module(torch.linspace(-1.0, 1.0, 8).reshape(2, 4)).square().mean() * factor
+
+        scaler = GradScaler("cpu", init_scale=8.0)
+        assert scaler.minimize(optimizer, [loss] * micro_batches, retries=3).applied
+        assert next(tries) == bad_tries + micro_batches
+        runs[bad_tries] = copy.deepcopy(module.state_dict())
+    assert runs[2]["count"].item() == micro_batches
+    _same(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_no_buffer_that_was_made_is_left_once_the_retries_are_used_up(retries):
+    """Persistent ones are as before: None, or not registered."""
+    module = MakesBuffers()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    loss = lambda: module(torch.ones(2, 4)).mean() * math.inf  # noqa: E731
+    assert not scaler.minimize(optimizer, loss, retries=retries).applied
+    assert module.mean is None
+    assert not hasattr(module, "count")
 
 
 def test_the_hook_is_there_while_the_loss_runs_only():

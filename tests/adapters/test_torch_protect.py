@@ -270,6 +270,84 @@ def test_minimize_and_protect_together(fused):
         assert loop.model[1].num_batches_tracked.item() == (1 if protect else 2)
 
 
+# -- buffers that a forward pass makes ---------------------------------------------------------------------------------
+
+
+class MakesBuffers(torch.nn.Module):
+    """A layer that has no statistics and no caches before its first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", None)
+        self.register_buffer("cache", None, persistent=False)
+        self.length = 0  # what the cache and the table were made for
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else self.mean.lerp(now, 0.5)
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.count += 1
+        if self.length < len(x):
+            self.length, self.cache = len(x), torch.arange(len(x))
+            self.register_buffer("table", torch.arange(len(x)), persistent=False)
+        return (x - self.mean) * self.weight * (self.cache + self.table).numel()
+
+
+def test_buffers_that_a_skipped_forward_made_are_gone_again():
+    """None where they were None, not registered where they were not; caches stay, and the next step begins anew."""
+    loop, plain = _Loop(model=MakesBuffers()), _Loop(model=MakesBuffers(), protect=())
+    for _ in range(2):
+        assert not loop.step(is_bad=True).applied
+        assert loop.model.mean is None
+        assert not hasattr(loop.model, "count")
+        assert list(loop.model.state_dict()) == ["weight"]
+        assert (loop.model.length, len(loop.model.cache), len(loop.model.table)) == (8, 8, 8)
+    for is_bad in (False, True, False):
+        loop.step(is_bad)
+        if not is_bad:
+            plain.step()
+    assert _same(loop.model.state_dict(), plain.model.state_dict())
+    assert loop.model.count.item() == 2
+
+
+def test_a_fused_step_leaves_what_the_forward_made():
+    """The device cannot take a buffer away, and the host does not wait for the decision; later steps are protected."""
+    loop = _Loop(fused=True, model=MakesBuffers())
+    with _Synchronisations() as seen:
+        assert not loop.step(is_bad=True).applied
+    assert seen.count == 1  # the line above
+    assert loop.model.count.item() == 1
+    before = _buffers(loop.model)
+    assert not loop.step(is_bad=True).applied
+    assert all(torch.equal(loop.model.get_buffer(name), before[name]) for name in ("count", "table"))
+
+
+@pytest.mark.parametrize("edit", [None, "in place", "replaced", "registered"])
+def test_a_buffer_that_a_forward_made_before_two_updates(edit):
+    """The second update, if it skips, takes the buffer away, unless it was edited by hand since the first."""
+    model, judge = MakesBuffers(), torch.nn.Parameter(torch.ones(()))
+    makes, judges = (torch.optim.SGD([param], lr=0.1) for param in (model.weight, judge))
+    scaler = GradScaler("cpu", init_scale=8.0, protect=[model])
+    sample = model(X)
+    scaler.scale(sample.detach().mean() * judge).backward()
+    scaler.step(judges)
+    assert scaler.update().applied
+    if edit == "in place":
+        model.mean.fill_(7.0)
+    elif edit == "replaced":
+        model.mean = torch.full((4,), 7.0)
+    elif edit == "registered":
+        model.register_buffer("mine", torch.ones(()))
+    scaler.scale(sample.mean() * math.inf).backward()
+    scaler.step(makes)
+    assert not scaler.update().applied
+    assert not hasattr(model, "count")
+    assert (model.mean is None) == (edit in {None, "registered"})
+    assert hasattr(model, "mine") == (edit == "registered")
+
+
 # -- averages of the weights -------------------------------------------------------------------------------------------
 
 

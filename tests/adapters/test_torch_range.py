@@ -1,5 +1,6 @@
 """`range_report` on real float16 models: what it foretells, what it names, and that it changes nothing."""
 
+import functools
 import itertools
 import random
 import time
@@ -455,6 +456,46 @@ def test_what_is_not_a_loss_is_refused(make, error, message):
     model, x = _network("mlp")
     with pytest.raises(error, match=message):
         range_report(model, lambda: make(_square(model, x)))
+
+
+_LOSS_FN = (
+    "it takes a function without arguments that runs the model and returns the loss; "
+    "write range_report(model, lambda: loss_fn(model(batch)))"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            lambda model, x: (lambda: _square(model, x), model),
+            "range_report was given function as model; the model, an nn.Module, comes first; "
+            "write range_report(model, loss_fn)",
+        ),
+        (lambda model, x: (model, x), f"range_report was given Tensor as loss_fn; {_LOSS_FN}"),
+        (lambda model, x: (model, _square(model, x)), f"range_report was given Tensor as loss_fn; {_LOSS_FN}"),
+        (lambda model, x: (model, None), f"range_report was given NoneType as loss_fn; {_LOSS_FN}"),
+        (lambda model, x: (model, _square), f"range_report was given a loss_fn that needs arguments; {_LOSS_FN}"),
+        (lambda model, x: (model, model), f"range_report was given a loss_fn that needs arguments; {_LOSS_FN}"),
+        (lambda model, x: (model, nn.MSELoss()), f"range_report was given a loss_fn that needs arguments; {_LOSS_FN}"),
+    ],
+    ids=["swapped", "batch", "loss", "nothing", "function", "model", "criterion"],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    """The message says what was given, what belongs there and what to write, before anything runs."""
+    with pytest.raises(TypeError) as raised:
+        range_report(*arguments(*_network("mlp")))
+    assert str(raised.value) == message
+
+
+def test_an_error_of_the_loss_is_its_own():
+    """A TypeError within `loss_fn` is not mistaken for wrong arguments; a callable whose signature is unknown runs."""
+    model, x = _network("mlp")
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        range_report(model, lambda: _square(model))
+    with pytest.raises(TypeError, match="loss_fn returned dict"):
+        range_report(model, dict)
+    assert range_report(model, functools.partial(_square, model, x)).forward_finite
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------

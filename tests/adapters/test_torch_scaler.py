@@ -693,6 +693,28 @@ def test_a_loss_that_is_not_finite_is_the_cause(loss):
     assert "pass loss=" in overflow_report(model.named_parameters()).verdict
 
 
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda model: model, "Linear"),
+        (lambda model: torch.nn.Sequential(model), "Sequential"),
+        (lambda model: None, "NoneType"),
+        (lambda model: model.parameters(), "an iterable of Parameter"),
+        (lambda model: dict(model.named_parameters()), "an iterable of str"),
+        (lambda model: {"wb": model.weight}, "an iterable of str"),
+        (lambda model: [(model.weight, "weight")], "an iterable of tuple"),
+    ],
+    ids=["module", "sequence", "nothing", "parameters", "dict", "short names", "turned round"],
+)
+def test_overflow_report_says_what_to_pass(make, given):
+    """The message says what was given, what belongs there and what to write."""
+    with pytest.raises(TypeError) as raised:
+        overflow_report(make(_model()))
+    assert str(raised.value) == (
+        f"overflow_report was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+    )
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from([True] * 8 + [False, "interval", "factor", "scale", "load"]), max_size=200),

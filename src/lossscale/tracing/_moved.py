@@ -12,15 +12,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 _AVERAGE = re.compile(r"Averaged|EMA|Ema(?![a-z])")
 _MOST_WAITING = 100
-_IF_APPLIED = "step or update it only where update() says that the step was applied"
-_IN_FORWARD = "a forward pass updates its statistics, before anybody knows that the step will be skipped"
+_SCHEDULE = "{name} moved on {moves} of {skips} skipped steps. Step it only if update().applied is true."
+_AVERAGED = "{name} moved on {moves} of {skips} skipped steps. Update it only if update().applied is true."
+_NORMALISATION = (
+    "{name} was updated by {moves} of {skips} skipped steps. To undo this, pass GradScaler(protect=[model])."
+)
 
 
 class _Counter(NamedTuple):
     name: str
     read: Callable[[], int]
     """Return a number that changes when the object moves."""
-    mend: str
+    start: int | None
+    """The number before the first step; None where the object has moved since."""
+    sentence: str
 
 
 class Bystanders:
@@ -65,27 +70,24 @@ class _Window:
 
     def __init__(self, counters: list[_Counter]) -> None:
         self._counters = counters
-        self._last = self._read()
+        self._last = [counter.start for counter in counters]
         self._waiting: list[tuple[Any, list[int]]] = []
         self._moves: Counter[str] = Counter()
         self._skips = 0
 
     def end(self, overflowed: Any) -> None:
         """End the stretch of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
-        now = self._read()
+        now = [counter.read() for counter in self._counters]
         self._waiting.append((overflowed, [at for at, value in enumerate(now) if value != self._last[at]]))
-        self._last = now
+        self._last[:] = now
         if len(self._waiting) >= _MOST_WAITING:
             self._count()
 
     def summary(self) -> Iterator[str]:
         self._count()
-        mends = {each.name: each.mend for each in self._counters}
+        sentences = {each.name: each.sentence for each in self._counters}
         for name, moves in self._moves.items():
-            yield f"{name} moved on {moves} of {self._skips} skipped steps: {mends[name]}."
-
-    def _read(self) -> list[int]:
-        return [counter.read() for counter in self._counters]
+            yield sentences[name].format(name=name, moves=moves, skips=self._skips)
 
     def _count(self) -> None:
         skips = [moved for overflowed, moved in self._waiting if bool(overflowed)]
@@ -99,14 +101,31 @@ def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
     schedules = [each for each in objects if issubclass(type(each), LRScheduler)]
     averages = [each for each in _modules(objects) if _AVERAGE.search(type(each).__name__)]
     return [
-        *(_Counter(type(each).__name__, partial(getattr, each, "last_epoch"), _IF_APPLIED) for each in schedules),
-        *(_Counter(type(each).__name__, partial(_versions, each), _IF_APPLIED) for each in averages),
+        *(_counter(each, partial(getattr, each, "last_epoch"), _SCHEDULE) for each in schedules),
+        *(_counter(each, partial(_versions, each), _AVERAGED) for each in averages),
     ]
 
 
 def _normalisations(objects: list[Any]) -> list[_Counter]:
-    found = [each for each in _modules(objects) if getattr(each, "num_batches_tracked", None) is not None]
-    return [_Counter(type(each).__name__, partial(_batches_tracked, each), _IN_FORWARD) for each in found]
+    found = [each for each in _modules(objects) if torch.is_tensor(getattr(each, "num_batches_tracked", None))]
+    counters = [_counter(each, partial(_batches_tracked, each), _NORMALISATION) for each in found]
+    # The first forward pass is over by now: what trains and has counted batches has moved in it.
+    return [
+        counter._replace(start=None) if each.training and _has_counted(each) else counter
+        for each, counter in zip(found, counters, strict=True)
+    ]
+
+
+def _has_counted(module: Any) -> bool:
+    """Return whether a layer has counted a batch. Synchronises with its device."""
+    try:
+        return bool(module.num_batches_tracked)
+    except RuntimeError:  # it has no values, as on the meta device
+        return False
+
+
+def _counter(watched: Any, read: Callable[[], int], sentence: str) -> _Counter:
+    return _Counter(type(watched).__name__, read, read(), sentence)
 
 
 def _batches_tracked(module: Any) -> int:

@@ -29,9 +29,28 @@ class _Slot(NamedTuple):
         the old one must not come back alone. Modules register it as not persistent, or make it in another shape.
         """
         now = getattr(self.module, self.name, None)
-        if not isinstance(now, Tensor) or self.name in getattr(self.module, "_non_persistent_buffers_set", ()):
+        if not isinstance(now, Tensor) or _is_transient(self.module, self.name):
             return False
         return (now.shape, now.dtype, now.device) == (self.buffer.shape, self.buffer.dtype, self.buffer.device)
+
+
+class _Made(NamedTuple):
+    """A buffer that was not there at the copy, and has been made since."""
+
+    module: Any
+    name: str
+    buffer: Tensor
+    version: int
+    was_none: bool
+    """Whether its name stood for None at the copy; else it was not registered."""
+
+    def remove(self) -> None:
+        """Take it away, unless it was written to or replaced by hand since it was noted."""
+        if self.module._buffers.get(self.name) is self.buffer and self.buffer._version == self.version:
+            if self.was_none:
+                setattr(self.module, self.name, None)
+            else:
+                delattr(self.module, self.name)
 
 
 class _Copy(NamedTuple):
@@ -47,10 +66,12 @@ class SavedBuffers:
 
     Every dense buffer is copied, whatever its dtype: counters and flags belong to the statistics beside them. What
     cannot be written in place is left alone: sparse, expanded, quantized and uninitialised buffers, and those that were
-    made in inference mode.
+    made in inference mode. A buffer that was not there is taken away again, unless it is not persistent: a cache.
     """
 
     def __init__(self) -> None:
+        self._held: list[tuple[Any, dict[str, Tensor | None]]] = []
+        self._made: list[_Made] | None = None  # since the copy, until the step ended
         self._tensors: set[int] = set()
         self._copies: list[_Copy] = []
         self._versions: dict[int, int] | None = None
@@ -61,6 +82,7 @@ class SavedBuffers:
         slots: dict[int, _Slot] = {}  # by the id of what holds the values
         values: list[Tensor] = []
         for module in modules:
+            self._held.append((module, dict(module._buffers)))
             if module._buffers:
                 for name, buffer in module._buffers.items():
                     if buffer is not None and id(buffer) not in self._tensors:
@@ -75,10 +97,13 @@ class SavedBuffers:
     def seal(self) -> None:
         """Note that the step has ended: a buffer that is written to from now on, by hand, is not put back any more."""
         self._versions = {id(slot): slot.buffer._version for copy in self._copies for slot in copy.slots}
+        self._made = self._made_now()
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the saved values to the buffers."""
+        """Write the saved values to the buffers, and take away those that were not there."""
+        for made in self._made_now() if self._made is None else self._made:
+            made.remove()
         for copy in reversed(self._copies):
             targets, back = [], []
             for slot, values, before in self._unedited(copy):
@@ -92,7 +117,10 @@ class SavedBuffers:
 
     @torch.no_grad()
     def keep_where(self, applied: Tensor) -> None:
-        """Write the saved values to the buffers where `applied`, bool of shape `()`, is False; waits for no device."""
+        """Write the saved values to the buffers where `applied`, bool of shape `()`, is False; waits for no device.
+
+        Buffers that were not there stay: whether they are to go is known on the device alone.
+        """
         for copy in reversed(self._copies):
             flag = moved(applied, copy.flat.device)
             targets, back = [], []
@@ -106,6 +134,15 @@ class SavedBuffers:
             if targets:
                 chosen = torch.where(flag, _flattened(targets), _flattened(back))
                 _write(targets, _unflatten_dense_tensors(chosen, targets))
+
+    def _made_now(self) -> list[_Made]:
+        return [
+            _Made(module, name, buffer, buffer._version, name in held)
+            for module, held in self._held
+            for name, buffer in module._buffers.items()
+            if buffer is not None and held.get(name) is None
+            if not _is_transient(module, name) and not buffer.is_inference()
+        ]
 
     def _unedited(self, copy: _Copy) -> Iterable[tuple[_Slot, Tensor, Tensor]]:
         """Yield each buffer that was not written to by hand since the step ended, its values, and those of the copy."""
@@ -126,6 +163,10 @@ def unknown_modules(module: Module, known: dict[int, Module]) -> list[Module]:
             if each._modules:
                 waiting.extend(each._modules.values())  # type: ignore[arg-type]  # None is passed over
     return unknown
+
+
+def _is_transient(module: Any, name: str) -> bool:
+    return name in getattr(module, "_non_persistent_buffers_set", ())
 
 
 def _writable(buffer: Tensor) -> Tensor | None:

@@ -1,6 +1,7 @@
 """A report on the magnitudes that one forward and one backward pass of a model compute."""
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
-from lossscale_torch._range_recorder import Changes, ModulePaths, Recorder, measure, plain_name
 from lossscale_torch._verbs import scaled
+from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name
 
 
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
@@ -30,9 +31,10 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
         The report. `print` it, `plot` it, or pass its `init_scale` on to `DynamicScaling`.
 
     Raises:
-        TypeError: `loss_fn` does not return a tensor.
+        TypeError: `model` is not a module, or `loss_fn` is not a function without arguments that returns a tensor.
         ValueError: the loss has several elements, or no graph leads from it to a parameter.
     """
+    _check_arguments(model, loss_fn)
     changes = Changes()
     paths = ModulePaths(model)
     run = _Run(model, loss_fn, Recorder(paths, changes))
@@ -145,6 +147,32 @@ def _run_eagerly() -> contextlib.AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+def _check_arguments(model: object, loss_fn: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"range_report was given {type(model).__name__} as model; the model, an nn.Module, comes first; "
+            "write range_report(model, loss_fn)"
+        )
+    if not callable(loss_fn) or _needs_arguments(loss_fn):
+        given = "a loss_fn that needs arguments" if callable(loss_fn) else f"{type(loss_fn).__name__} as loss_fn"
+        raise TypeError(
+            f"range_report was given {given}; it takes a function without arguments that runs the model and returns "
+            "the loss; write range_report(model, lambda: loss_fn(model(batch)))"
+        )
+
+
+def _needs_arguments(function: Callable[..., object]) -> bool:
+    """Return whether a function cannot be called without arguments; False where its signature is not known."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:
+        return False
+    return any(
+        each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for each in signature.parameters.values()
+    )
 
 
 def _checked(loss: object) -> Tensor:
