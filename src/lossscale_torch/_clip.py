@@ -66,6 +66,7 @@ def clipping(max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     return Clipping(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
+@torch.no_grad()
 def unscale_and_clip(
     optimizers: list[Any], scale: LossScale, how: Clipping, allow_half: bool, on_host: bool, defers: bool
 ) -> Clipped | None:
@@ -75,7 +76,7 @@ def unscale_and_clip(
     With `defers` a fused optimizer is left to multiply. Ranks that share a mesh come to the same answer, whatever
     gradients each of them has.
     """
-    gradients = Gradients.to_unscale(optimizers, allow_half)  # refuses before any of them is unscaled
+    gradients = Gradients(optimizers, allow_half)  # refuses before any of them is unscaled
     meshes = meshes_of(optimizers)
     params = [param for optimizer in optimizers for param in params_of(optimizer)] if meshes else []
     dtypes = {param.dtype.to_real() for param in params} or gradients.dtypes
@@ -93,7 +94,7 @@ def unscale_and_clip(
             return clip.on_host(*torch.stack([norm, scale.tensor.double()]).tolist(), device)
         return clip.on_device(norm, scale.tensor)
     if on_host:
-        return clip.on_host(*unscaled_norm(gradients, scale.tensor, how.norm_type), device)
+        return clip.on_host(*unscaled_norm(gradients, scale, how.norm_type), device)
     return clip.on_device(norm_on_device(gradients, scale, how.norm_type), scale.tensor)
 
 

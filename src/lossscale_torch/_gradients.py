@@ -14,12 +14,12 @@ class Gradients:
 
     What the buckets hold shares memory with the gradients. A gradient that no kernel can work on in place (sparse with
     duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that it can. Raises `ValueError`
-    for one that cannot be written to, and for float8.
+    for one that cannot be written to, for float8, and, in torch's words, for float16 unless `allow_half`.
     """
 
     __slots__ = ("are_complex", "buckets")
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
         grads = grads_of(*optimizers)
         self.are_complex = False
         if not grads:
@@ -29,22 +29,16 @@ class Gradients:
         else:
             self.are_complex = any(grad.is_complex() for grad in grads)
             self.buckets = buckets(_writable_values(param) for each in optimizers for param in params_of(each))
+        for bucket in self.buckets:
+            if bucket[0].dtype is torch.float16 and not allow_half:
+                raise ValueError(half_gradients_message(optimizers))
 
     @classmethod
     def of_params(cls, params: Iterable[Tensor]) -> "Gradients":
         """Return the gradients of some parameters."""
-        gradients = cls(())
+        gradients = cls([])
         gradients.buckets = buckets(map(_writable_values, params))
         gradients.are_complex = any(param.grad is not None and param.grad.is_complex() for param in params)
-        return gradients
-
-    @classmethod
-    def to_unscale(cls, optimizers: list[Any], allow_half: bool) -> "Gradients":
-        """Return the gradients; raise torch's `ValueError` for float16 ones unless they are allowed."""
-        gradients = cls(optimizers)
-        for bucket in gradients.buckets:
-            if not allow_half and bucket[0].dtype is torch.float16:
-                raise ValueError(half_gradients_message(optimizers))
         return gradients
 
     @property
@@ -87,9 +81,15 @@ class Gradients:
 
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:
-        """Multiply in place by one number, or by a tensor of shape `()`."""
+        """Multiply finite gradients in place by one number, or by a tensor of shape `()`."""
         for bucket in self.buckets:
-            multiply_(bucket, moved(factor, bucket[0].device) if isinstance(factor, Tensor) else factor)
+            if isinstance(factor, Tensor):
+                multiply_(bucket, moved(factor, bucket[0].device))
+            elif bucket[0].dtype is torch.float64:
+                multiply_(bucket, factor)
+            else:  # by the kernel that checks, too: for small tensors it takes a fifth of the time
+                flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
+                check_and_multiply_(bucket, flag, torch.full_like(flag, factor))
 
     @torch.no_grad()
     def are_zero(self) -> bool:

@@ -96,9 +96,10 @@ class Record(dict[str, Any]):
     def may_step(self) -> bool:
         """Return whether no flag is raised; waits for the device, unless the host knows already."""
         if self.finite is None:
-            flags = {key: flag.item() for key, flag in self["found_inf_per_device"].items()}  # Ctrl-C may come here
-            spiked = flags.pop(SPIKE, 0.0) != 0.0
-            overflowed = any(flag != 0.0 for flag in flags.values())  # NaN, too
+            overflowed = spiked = False
+            for key, flag in self["found_inf_per_device"].items():
+                if flag.item() != 0.0:  # NaN, too; Ctrl-C may come while this waits
+                    overflowed, spiked = overflowed or key is not SPIKE, spiked or key is SPIKE
             self.finite, self.spiked = not (overflowed or spiked), spiked and not overflowed
         return self.finite
 
@@ -138,14 +139,27 @@ class Member:
         self.place: int | None = None
         """Which of the guard's states is its own."""
 
+    def takes_dummy_step(self) -> bool:
+        """Return whether a step moves nothing, since all rates and all gradients are zero.
+
+        `torch.distributed.checkpoint` takes such a step to make an optimizer allocate its state. Waits for the device
+        only where every rate is zero.
+        """
+        optimizer = self.optimizer()
+        for group in () if optimizer is None else optimizer.param_groups:
+            rate = group.get("lr", 1.0)
+            if isinstance(rate, Tensor):
+                rate = rate.detach().float().numpy().sum() if rate.is_cpu else 1.0
+            if rate != 0.0:
+                return False
+        return optimizer is not None and not is_being_recorded() and Gradients([optimizer]).are_zero()
+
 
 class Plain:
     """An optimizer that knows of no scaler: its step is called, or not."""
 
-    @staticmethod
-    def check(scaler: Any, optimizer: Any) -> None:
-        """Unscale, and note whether the gradients are finite."""
-        scaler.unscale_(optimizer)
+    check = "unscale_"
+    """The scaler's method that checks gradients which are not checked yet."""
 
     @staticmethod
     def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,10 +170,7 @@ class Plain:
 class Fused:
     """An optimizer whose kernel divides by a factor, and skips by itself where a flag is 1.0."""
 
-    @staticmethod
-    def check(scaler: Any, optimizer: Any) -> None:
-        """Note whether the gradients are finite, and leave them alone."""
-        scaler._check_fused(optimizer)
+    check = "_check_fused"
 
     @staticmethod
     def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,9 +202,7 @@ class Fused:
 class Legacy:
     """An optimizer of torch's older contract, whose step is handed the scaler and calls its methods."""
 
-    @staticmethod
-    def check(scaler: Any, optimizer: Any) -> None:
-        """Do nothing: the optimizer does."""
+    check = ""  # the optimizer does
 
     @staticmethod
     def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,21 +226,6 @@ def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     if not found:
         return torch.zeros((), dtype=torch.float32, device=device)
     return (torch.stack(found) != 0.0).any().float()
-
-
-def is_dummy_step(optimizer: Any) -> bool:
-    """Return whether a step moves nothing, since all rates and all gradients are zero.
-
-    `torch.distributed.checkpoint` takes such a step to make an optimizer allocate its state. Waits for the device only
-    where every rate is zero.
-    """
-    for group in optimizer.param_groups:
-        rate = group.get("lr", 1.0)
-        if isinstance(rate, Tensor):
-            rate = rate.detach().float().numpy().sum() if rate.is_cpu else 1.0
-        if rate != 0.0:
-            return False
-    return not is_being_recorded() and Gradients([optimizer]).are_zero()
 
 
 def _kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:

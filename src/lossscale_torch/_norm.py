@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from lossscale_torch._gradients import Bucket, Gradients, is_dtensor, moved
 from lossscale_torch._ranks import groups_over
@@ -16,18 +17,15 @@ _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a par
 _HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
 
-@torch.no_grad()
-def unscaled_norm(gradients: Gradients, scale: Tensor, norm_type: float) -> tuple[float, float]:
-    """Return the norm of gradients divided by `scale`, float32 of shape `()`, and the scale. Synchronises once.
+def unscaled_norm(gradients: Gradients, scale: LossScale, norm_type: float) -> tuple[float, float]:
+    """Return the norm of gradients divided by `scale`, and the scale as a number. Synchronises once.
 
     `norm_type` is 2 or infinity. The norm is not finite if and only if some unscaled gradient element is not. Each
     gradient is read once; twice where squares overflow or underflow, and below a scale of 1, where a finite gradient
     may become infinite by being unscaled.
     """
     some = _without_empty(gradients.buckets)
-    if not some:
-        return 0.0, scale.item()
-    norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
+    *norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
     norm = _joined_on_host(norms, norm_type)
     if norm_type == 2.0 and not _SMALL <= norm < math.inf:  # NaN, too
         norm = _norm_by_largest(some)
@@ -46,7 +44,6 @@ def has_float64(device: torch.device) -> bool:
     return device.type in _HAVE_FLOAT64
 
 
-@torch.no_grad()
 def norm_on_device(gradients: Gradients, scale: LossScale, norm_type: float) -> Tensor:
     """Return the norm of gradients divided by `scale`: float64, shape `()`, on its device. Does not synchronise.
 
@@ -64,7 +61,6 @@ def norm_on_device(gradients: Gradients, scale: LossScale, norm_type: float) -> 
     return torch.where(overflows & torch.isfinite(norm), math.inf, norm)
 
 
-@torch.no_grad()
 def sharded_norm(
     gradients: Gradients,
     params: list[Any],
@@ -104,7 +100,7 @@ def _local_norms(
         if stays_on_device:
             norm = norm_on_device(part, scale, norm_type)
         else:
-            value, _ = unscaled_norm(part, scale.tensor, norm_type)
+            value, _ = unscaled_norm(part, scale, norm_type)
             norm = torch.full((), value, dtype=torch.float64, device=scale.tensor.device)
         norms[place].append(norm * copies ** (-1.0 / norm_type))
     zero = torch.zeros((), dtype=torch.float64, device=scale.tensor.device)
@@ -150,9 +146,11 @@ def _joined(norms: Tensor, norm_type: float) -> Tensor:
 
 def _joined_on_host(norms: list[float], norm_type: float) -> float:
     """Return the norm of norms: NaN if one is NaN, else infinity if one is infinite."""
+    if len(norms) == 1:
+        return norms[0]
     if any(map(math.isnan, norms)):
         return math.nan
-    return max(norms) if math.isinf(norm_type) else math.hypot(*norms)
+    return max(norms, default=0.0) if math.isinf(norm_type) else math.hypot(*norms)
 
 
 def _norm_by_largest(buckets: list[Bucket]) -> float:
@@ -177,20 +175,26 @@ def _bucket_norm(bucket: Bucket, norm_type: float) -> Tensor:
 
 def _norm_by_dots(bucket: Bucket) -> Tensor:
     """Return the 2-norm by dot products, which read at memory speed on a CPU; small tensors are joined for one."""
-    flat = [each.view(-1) if each.is_contiguous() else each.reshape(-1) for each in bucket]
-    joined = [each for each in flat if each.numel() >= _JOIN_BELOW]
-    small = [each for each in flat if each.numel() < _JOIN_BELOW]
+    flat, small = [], []
+    for each in bucket:
+        if each.numel() < _JOIN_BELOW:
+            small.append(each)
+        else:
+            flat.append(each.reshape(-1))
     if small:
-        joined.append(torch.cat(small))
-    return torch.stack([torch.dot(each, each) for each in joined]).sum().sqrt()
+        flat.append(_flatten_dense_tensors(small))
+    dots = [torch.dot(each, each) for each in flat]
+    return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
 
 
-def _read(norms: list[Tensor], scale: Tensor) -> tuple[list[float], float]:
+def _read(norms: list[Tensor], scale: LossScale) -> list[float]:
     """Return the norms and the scale as Python floats; one device waits once for all of them."""
-    if all(norm.device == scale.device and norm.dtype is scale.dtype for norm in norms):
-        *values, loss_scale = torch.stack([*norms, scale]).tolist()
-        return values, loss_scale
-    return [norm.item() for norm in norms], scale.item()
+    numbers = norms if scale.value is not None else [*norms, scale.tensor]
+    if len({(each.device, each.dtype) for each in numbers}) == 1 and len(numbers) > 1:
+        read = torch.stack(numbers).tolist()
+    else:
+        read = [each.item() for each in numbers]
+    return read if scale.value is None else [*read, scale.value]
 
 
 def _without_empty(buckets: list[Bucket]) -> list[Bucket]:

@@ -26,7 +26,10 @@ class Ranks:
         Every rank of a group must call, also one without gradients. Groups in `known_to` have combined these flags
         already. Does not synchronise.
         """
-        groups = [group for group in self._groups_of(optimizer) if group not in known_to]
+        meshes = meshes_of([optimizer])
+        if self.process_group is None and not meshes:
+            return found
+        groups = [group for group in self._groups_over(meshes) if group not in known_to]
         if not groups:
             return found
         flags = [moved(flag, device).reshape(()) for key, flag in found.items() if key is not SPIKE]
@@ -43,10 +46,7 @@ class Ranks:
                 "alone; make the scaler of each rank with a group that contains it, or without one"
             )
 
-    def _groups_of(self, optimizer: Any) -> list[Any]:
-        meshes = meshes_of([optimizer])
-        if self.process_group is None and not meshes:
-            return []
+    def _groups_over(self, meshes: list[Any]) -> list[Any]:
         self.check_member()
         groups = [group for mesh in meshes for group in groups_over(mesh)]
         return list(dict.fromkeys(groups if self.process_group is None else [*groups, self.process_group]))

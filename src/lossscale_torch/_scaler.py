@@ -28,7 +28,6 @@ from lossscale_torch._members import (
     Member,
     Record,
     found_inf,
-    is_dummy_step,
     takes_factor,
 )
 from lossscale_torch._ranks import Ranks, require_same_on_ranks
@@ -138,24 +137,23 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return self._scale_one(outputs)  # type: ignore[return-value]  # cast() costs a call
+            if self._state.tensors is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            self._waiting.count_loss(outputs.requires_grad, self._members, self._records)
+            if is_being_recorded():
+                self._waiting.is_over = True
+            # autograd keeps this tensor, and refuses a backward after the scale was written.
+            scale = self._state.tensors.loss_scale
+            loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
+            return loss * (scale if scale.is_cpu and loss.is_cpu else moved(scale, loss.device))  # type: ignore[return-value]
         if isinstance(outputs, dict | list | tuple):
-            return cast(Tree, tree.map_leaves(self._scale_one, outputs))
+            return cast(Tree, tree.map_leaves(self._scale_leaf, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
             return cast(Tree, map(self.scale, outputs))  # lazily, as torch's own scaler does
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    def _scale_one(self, loss: Tensor) -> Tensor:
-        if not isinstance(loss, Tensor):
-            return self.scale(loss)
-        if self._state.tensors is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        self._waiting.count_loss(loss.requires_grad, self._members, self._records)
-        if is_being_recorded():
-            self._waiting.is_over = True
-        # autograd keeps this tensor, and refuses a backward after the scale was written.
-        scale = self._state.tensors.loss_scale
-        return lifted(loss) * (scale if loss.device == scale.device else moved(scale, loss.device))
+    def _scale_leaf(self, leaf: Any) -> Any:
+        return GradScaler.scale(self, leaf)  # a subclass's `scale` is called once for the whole structure
 
     @not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -176,17 +174,17 @@ class GradScaler(TorchNames):
                     self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
 
     def _unscale(self, optimizer: Any, record: Record) -> None:
-        scale = cast(Any, record.scale)
+        scale: Any = record.scale
         flag = torch.zeros_like(scale.tensor)
         found = self._unscale_grads_(optimizer, scale.tensor.reciprocal(), flag, self._half_gradients)
         if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
             Gradients([optimizer]).check_again(found)
-        record.take(self._ranks.combine(optimizer, found, scale.tensor.device))
+        record.take(self._ranks.combine(optimizer, found, flag.device))
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
     ) -> dict[torch.device, Tensor]:
-        return Gradients.to_unscale([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
+        return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
     @not_compiled
     def unscale_and_clip_(
@@ -238,8 +236,6 @@ class GradScaler(TorchNames):
         return norm
 
     def _clip(self, optimizers: list[Any], how: Clipping, caller: str, may_defer: bool = False) -> Tensor:
-        for each in optimizers:
-            require_optimizer(each, caller)
         if not self._enabled:
             return how.apply_torchs(optimizers)
         records = [self._open_to_unscale(each, caller) for each in optimizers]
@@ -248,7 +244,7 @@ class GradScaler(TorchNames):
             if norm is not None:
                 return norm
         if self._is_ours("_unscale_grads_"):
-            Gradients.to_unscale(optimizers, self._half_gradients)  # refuses before any of them is unscaled
+            Gradients(optimizers, self._half_gradients)  # refuses before any of them is unscaled
         for optimizer, record in zip(optimizers, records, strict=True):
             if self._is_ours("unscale_") or record.is_kept:
                 self._unscale(optimizer, record)
@@ -333,8 +329,8 @@ class GradScaler(TorchNames):
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         kind = self._members[id(optimizer)].kind
-        if record["stage"] is READY:
-            kind.check(self, optimizer)
+        if record["stage"] is READY and kind.check:
+            getattr(self, kind.check)(optimizer)
             record = self._records[id(optimizer)]
         if not self._has_begun:
             warn_if_resumed(optimizer, self._state)
@@ -350,8 +346,10 @@ class GradScaler(TorchNames):
         record = optimizer_state
         if self._flags_are_shared:
             record.forget_answer()
-        record.applied = all(each.may_step() for each in self._deciding(record))
-        self._state.refresh()  # the device has just been waited for
+        deciding = self._deciding(record) if self._joint_skip else (record,)
+        record.applied = all(map(Record.may_step, deciding))
+        if self._state.is_handed_out:
+            self._state.refresh()  # the device has just been waited for
         return optimizer.step(*args, **kwargs) if record.applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -380,15 +378,15 @@ class GradScaler(TorchNames):
 
     def _found_inf(self, record: Record) -> Tensor:
         """Return what a fused optimizer's kernel takes for the flag of its step: 1.0 or 0.0."""
-        records, device = self._deciding(record), self._state.tensors.loss_scale.device
-        if self._is_exact(records):
-            return records[0].flags[0]
-        return found_inf((flag for each in records for flag in each.flags), device)
+        records = self._deciding(record) if self._joint_skip else [record]
+        flag = self._exact_flag(records)
+        if flag is None:
+            flags = [flag for each in records for flag in each.flags]
+            flag = found_inf(flags, self._state.tensors.loss_scale.device)
+        return flag
 
     def _deciding(self, record: Record) -> list[Record]:
-        """Return the records whose flags decide on an optimizer's step: its own, or with `joint_skip` all."""
-        if not self._joint_skip:
-            return [record]
+        """Return the records whose flags decide on an optimizer's step with `joint_skip`: all of them."""
         if self._joint and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
@@ -438,10 +436,12 @@ class GradScaler(TorchNames):
             flags, self._records = dict.fromkeys(self._records, False), defaultdict(Record.fresh)
             self._last = with_optimizers(StepInfo(True, 1.0, 1.0, 0), flags, True)
             return self._last
-        self._require_placed("update")
+        if self._state.tensors is None:
+            self._require_placed("update")
         counted = self._counted()
-        if not counted and new_scale is None and all(each["stage"] is READY for each in self._records.values()):
+        if not counted and new_scale is None and not any(each["stage"] is not READY for each in self._records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
+        self._has_begun = self._has_begun or bool(counted)
         overflowed, spiked = self._outcome(counted)
         if not self._waiting.continues(counted):
             self._state.begin_step()
@@ -450,7 +450,7 @@ class GradScaler(TorchNames):
             info = self._state.update_to(new_scale, overflowed)
         else:
             info = self._state.update(overflowed, spiked) if counted else self._state.stay()
-        self._last = info = with_optimizers(info, self._end(info, counted))
+        self._last = info = with_optimizers(info, self._end(info))
         for observe in self._observers:
             observe(self, info)
         self._watch(self, info)
@@ -458,17 +458,12 @@ class GradScaler(TorchNames):
 
     def _counted(self) -> list[Record]:
         """Return the records with flags that count for the loss scale."""
-        self._had_no_gradients = not any(each["found_inf_per_device"] for each in self._records.values())
-        counted = []
-        for key, each in list(self._records.items()):
-            record, member = Record.of(each), self._members.get(key)
-            optimizer = None if member is None else member.optimizer()
-            if record["found_inf_per_device"] and (
-                self._waiting.has_graph or optimizer is None or not is_dummy_step(optimizer)
-            ):
-                if self._flags_are_shared:
-                    record.forget_answer()
-                counted.append(record)
+        counted, self._had_no_gradients = [], True
+        for key, record in self._records.items():
+            if record["found_inf_per_device"]:
+                self._had_no_gradients = False
+                if self._waiting.has_graph or key not in self._members or not self._members[key].takes_dummy_step():
+                    counted.append(record if type(record) is Record else Record(record))
         return counted
 
     def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
@@ -476,50 +471,67 @@ class GradScaler(TorchNames):
 
         Bools where the host knows or can read the flags of a CPU, else flags on the device; then the state goes there.
         """
-        unread = [flag for record in records if record.finite is None for flag in record.flags]
         is_recorded = is_being_recorded()
-        if self._state.is_known() and not is_recorded and all(map(is_readable, unread)):
-            refused = [record for record in records if not record.may_step()]
-            return not all(record.spiked for record in refused), any(record.spiked for record in refused)
+        if self._state.is_known() and not is_recorded:
+            overflowed = spiked = False
+            for record in records:
+                if self._flags_are_shared:
+                    record.forget_answer()
+                if record.finite is None and not all(map(is_readable, record.flags)):
+                    break
+                if not record.may_step():
+                    overflowed, spiked = overflowed or not record.spiked, spiked or record.spiked
+            else:
+                return overflowed, spiked
         self._waiting.is_over = self._waiting.is_over or is_recorded
         self._state = self._state.on_device(has_spikes=self._guards.guard is not None)
-        if len(records) == 1 and self._is_exact(records):
-            return records[0].flags[0], False
+        if (flag := self._exact_flag(records)) is not None:
+            return flag, False
         device = self._state.tensors.loss_scale.device
-        overflowed = found_inf((flag for record in records for flag in record.overflow_flags), device)
-        spikes = [
-            record["found_inf_per_device"][SPIKE] for record in records if SPIKE in record["found_inf_per_device"]
-        ]
-        return overflowed, found_inf(spikes, device) if spikes else False
+        overflow = found_inf([flag for record in records for flag in record.overflow_flags], device)
+        spikes = [found[SPIKE] for record in records if SPIKE in (found := record["found_inf_per_device"])]
+        return overflow, found_inf(spikes, device) if spikes else False
 
-    def _is_exact(self, records: list[Record]) -> bool:
-        """Return whether the only flag of some records is on the device of the loss scale, and 0.0 or 1.0."""
+    def _exact_flag(self, records: list[Record]) -> Tensor | None:
+        """Return the only flag of some records if it is on the device of the loss scale, and 0.0 or 1.0."""
         flags = [flag for record in records for flag in record.flags]
-        is_one = len(flags) == 1 and flags[0].device == self._state.tensors.loss_scale.device
-        return is_one and not self._flags_are_shared and self._is_ours("_unscale_grads_")
+        if len(flags) != 1 or self._flags_are_shared or not self._is_ours("_unscale_grads_"):
+            return None
+        return flags[0] if flags[0].device == self._state.tensors.loss_scale.device else None
 
-    def _end(self, info: StepInfo, counted: list[Record]) -> dict[int, Any]:
+    def _end(self, info: StepInfo) -> dict[int, Any]:
         """Forget the records at an update; return for each optimizer that was stepped whether its step was applied."""
         self._waiting.end(self._members, self._records, info.loss_scale_used)
-        stepped = {key: record for key, record in self._records.items() if record["stage"] is STEPPED}
-        # torch leaves the old dict to those who hold it.
-        self._records, self._flags_are_shared, self._joint = defaultdict(Record.fresh), False, []
-        self._has_begun = self._has_begun or bool(counted)
-        return {key: Record.of(record).outcome() for key, record in stepped.items()}
+        applied = {}
+        for key, record in self._records.items():
+            if record["stage"] is STEPPED:
+                applied[key] = (record if type(record) is Record else Record(record)).outcome()
+        if self._flags_are_shared:
+            self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may hold the old dict
+        else:
+            self._records.clear()
+        if self._joint_skip:
+            self._joint = []
+        return applied
 
     def _open(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
-        self._require_placed(caller)
         key = id(optimizer)
         record = self._records[key]
         if type(record) is Record and record.scale is not None:
             return record
+        if self._state.tensors is None:
+            self._require_placed(caller)
         member = self._members.get(key)
         if member is None or member.optimizer() is not optimizer:
             require_optimizer(optimizer, caller)
             member = self._members[key] = Member(optimizer, lambda _: self._members.pop(key, None))
-        record = self._waiting.open(member, optimizer, Record.of(record), self._state.present())
-        self._records[key] = record
+        if type(record) is not Record:
+            record = self._records[key] = Record(record)
+        if self._waiting.has_loss:
+            record.scale = self._state.present()
+        else:
+            record = self._records[key] = self._waiting.open(member, optimizer, record, self._state.present())
         return record
 
     def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:

@@ -31,6 +31,8 @@ class LossScale(NamedTuple):
     """float32, shape `()`."""
     may_be_below_one: bool
     """Whether it may be below 1, where unscaling can overflow; known without a wait for the device."""
+    value: float | None = None
+    """The same as a number, where the host knows it."""
 
 
 class Tensors(NamedTuple):
@@ -58,7 +60,8 @@ class HostState:
         self._before: Any = None  # the state and the flag that further updates of the same step start from
         self._finite = True
         self._present: LossScale | None = None
-        self._is_handed_out = False
+        self.is_handed_out = False
+        """Whether others may write to the tensors."""
         self._is_fresh = True  # whether the scalars are what the tensors hold
         self._forget_ahead()
 
@@ -89,13 +92,13 @@ class HostState:
     def hand_out(self) -> None:
         """Bring both tensors up to date: other code may read and write them from now on."""
         if self.tensors is not None:
-            if not self._is_handed_out:
+            if not self.is_handed_out:
                 write(self.tensors.growth_tracker, self._state.growth_tracker.item())
-            self._is_handed_out, self._is_fresh, self._present = True, False, None
+            self.is_handed_out, self._is_fresh, self._present = True, False, None
 
     def refresh(self) -> None:
         """Read what others may have written to the tensors; waits for a device where these were handed out."""
-        if self._is_handed_out and self.tensors is not None:
+        if self.is_handed_out and self.tensors is not None:
             scale, tracker = self.tensors.loss_scale.item(), self.tensors.growth_tracker.item()
             if scale != self._state.loss_scale or tracker != self._state.growth_tracker:
                 self._state = self._replaced(loss_scale=scale, growth_tracker=tracker)
@@ -109,12 +112,12 @@ class HostState:
 
     def present(self) -> LossScale:
         """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
+        if self.is_handed_out:
+            return _present(self.tensors, self.policy)  # type: ignore[arg-type]  # it was placed
         if self._present is None:
-            self._present = _present(self.tensors, self.policy)  # type: ignore[arg-type]  # it was placed
-        present = self._present
-        if self._is_handed_out:  # the next call asks again
-            self._present = None
-        return present
+            value = self._state.loss_scale.item()
+            self._present = LossScale(self.tensors.loss_scale, value < 1.0, value)  # type: ignore[union-attr]
+        return self._present
 
     def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
         """Update by what the host knows of a step, and return what happened. Does not synchronise."""
@@ -176,7 +179,7 @@ class HostState:
     def on_device(self, has_spikes: bool) -> "DeviceState":
         """Return the state in tensors on the device; a graph that is being recorded does not record the copies."""
         tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
-        if not self._is_handed_out:
+        if not self.is_handed_out:
             write(tensors.growth_tracker, self._state.growth_tracker.item())
         in_order = self._is_fresh and self._before is None and not has_spikes
         if in_order and suits_kernel(self.policy, self._state, tensors.loss_scale.device):
@@ -220,7 +223,7 @@ class HostState:
         if state.loss_scale is not before.loss_scale and state.loss_scale != before.loss_scale:
             write(self.tensors.loss_scale, state.loss_scale.item())
             self._present = None
-        if self._is_handed_out:
+        if self.is_handed_out:
             write(self.tensors.growth_tracker, state.growth_tracker.item())
             self._is_fresh = False
 
@@ -228,7 +231,7 @@ class HostState:
 class DeviceState:
     """A state of tensors, which `policy.update` computes anew and which are written in place."""
 
-    is_on_host = False
+    is_on_host = is_handed_out = False
 
     def __init__(self, policy: ScalingPolicy, tensors: Tensors, state: Any) -> None:
         self.policy, self.tensors = policy, tensors
@@ -537,4 +540,3 @@ def _info(before: Any, after: Any, finite: bool) -> StepInfo:
 
 def _as_flag(flag: bool | Tensor, device: torch.device) -> Tensor:
     return flag if isinstance(flag, Tensor) else torch.full((), float(flag), device=device)
-

@@ -278,7 +278,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> Any:
-        self._flags_are_shared = True  # a flag may be raised through it, and no version would tell
+        self._share_flags()
         return self._records
 
     @_per_optimizer_states.setter
@@ -286,9 +286,16 @@ class TorchNames(torch.amp.GradScaler):
         self._records = value
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
-        self._flags_are_shared = True
+        self._share_flags()
         record = self._records.get(id(optimizer))
         return {} if record is None else record["found_inf_per_device"]
+
+    def _share_flags(self) -> None:
+        """Note that others may raise a flag from now on; no version would tell. What was decided by them stays."""
+        self._flags_are_shared = True
+        for record in self._records.values():
+            if type(record) is Record and isinstance(record.applied, Tensor):
+                record.applied = record.applied.clone()
 
     _growth_factor = property(get_growth_factor, set_growth_factor)
     _backoff_factor = property(get_backoff_factor, set_backoff_factor)

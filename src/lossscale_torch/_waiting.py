@@ -76,15 +76,16 @@ class Waiting:
             record.scale = self._previous_like(present)
         else:
             record = member.kept
-            record.is_kept, record.scale = True, LossScale(torch.ones_like(present.tensor), may_be_below_one=False)
+            record.is_kept, record.scale = True, LossScale(torch.ones_like(present.tensor), False, 1.0)
         record.waited = True
         return record
 
     def continues(self, records: Iterable[Record]) -> bool:
         """Return whether an update belongs to the same step as the last one, and otherwise end all waiting."""
-        self.continued = not self.has_loss and all(record.waited for record in records)
-        if not (self.continued or self.has_loss):
-            self._over_at = self._losses
+        self.continued = False
+        if not self.has_loss:
+            self.continued = all(record.waited for record in records)
+            self._over_at = self._over_at if self.continued else self._losses
         return self.continued
 
     def end(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
@@ -120,7 +121,7 @@ class Waiting:
         previous = self._previous
         if isinstance(previous, Tensor):
             return LossScale(previous, present.may_be_below_one)
-        return LossScale(torch.full_like(present.tensor, previous), previous < 1.0)
+        return LossScale(torch.full_like(present.tensor, previous), previous < 1.0, previous)
 
     def _require_same(self, present: LossScale) -> None:
         before, now = float(self._previous), float(present.tensor)
@@ -130,4 +131,3 @@ class Waiting:
                 f"update(), or from a later one at {now:g}, and nothing tells which; step every optimizer before "
                 "update(), or call scale() on each loss after it"
             )
-

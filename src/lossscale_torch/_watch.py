@@ -14,6 +14,8 @@ class Watch:
         self._watch = ScaleWatch(on_floor)
         self._every = 1 if on_floor == "raise" else _EVERY
         self._left = self._every
+        self._policy: Any = None
+        self._limits_streaks = False
 
     def __call__(self, scaler: Any, info: Any) -> None:
         """Raise where steps in a row were skipped as often as policy, guard or `on_floor` allow; log what is due.
@@ -21,15 +23,18 @@ class Watch:
         An overflow that was counted before is not an error after an update that is known to count none.
         """
         state = scaler._state
-        scaler._guards.check()
+        if state.policy is not self._policy:
+            self._policy = state.policy
+            self._limits_streaks = BaseScaling.of(state.policy).max_overflow_streak is not None
+        if scaler._guards.guard is not None:
+            scaler._guards.check()
         self._left -= 1
-        limits_streaks = BaseScaling.of(state.policy).max_overflow_streak is not None
-        if self._left > 0 and not limits_streaks:
+        if self._left > 0 and not self._limits_streaks:
             return
         on_host = state.peek()
         if on_host is None:
             return
-        if limits_streaks:
+        if self._limits_streaks:
             check_overflow_streak(state.policy, on_host)
         if self._left <= 0:
             self._left = self._every

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from lossscale.tracing._record import Record
 from lossscale_torch import GradScaler
@@ -64,7 +65,7 @@ class TracedScaler(GradScaler):
     def note_norm(norm: Any) -> None:
         """Keep a norm for the update that comes, where the gradients that have it are unscaled already."""
         for scaler, record in _RECORDS.items():
-            if scaler.is_enabled() and not scaler._records.are_untouched():
+            if any(state["stage"] is not OptState.READY for state in scaler._records.values()):
                 record.norm = norm
 
     @property
@@ -108,9 +109,9 @@ def sharded(of_torch: Any) -> type[TracedScaler]:
             super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)
 
         def scale(self, outputs: Any) -> Any:
-            ranks = self._records.ranks
-            if ranks.process_group is None and dist.is_initialized():  # torch's default is looked up as late as this
-                ranks.process_group = dist.group.WORLD
+            # torch's default is looked up as late as this
+            if self._ranks.process_group is None and dist.is_initialized():
+                self._ranks.process_group = dist.group.WORLD
             return super().scale(outputs)
 
     return ShardedScaler
