@@ -54,11 +54,6 @@ class Record(dict[str, Any]):
     """The unscaled gradients when a further loss was scaled, or the loss scale was told."""
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> "Record":
-        """Return `record`, or one of this class with its keys if torch's own factory made it."""
-        return record if type(record) is cls else cls(record)
-
-    @classmethod
     def fresh(cls) -> "Record":
         """Return the record of an optimizer that was not touched since the last update."""
         return cls(stage=READY, found_inf_per_device={})

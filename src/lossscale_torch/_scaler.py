@@ -176,7 +176,9 @@ class GradScaler(TorchNames):
     def _unscale(self, optimizer: Any, record: Record) -> None:
         scale: Any = record.scale
         flag = torch.zeros_like(scale.tensor)
-        found = self._unscale_grads_(optimizer, scale.tensor.reciprocal(), flag, self._half_gradients)
+        # A subclass may write to the factor, which other steps share.
+        inverse = scale.inverse() if self._is_ours("_unscale_grads_") else scale.inverse().clone()
+        found = self._unscale_grads_(optimizer, inverse, flag, self._half_gradients)
         if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
             Gradients([optimizer]).check_again(found)
         record.take(self._ranks.combine(optimizer, found, flag.device))
@@ -357,7 +359,7 @@ class GradScaler(TorchNames):
         record = self._open(optimizer, "_check_inf_per_device")
         scale = cast(Any, record.scale)
         is_scaled = record["stage"] is READY and scale.may_be_below_one
-        found = Gradients([optimizer]).found_inf(scale.tensor.reciprocal() if is_scaled else None)
+        found = Gradients([optimizer]).found_inf(scale.inverse() if is_scaled else None)
         record["found_inf_per_device"] = self._ranks.combine(optimizer, found, scale.tensor.device)
         record.forget_answer()
         self._flags_are_shared = True
@@ -586,6 +588,7 @@ class GradScaler(TorchNames):
         """
         from lossscale_torch.rescue import minimize
 
+        require_optimizer(optimizer, "minimize")
         return minimize(self, optimizer, loss_fn, retries, max_norm)
 
     @property
@@ -642,7 +645,7 @@ def require_optimizer(optimizer: Any, caller: str) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
-            f"pass the torch.optim.Optimizer whose parameters it should work on"
+            "pass the torch.optim.Optimizer of these parameters"
         )
 
 

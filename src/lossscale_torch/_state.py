@@ -33,6 +33,12 @@ class LossScale(NamedTuple):
     """Whether it may be below 1, where unscaling can overflow; known without a wait for the device."""
     value: float | None = None
     """The same as a number, where the host knows it."""
+    known_inverse: Tensor | None = None
+    """Its reciprocal, where that was computed before."""
+
+    def inverse(self) -> Tensor:
+        """Return the factor that unscales: float32, shape `()`."""
+        return self.tensor.reciprocal() if self.known_inverse is None else self.known_inverse
 
 
 class Tensors(NamedTuple):
@@ -112,11 +118,13 @@ class HostState:
 
     def present(self) -> LossScale:
         """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
-        if self.is_handed_out:
-            return _present(self.tensors, self.policy)  # type: ignore[arg-type]  # it was placed
+        tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
+        if self.is_handed_out or is_being_recorded():  # the tensor may hold another value later
+            return _present(tensors, self.policy)
         if self._present is None:
             value = self._state.loss_scale.item()
-            self._present = LossScale(self.tensors.loss_scale, value < 1.0, value)  # type: ignore[union-attr]
+            with torch.inference_mode(False):
+                self._present = LossScale(tensors.loss_scale, value < 1.0, value, tensors.loss_scale.reciprocal())
         return self._present
 
     def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
@@ -451,7 +459,7 @@ def suits_kernel(policy: ScalingPolicy, state: Any, device: torch.device) -> boo
     is_free = not (policy.refill_on_finite or policy.refill_on_backoff)
     return bool(
         (policy.hysteresis, policy.cooldown) == (1, 0)
-        and policy.max_scale * policy.growth_factor <= np.finfo(np.float32).max
+        and policy.max_scale * policy.growth_factor <= torch.finfo(torch.float32).max
         and policy.min_scale <= state.loss_scale <= policy.max_scale
         and 0 <= state.growth_tracker < policy.growth_interval  # the kernel compares with ==
         and (state.hysteresis_tracker == tolerance or (is_free and state.hysteresis_tracker == 0))
@@ -507,7 +515,7 @@ def as_tensors(state: Any, device: torch.device) -> Any:
 
 def number(value: Any) -> Any:
     """Return a host scalar as the plain Python number that it is; a tensor stays on its device."""
-    return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def within_bounds(scale: float, policy: ScalingPolicy) -> float:
@@ -531,11 +539,10 @@ def _present(tensors: Tensors, policy: ScalingPolicy) -> LossScale:
 
 def _info(before: Any, after: Any, finite: bool) -> StepInfo:
     """Return what a step did, from the states before and after it, host scalars."""
-    scale = number(before.loss_scale)
-    is_same = after.loss_scale is before.loss_scale
-    return StepInfo(
-        finite, scale, scale if is_same else number(after.loss_scale), number(after.overflow_streak), not finite
-    )
+    used = after_scale = number(before.loss_scale)
+    if after.loss_scale is not before.loss_scale:
+        after_scale = number(after.loss_scale)
+    return StepInfo(finite, used, after_scale, number(after.overflow_streak), not finite)
 
 
 def _as_flag(flag: bool | Tensor, device: torch.device) -> Tensor:

@@ -92,14 +92,14 @@ class Waiting:
         """Note an update, and the scale that was used; gradients that are unscaled and not stepped are kept."""
         if self.has_loss:
             self._previous = scale_used
-        for key, member in list(members.items()):
-            record, optimizer = records.get(key), member.optimizer()
-            if record is None or optimizer is None or record["stage"] is READY:
+        for key, record in records.items():
+            member = members.get(key)
+            if member is None or record["stage"] is READY:
                 continue
             member.kept = member.seen = None
             if record["stage"] is STEPPED:
                 member.losses = self._losses
-            elif type(record) is Record and (record.seen is None or record.seen.is_unchanged(optimizer)):
+            elif type(record) is Record and (record.seen is None or record.seen.is_unchanged(member.optimizer())):
                 member.kept = record
         self.has_loss = self.has_graph = False
         self._is_told = self._is_told_for_good

@@ -26,6 +26,7 @@ from lossscale_core import (
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
+from tests.adapters.recorded_graph import RecordedGraph
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -611,6 +612,69 @@ def test_a_gan_with_two_losses():
             if applied:
                 torch.testing.assert_close(module.weight.grad, expected)
     assert scaler.metrics()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_check_after_unscaling_divides_nothing_again(make_scaler, fused):
+    """`_check_inf_per_device` looks at the gradients only, whatever stage they are in."""
+    param, optimizer = _one_param(torch.full((2,), 1024.0), fused=fused)
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler._check_inf_per_device(optimizer)
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_losses_within_functional_transforms(is_on_device):
+    """`torch.func.grad`, `grad_and_value` and `vmap` of it scale as eager code does, wherever the state lives."""
+    scaler = _ready(init_scale=8.0)
+    if is_on_device:
+        _, optimizer = _one_param(torch.ones(1), fused=True)
+        with RecordedGraph():
+            scaler.step(optimizer)
+            scaler.update()
+    values = torch.tensor([1.0, 2.0])
+
+    def loss(weight):
+        return scaler.scale((weight * weight).sum())
+
+    assert torch.func.grad(loss)(values).tolist() == [16.0, 32.0]
+    assert torch.func.grad_and_value(loss)(values)[1].item() == 40.0
+    assert torch.func.vmap(torch.func.grad(loss))(values).tolist() == [16.0, 32.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda scaler, model: scaler.step(model), r"step\(\) was given a Linear"),
+        (lambda scaler, model: scaler.unscale_(model), r"unscale_\(\) was given a Linear"),
+        (lambda scaler, model: scaler.skip(model), r"skip\(\) was given a Linear"),
+        (
+            lambda scaler, model: scaler.unscale_and_clip_(model.parameters(), 1.0),
+            r"unscale_and_clip_\(\) was given a generator",
+        ),
+        (lambda scaler, model: scaler.clip_and_step(model, 1.0), r"clip_and_step\(\) was given a Linear"),
+        (lambda scaler, model: scaler.minimize(model, lambda: torch.ones(())), r"minimize\(\) was given a Linear"),
+    ],
+)
+def test_what_is_not_an_optimizer_is_named(call, named):
+    """With what belongs there; nothing has happened."""
+    scaler = _ready()
+    with pytest.raises(TypeError, match=rf"{named}, which has no param_groups; it takes an optimizer; pass the torch"):
+        call(scaler, torch.nn.Linear(1, 1))
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
+def test_a_device_that_torch_does_not_know():
+    """Other than torch's scaler, which takes any text, and is then enabled where nothing is."""
+    with pytest.raises(ValueError, match=r"device='gpu' is not a device type of torch; .* pass 'cuda'"):
+        GradScaler("gpu")
+    for known in ("cpu", "meta", torch.device("cpu"), "cuda:0" if torch.cuda.is_available() else "xpu"):
+        assert GradScaler(known).is_enabled()
 
 
 # -- what happened -----------------------------------------------------------------------------------------------------
