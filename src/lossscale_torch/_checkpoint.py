@@ -175,14 +175,16 @@ def _torch_policy(
         raise AssertionError("The backoff factor must be < 1.0.")
     if not enabled:
         return DynamicScaling()
-    config = {
-        "init_scale": min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE) if init_scale > 0 else init_scale,
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
-        "growth_interval": growth_interval,
-    }
-    config["growth_interval"] = reachable_interval(growth_interval)
-    return DynamicScaling(**config, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+    if init_scale > 0:
+        init_scale = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)
+    return DynamicScaling(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=reachable_interval(growth_interval),
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_SCALE,
+    )
 
 
 def reachable_interval(interval: float) -> int:

@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients together, with the multiply that unscales them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class Clipped(NamedTuple):
     """1.0 where a gradient was not finite, and then all of them are as they were; empty without gradients."""
     deferred: Tensor | None
     """The factor by which a fused optimizer must still divide the gradients; None where they are clipped."""
-    known_to: list[Any]
+    known_to: Sequence[Any]
     """The process groups whose ranks know the same norm."""
 
 
@@ -73,61 +73,74 @@ def unscale_and_clip(
     """Unscale and clip with one read; return None, with nothing changed, where one read cannot do it.
 
     That is where the norm does not tell whether the gradients are finite, or only on the host and `on_host` is False.
-    With `defers` a fused optimizer is left to multiply. Ranks that share a mesh come to the same answer, whatever
-    gradients each of them has.
+    With `defers` a fused optimizer is left to multiply.
     """
     gradients = Gradients(optimizers, allow_half)  # refuses before any of them is unscaled
     meshes = meshes_of(optimizers)
-    params = [param for optimizer in optimizers for param in params_of(optimizer)] if meshes else []
-    dtypes = {param.dtype.to_real() for param in params} or gradients.dtypes
-    are_complex = any(param.is_complex() for param in params) or gradients.are_complex
-    # The largest part of a complex number is not its magnitude.
-    is_proof = how.norm_type == 2.0 or (how.norm_type == math.inf and not are_complex)
-    device = scale.tensor.device
-    can_stay = can_stay_on_device(dtypes, device)
-    if not is_proof or not (on_host or can_stay) or (meshes and not has_float64(device)):
-        return None
-    clip = _InPlace(gradients, how, defers, [group for mesh in meshes for group in groups_over(mesh)])
     if meshes:
-        norm = sharded_norm(gradients, params, meshes, scale, how.norm_type, can_stay and not scale.tensor.is_cpu)
-        if on_host:
-            return clip.on_host(*torch.stack([norm, scale.tensor.double()]).tolist(), device)
-        return clip.on_device(norm, scale.tensor)
+        return _clip_shards(gradients, optimizers, meshes, scale, how, on_host, defers)
+    # The largest part of a complex number is not its magnitude.
+    if how.norm_type != 2.0 and (how.norm_type != math.inf or gradients.are_complex):
+        return None
     if on_host:
-        return clip.on_host(*unscaled_norm(gradients, scale, how.norm_type), device)
-    return clip.on_device(norm_on_device(gradients, scale, how.norm_type), scale.tensor)
+        norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type)
+        return _clip_on_host(gradients, how, defers, norm, loss_scale, scale.tensor)
+    if not can_stay_on_device(gradients.dtypes, scale.tensor.device):
+        return None
+    return _clip_on_device(gradients, how, defers, norm_on_device(gradients, scale, how.norm_type), scale.tensor)
 
 
-class _InPlace(NamedTuple):
-    """Gradients whose norm is known, to be unscaled and clipped, or left to a fused optimizer."""
+def _clip_shards(
+    gradients: Gradients,
+    optimizers: list[Any],
+    meshes: list[Any],
+    scale: LossScale,
+    how: Clipping,
+    on_host: bool,
+    defers: bool,
+) -> Clipped | None:
+    """Do as `unscale_and_clip` does, by the norm of all ranks; each comes to the same answer, whatever it holds."""
+    params: list[Any] = [param for optimizer in optimizers for param in params_of(optimizer)]
+    are_complex = any(param.is_complex() for param in params)
+    device = scale.tensor.device
+    can_stay = can_stay_on_device({param.dtype.to_real() for param in params}, device)
+    if how.norm_type != 2.0 and (how.norm_type != math.inf or are_complex):
+        return None
+    if not has_float64(device) or not (on_host or can_stay):
+        return None
+    norm = sharded_norm(gradients, params, meshes, scale, how.norm_type, can_stay and device.type != "cpu")
+    if on_host:
+        value, loss_scale = torch.stack([norm, scale.tensor.double()]).tolist()
+        clipped = _clip_on_host(gradients, how, defers, value, loss_scale, scale.tensor)
+    else:
+        clipped = _clip_on_device(gradients, how, defers, norm, scale.tensor)
+    flag = (~torch.isfinite(norm)).float()  # which a rank without gradients knows, too
+    known_to = [group for mesh in meshes for group in groups_over(mesh)]
+    return clipped._replace(found={device: flag}, known_to=known_to)
 
-    gradients: Gradients
-    how: Clipping
-    defers: bool
-    known_to: list[Any]
 
-    def on_host(self, norm: float, loss_scale: float, device: torch.device) -> Clipped:
-        finite, deferred = math.isfinite(norm), None
-        if finite:
-            factor = min(1.0, self.how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-            # The kernel multiplies by the reciprocal of the factor, which must be a normal number of float32.
-            if self.defers and factor * LARGEST_SCALE > loss_scale:
-                deferred = torch.full((), loss_scale / factor, dtype=torch.float32, device=device)
-            else:
-                self.gradients.multiply_(factor / loss_scale)
-        dtype = torch.float64 if torch.float64 in self.gradients.dtypes else torch.float32
-        found = torch.full((), float(not finite), dtype=torch.float32, device=device)
-        return self._clipped(torch.tensor(norm, dtype=dtype, device=device), norm, found, deferred)
-
-    def on_device(self, norm: Tensor, scale: Tensor) -> Clipped:
-        finite = torch.isfinite(norm)
-        factor, deferred = (self.how.max_norm / (norm + 1e-6)).clamp(max=1.0), None
-        if self.defers:
-            deferred = torch.where(finite, scale / factor, 1.0).float()  # infinite where clipped to nothing
+def _clip_on_host(
+    gradients: Gradients, how: Clipping, defers: bool, norm: float, loss_scale: float, scale: Tensor
+) -> Clipped:
+    finite, deferred = math.isfinite(norm), None
+    if finite:
+        factor = min(1.0, how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        # The kernel multiplies by the reciprocal of the factor, which must be a normal number of float32.
+        if defers and factor * LARGEST_SCALE > loss_scale:
+            deferred = torch.full_like(scale, loss_scale / factor)
         else:
-            self.gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
-        return self._clipped(norm.float(), None, (~finite).float(), deferred)
+            gradients.multiply_(factor / loss_scale)
+    found = {scale.device: torch.full_like(scale, float(not finite))} if gradients.buckets else {}
+    is_double = any(bucket[0].dtype is torch.float64 for bucket in gradients.buckets)
+    result = torch.full_like(scale, norm, dtype=torch.float64 if is_double else torch.float32)
+    return Clipped(result, norm, found, deferred, ())
 
-    def _clipped(self, norm: Tensor, value: float | None, flag: Tensor, deferred: Tensor | None) -> Clipped:
-        found = {flag.device: flag} if self.gradients.buckets or self.known_to else {}
-        return Clipped(norm, value, found, deferred, self.known_to)
+
+def _clip_on_device(gradients: Gradients, how: Clipping, defers: bool, norm: Tensor, scale: Tensor) -> Clipped:
+    finite, deferred = torch.isfinite(norm), None
+    factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if defers:
+        deferred = torch.where(finite, scale / factor, 1.0).float()  # infinite where clipped to nothing
+    else:
+        gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
+    return Clipped(norm.float(), None, {scale.device: (~finite).float()} if gradients.buckets else {}, deferred, ())

@@ -117,11 +117,12 @@ class Seen:
 class Member:
     """An optimizer of a scaler: how it is checked and stepped, and what lasts longer than a step."""
 
-    def __init__(self, optimizer: Any, at_death: Callable[[Any], None]) -> None:
+    def __init__(self, optimizer: Any, members: "dict[int, Member]") -> None:
         self.optimizer: Callable[[], Any]
-        """Returns the optimizer, or None after its end."""
+        """Returns the optimizer, or None after its end, when this leaves `members`."""
+        key = id(optimizer)
         try:
-            self.optimizer = ref(optimizer, at_death)
+            self.optimizer = ref(optimizer, lambda _: members.pop(key, None))
         except TypeError:  # a class with `__slots__` may have no room for a weak reference
             self.optimizer = lambda: optimizer
         self.kind = _kind_of(optimizer)

@@ -1,5 +1,6 @@
 """The norm of gradients, which tells from one read whether they are finite: on one rank, or on all of a mesh."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +26,8 @@ def unscaled_norm(gradients: Gradients, scale: LossScale, norm_type: float) -> t
     may become infinite by being unscaled.
     """
     some = _without_empty(gradients.buckets)
-    *norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
-    norm = _joined_on_host(norms, norm_type)
+    norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
+    norm = norms[0] if len(norms) == 1 else _joined_on_host(norms, norm_type)
     if norm_type == 2.0 and not _SMALL <= norm < math.inf:  # NaN, too
         norm = _norm_by_largest(some)
     if loss_scale < 1.0 and any(_largest(each) / loss_scale > torch.finfo(each[0].dtype).max for each in some):
@@ -146,8 +147,6 @@ def _joined(norms: Tensor, norm_type: float) -> Tensor:
 
 def _joined_on_host(norms: list[float], norm_type: float) -> float:
     """Return the norm of norms: NaN if one is NaN, else infinity if one is infinite."""
-    if len(norms) == 1:
-        return norms[0]
     if any(map(math.isnan, norms)):
         return math.nan
     return max(norms, default=0.0) if math.isinf(norm_type) else math.hypot(*norms)
@@ -187,15 +186,17 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
 
 
-def _read(norms: list[Tensor], scale: LossScale) -> list[float]:
+def _read(norms: list[Tensor], scale: LossScale) -> tuple[list[float], float]:
     """Return the norms and the scale as Python floats; one device waits once for all of them."""
-    numbers = norms if scale.value is not None else [*norms, scale.tensor]
-    if len({(each.device, each.dtype) for each in numbers}) == 1 and len(numbers) > 1:
-        read = torch.stack(numbers).tolist()
-    else:
-        read = [each.item() for each in numbers]
-    return read if scale.value is None else [*read, scale.value]
+    if scale.value is not None and len(norms) <= 1:
+        return [norm.item() for norm in norms], scale.value
+    if all(norm.device == scale.tensor.device and norm.dtype is scale.tensor.dtype for norm in norms):
+        *values, loss_scale = torch.stack([*norms, scale.tensor]).tolist()
+        return values, loss_scale
+    return [norm.item() for norm in norms], scale.tensor.item()
 
 
 def _without_empty(buckets: list[Bucket]) -> list[Bucket]:
+    if all(map(Tensor.numel, itertools.chain.from_iterable(buckets))):
+        return buckets
     return [some for bucket in buckets if (some := [each for each in bucket if each.numel()])]

@@ -112,7 +112,8 @@ class GradScaler(TorchNames):
         self._flags_are_shared = False  # whether others may raise a flag after it was read
         self._waiting, self._ranks = Waiting(), Ranks(process_group)
         self._guards = Guards(guard, self._members)
-        self._joint_skip, self._joint = joint_skip, []
+        self._joint_skip = joint_skip
+        self._joint: list[Record] = []
         self._half_gradients = half_gradients
         self._has_begun = self._had_no_gradients = False
         self._last: StepInfo | None = None
@@ -264,8 +265,8 @@ class GradScaler(TorchNames):
         self, optimizers: list[Any], records: list[Record], how: Clipping, may_defer: bool = False
     ) -> Tensor | None:
         """Unscale and clip by the norm that the check reads; return None where one read cannot do it."""
-        scale = cast(Any, records[0].scale)
-        if not self._is_ours("_unscale_grads_") or any(record.scale is not scale for record in records[1:]):
+        scale: Any = records[0].scale
+        if not self._is_ours("_unscale_grads_") or any(each.scale.tensor is not scale.tensor for each in records[1:]):  # type: ignore[union-attr]
             return None
         is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard judges anew at each replay
         on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
@@ -440,6 +441,8 @@ class GradScaler(TorchNames):
             return self._last
         if self._state.tensors is None:
             self._require_placed("update")
+        if new_scale is not None:
+            require_scale(new_scale, self._device)
         counted = self._counted()
         if not counted and new_scale is None and not any(each["stage"] is not READY for each in self._records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -448,7 +451,6 @@ class GradScaler(TorchNames):
         if not self._waiting.continues(counted):
             self._state.begin_step()
         if new_scale is not None:
-            require_scale(new_scale, self._device)
             info = self._state.update_to(new_scale, overflowed)
         else:
             info = self._state.update(overflowed, spiked) if counted else self._state.stay()
@@ -479,9 +481,11 @@ class GradScaler(TorchNames):
             for record in records:
                 if self._flags_are_shared:
                     record.forget_answer()
-                if record.finite is None and not all(map(is_readable, record.flags)):
-                    break
-                if not record.may_step():
+                if record.finite is None:
+                    if not all(map(is_readable, record.flags)):
+                        break
+                    record.may_step()
+                if not record.finite:
                     overflowed, spiked = overflowed or not record.spiked, spiked or record.spiked
             else:
                 return overflowed, spiked
@@ -507,7 +511,8 @@ class GradScaler(TorchNames):
         applied = {}
         for key, record in self._records.items():
             if record["stage"] is STEPPED:
-                applied[key] = (record if type(record) is Record else Record(record)).outcome()
+                record = record if type(record) is Record else Record(record)
+                applied[key] = record.applied if type(record.applied) is bool else record.outcome()
         if self._flags_are_shared:
             self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may hold the old dict
         else:
@@ -519,7 +524,7 @@ class GradScaler(TorchNames):
     def _open(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
         key = id(optimizer)
-        record = self._records[key]
+        record = self._records.get(key)
         if type(record) is Record and record.scale is not None:
             return record
         if self._state.tensors is None:
@@ -527,13 +532,14 @@ class GradScaler(TorchNames):
         member = self._members.get(key)
         if member is None or member.optimizer() is not optimizer:
             require_optimizer(optimizer, caller)
-            member = self._members[key] = Member(optimizer, lambda _: self._members.pop(key, None))
-        if type(record) is not Record:
-            record = self._records[key] = Record(record)
-        if self._waiting.has_loss:
+            member = self._members[key] = Member(optimizer, self._members)
+        if type(record) is not Record:  # torch's own factory may have made it
+            record = Record.fresh() if record is None else Record(record)
+        if self._waiting.has_loss:  # so that nobody waits
             record.scale = self._state.present()
         else:
-            record = self._records[key] = self._waiting.open(member, optimizer, record, self._state.present())
+            record = self._waiting.open(member, optimizer, record, self._state.present())
+        self._records[key] = record
         return record
 
     def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:

@@ -69,7 +69,8 @@ class HostState:
         self.is_handed_out = False
         """Whether others may write to the tensors."""
         self._is_fresh = True  # whether the scalars are what the tensors hold
-        self._forget_ahead()
+        self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
+        self._count = 1  # how many to compute next: few after some were thrown away
 
     def with_policy(self, policy: ScalingPolicy) -> "HostState":
         """Return the state under another policy."""
@@ -214,8 +215,7 @@ class HostState:
         return self._ahead.pop()
 
     def _forget_ahead(self) -> None:
-        self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
-        self._count = 1  # how many to compute next: few after some were thrown away
+        self._ahead, self._count = [], 1
 
     def _replaced(self, **fields: float) -> Any:
         self._before = None
