@@ -13,11 +13,13 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from measuring import Row, interleaved, resnet50_shapes, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
@@ -84,18 +86,110 @@ def clip_without_scaler(optimizer: Any, params: list[Any], device: str) -> None:
     synchronize(device)
 
 
+class FusedNoOp(NoOp):
+    """The same, which takes the factor and the flag of a fused optimizer."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing; the instance's own `step` is called in its place."""
+
+
+OWN_COST_BARS = {
+    "plain": {4: 0.8, 40: 0.7, 400: 0.65},
+    "with clipping": {4: 0.9, 40: 0.9, 400: 0.9},
+    "fused": {4: 0.85, 40: 0.85, 400: 0.85},
+}
+
+
 def own_cost_rows(quick: bool, device: str) -> list[Row]:
-    """Time the scalers with an optimizer that does nothing."""
-    rows = []
-    for count in (4, 40, 400):
-        optimizer = NoOp(parameters([(64,)] * count, device))
-        steps = [
-            functools.partial(step_with, scaler(device, init_scale=1.0, growth_interval=2**30), optimizer, device)
-            for scaler in (torch.amp.GradScaler, GradScaler)
-        ]
-        theirs, ours = interleaved(steps, 5 if quick else 51, 4000 // count)
-        rows.append(Row(f"own cost, {count} tensors of 64 ({device})", "× torch's GradScaler", ours / theirs, 0.6))
+    """Time a scaler's own calls, after a real backward and with an optimizer that does nothing, on one thread."""
+    rows, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    for kind, bars in OWN_COST_BARS.items():
+        for count, bar in bars.items():
+            loops = [OwnCost(make, kind, count, device) for make in (torch.amp.GradScaler, GradScaler)]
+            theirs, ours = interleaved_seconds(loops, 3 if quick else 41, max(2000 // count, 5))
+            work = f"own cost, {kind}, {count} tensors of 64 ({device})"
+            rows.append(Row(work, "× torch's GradScaler", ours / theirs, bar))
+    torch.set_num_threads(threads)
     return rows
+
+
+class OwnCost:
+    """A training loop of which only the scaler's own calls are timed."""
+
+    def __init__(self, make_scaler: Any, kind: str, count: int, device: str) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(64, device=device)) for _ in range(count)]
+        self.optimizer = (FusedNoOp if kind == "fused" else NoOp)(self.params)
+        self.scaler: Any = make_scaler(device, init_scale=1.0, growth_interval=2**30)
+        self.device = device
+        self.clip: Callable[[], object] = {
+            "with clipping": self._clip_with_ours if isinstance(self.scaler, GradScaler) else self._clip_with_torch
+        }.get(kind, lambda: None)
+
+    def __call__(self) -> float:
+        """Take a step; return the seconds of the scaler's calls in it."""
+        loss = torch.cat(self.params).sum()
+        synchronize(self.device)
+        start = time.perf_counter()
+        scaled = self.scaler.scale(loss)
+        seconds = time.perf_counter() - start
+        scaled.backward()
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        synchronize(self.device)
+        seconds += time.perf_counter() - start
+        for param in self.params:
+            param.grad = None
+        return seconds
+
+    def _clip_with_ours(self) -> None:
+        self.scaler.unscale_and_clip_(self.optimizer, 1.0)
+
+    def _clip_with_torch(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+
+
+def interleaved_seconds(steps: list[OwnCost], repetitions: int, calls: int) -> list[float]:
+    """Return the median over repetitions of the mean seconds of a step; the loops take turns."""
+    times: list[list[float]] = [[] for _ in steps]
+    for first in range(repetitions):
+        for turn in range(len(steps)):
+            number = (first + turn) % len(steps)
+            times[number].append(statistics.mean(steps[number]() for _ in range(calls)))
+    return [statistics.median(each) for each in times]
+
+
+def launch_rows() -> list[Row]:
+    """Count the calls of torch in an `update` after a fused optimizer, as a graph records them."""
+    counts = []
+    for make in (torch.amp.GradScaler, GradScaler):
+        param = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([param], lr=1e-6, fused=True)
+        scaler: Any = make("cpu")
+        scaler.scale(param.sum()).backward()
+        with CallCounter():
+            scaler.step(optimizer)
+        with CallCounter() as calls:
+            scaler.update()
+        counts.append(calls.count)
+    return [Row("calls of torch in a recorded update after a fused optimizer", f"(torch: {counts[0]})", counts[1], 8)]
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the calls that reach torch's kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a call."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def training_rows(quick: bool, device: str) -> list[Row]:
@@ -241,7 +335,7 @@ def measure(quick: bool) -> list[Row]:
     """Measure on the CPU, and on CUDA where there is a device."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     kinds = (own_cost_rows, training_rows, minimize_rows)
-    rows = [row for device in devices for rows_of in kinds for row in rows_of(quick, device)]
+    rows = [row for device in devices for rows_of in kinds for row in rows_of(quick, device)] + launch_rows()
     return rows + (device_rows(quick) if "cuda" in devices else [])
 
 

@@ -205,10 +205,12 @@ class HostState:
         the time that they take between the kernels of a training step.
         """
         if not self._ahead:
-            state = self._state
+            state, scale = self._state, number(self._state.loss_scale)
             for _ in range(self._count):
-                before, state = state, self.policy.update(state, True)
-                self._ahead.append((state, _info(before, state, True)))
+                used, before, state = scale, state, self.policy.update(state, True)
+                if state.loss_scale is not before.loss_scale:
+                    scale = number(state.loss_scale)
+                self._ahead.append((state, StepInfo(True, used, scale, number(state.overflow_streak), False)))
             self._ahead.reverse()
             # A policy of a user's own may be changed between two steps, or raise at one.
             self._count = min(2 * self._count, 64) if type(self.policy).__module__ == "lossscale_core" else 1
