@@ -97,6 +97,8 @@ def tests(session: nox.Session, framework: str) -> None:
     _install(session, framework)
     _run_tests(session, framework)
     session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
+    if framework == "torch":
+        session.run("python", "benchmarks/spike_guard_runs.py", "--quick")
 
 
 @nox.session(default=False)

@@ -32,10 +32,10 @@ class Record:
         """Note, before the first loss of a step is scaled, what moved since the loss of the step before."""
         self._bystanders.begin_step()
 
-    def end_step(self, info: Any, overflowed: Any) -> None:
+    def end_step(self, info: Any) -> None:
         """Record an update. Synchronises with a device every hundred steps at most."""
-        spiked = getattr(info, "spiked", False)
-        self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, spiked, self.norm))
+        overflowed = info.overflowed
+        self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, info.spiked, self.norm))
         self._steps, self.norm = self._steps + 1, None
         self._bystanders.end_step(overflowed)
         is_on_host = not isinstance(overflowed, torch.Tensor) or overflowed.is_cpu

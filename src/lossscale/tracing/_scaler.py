@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from lossscale.tracing._record import Record
-from lossscale_torch import GradScaler
+from lossscale_torch import GradScaler, StepInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +42,8 @@ class TracedScaler(GradScaler):
         super().__init__(device, enabled=enabled, **{"policy": self.policy_of_run, **options})
         # The record is made with the scaler, so that a script which never updates it gets its summary, too.
         _ = self._record
+        # Before a limit on overflows in a row may end the run.
+        self._observers.append(_record_update)
 
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
@@ -49,17 +51,6 @@ class TracedScaler(GradScaler):
         if self._enabled:
             self._record.begin_step()
         return super().scale(outputs)
-
-    @torch.compiler.disable
-    def update(self, new_scale: Any = None) -> Any:
-        """Update the loss scale, and record the step also where the policy's limit on overflows ends the run."""
-        last = self.last_step
-        skipped = self.metrics()["skipped_steps"]
-        try:
-            return super().update(new_scale)
-        finally:
-            if self._enabled and self.last_step is not None and self.last_step is not last:
-                self._record.end_step(self.last_step, self.metrics()["skipped_steps"] > skipped)
 
     @staticmethod
     def note_norm(norm: Any) -> None:
@@ -73,6 +64,10 @@ class TracedScaler(GradScaler):
         if self not in _RECORDS:  # a copy
             _RECORDS[self] = Record(self, self.trace_of_run)
         return _RECORDS[self]
+
+
+def _record_update(scaler: TracedScaler, info: StepInfo) -> None:
+    scaler._record.end_step(info)
 
 
 class CudaScaler(TracedScaler):
