@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +43,35 @@ CORE = {
 }
 CORE_REQUIRES = {"numpy", "array_api_compat"}
 FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
+TORCH = {
+    "__init__": {"_report", "_scaler", "_step_info", "_verbs", "range"},
+    "_types": set(),
+    "_compiling": set(),
+    "_step_info": set(),
+    "_gradients": set(),
+    "_watch": set(),
+    "_checkpoint": set(),
+    "_state": {"_step_info"},
+    "_members": {"_gradients", "_state"},
+    "_waiting": {"_members", "_state"},
+    "_guard": {"_members", "_state"},
+    "_ranks": {"_gradients", "_members"},
+    "_norm": {"_gradients", "_ranks", "_state"},
+    "_clip": {"_gradients", "_norm", "_ranks", "_state"},
+    "_torch_names": {"_checkpoint", "_guard", "_members", "_ranks", "_state", "_waiting", "_watch"},
+    "_scaler": {
+        "_checkpoint", "_clip", "_compiling", "_gradients", "_guard", "_members", "_ranks", "_state", "_step_info",
+        "_torch_names", "_types", "_waiting", "_watch",
+    },
+    "_verbs": {"_gradients", "_ranks", "_types"},
+    "_report": {"_gradients", "_verbs"},
+    "range": {"_gradients", "_verbs"},
+    "rescue": {"_checkpoint", "_compiling", "_gradients", "_members", "_step_info"},
+    "testing": {"_compiling", "_scaler", "_step_info", "_types", "rescue"},
+}  # fmt: skip
+TORCH_LATE = {"_scaler": {"rescue"}}  # imported within a function, when it is called
 ADAPTERS = {
-    "lossscale_torch": {"torch"},
+    "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
 }
@@ -75,13 +103,23 @@ def _room(path: Path) -> str:
     return path.relative_to(SRC).parts[1].removesuffix(".py")
 
 
-def _imports(path: Path) -> set[str]:
+def _nodes(path: Path, only_at_top: bool = False) -> Iterator[ast.AST]:
+    """Return what a file consists of; `only_at_top` leaves out what runs when a function is called."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not (only_at_top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _imports(path: Path, only_at_top: bool = False) -> set[str]:
     """Return the dotted names that a file imports, at its top or within a function, by a statement or by a call.
 
     `from package import module` is `package.module`; a call with a name that is computed is `(computed)`.
     """
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path, only_at_top):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -97,12 +135,12 @@ def _files(package: str) -> list[Path]:
     return sorted((SRC / package).rglob("*.py"))
 
 
-def _arrows(package: str) -> dict[str, set[str]]:
+def _arrows(package: str, only_at_top: bool = False) -> dict[str, set[str]]:
     """Return which rooms of a package each of its rooms imports."""
     rooms = {_room(path) for path in _files(package)}
     arrows: dict[str, set[str]] = {room: set() for room in rooms}
     for path in _files(package):
-        for name in _imports(path):
+        for name in _imports(path, only_at_top):
             parts = [*name.split("."), "__init__"]
             if parts[0] == package:
                 target = parts[1] if parts[1] in rooms else "__init__"
@@ -132,6 +170,21 @@ def test_the_core_has_only_the_arrows_drawn():
 def test_no_package_has_an_import_circle(package):
     """The rooms of the core, and those of the command, can be put in an order."""
     list(graphlib.TopologicalSorter(_arrows(package)).static_order())
+
+
+def test_torchs_adapter_has_only_the_arrows_drawn():
+    """The step does not know the rescue of a batch, the range report or the check of a loop: they are built on it."""
+    at_top, anywhere = _arrows("lossscale_torch", only_at_top=True), _arrows("lossscale_torch")
+    assert at_top.keys() == TORCH.keys()
+    for room, allowed in TORCH.items():
+        assert at_top[room] <= allowed, room
+        assert anywhere[room] - at_top[room] <= TORCH_LATE.get(room, set()), room
+    assert at_top["_scaler"].isdisjoint({"rescue", "range", "testing"})
+
+
+def test_torchs_adapter_has_no_import_circle_at_the_tops_of_its_files():
+    """Its rooms can be put in an order; what a function imports when it is called does not count."""
+    list(graphlib.TopologicalSorter(_arrows("lossscale_torch", only_at_top=True)).static_order())
 
 
 @pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
@@ -194,11 +247,49 @@ def test_nobody_asks_a_policy_what_it_is():
                     assert not names & POLICIES, (path, node.lineno)
 
 
+FACTORS = {"growth_factor", "backoff_factor"}
+BOUNDS = {"min_scale", "max_scale"}
+
+
+def _moves_a_scale(node: ast.AST) -> bool:
+    """Return whether an expression multiplies by a policy's factor what may be the scale of a state.
+
+    A bound of the same policy is not: its product with a factor says how far the rule may go.
+    """
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return False
+    sides = (node.left, node.right)
+    policies = {ast.unparse(each.value) for each in sides if isinstance(each, ast.Attribute)}
+    names = {each.attr for each in sides if isinstance(each, ast.Attribute)}
+    is_of_one_policy = len(policies) == 1 and all(isinstance(each, ast.Attribute) for each in sides)
+    return bool(names & FACTORS) and not (is_of_one_policy and names & BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("expression", "moves"),
+    [
+        ("state.loss_scale * policy.growth_factor", True),
+        ("policy.backoff_factor * scale", True),
+        ("state.max_scale * policy.growth_factor", True),
+        ("max_scale * policy.growth_factor", True),
+        ("policy.init_scale * policy.growth_factor", True),
+        ("policy.max_scale * policy.growth_factor", False),
+        ("self.policy.backoff_factor * self.policy.min_scale", False),
+        ("policy.max_scale * count", False),
+    ],
+)
+def test_which_products_move_a_scale(expression, moves):
+    """A factor times anything does, but for a bound of the policy that has the factor."""
+    assert _moves_a_scale(ast.parse(expression, mode="eval").body) == moves
+
+
 def test_the_factors_are_applied_in_one_file():
-    """Only `_policy` multiplies a scale by a growth or backoff factor."""
+    """Only `_policy` multiplies a scale by a growth or backoff factor.
+
+    torch's kernel does, too, for a state on a device: `tests/adapters/test_torch_states.py` compares every bit.
+    """
     for path in SRC.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                factors = {side.attr for side in (node.left, node.right) if isinstance(side, ast.Attribute)}
-                if factors & {"growth_factor", "backoff_factor"}:
-                    assert path.name == "_policy.py", path
+        for node in _nodes(path):
+            assert path.name == "_policy.py" or not _moves_a_scale(node), (path, getattr(node, "lineno", None))
+            if isinstance(node, ast.Attribute) and node.attr == "_amp_update_scale_":
+                assert path.relative_to(SRC).as_posix() == "lossscale_torch/_state.py", (path, node.lineno)
