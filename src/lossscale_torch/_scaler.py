@@ -120,7 +120,7 @@ class GradScaler(TorchNames):
         self._watch = Watch(on_floor)
         self._observers: list[Callable[[Any, StepInfo], None]] = []
         if protect and self._enabled:
-            from lossscale_torch.rescue import protect_modules
+            from lossscale_torch._rescue import protect_modules
 
             protect_modules(self, protect)
 
@@ -592,7 +592,7 @@ class GradScaler(TorchNames):
             ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
 
         """
-        from lossscale_torch.rescue import minimize
+        from lossscale_torch._rescue import minimize
 
         require_optimizer(optimizer, "minimize")
         return minimize(self, optimizer, loss_fn, retries, max_norm)

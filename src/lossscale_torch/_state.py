@@ -375,6 +375,7 @@ class KernelState(DeviceState):
     """
 
     policy: DynamicScaling
+    _is_recorded = False  # then a graph goes on with these tensors and this kernel, whatever is loaded
 
     def with_policy(self, policy: ScalingPolicy) -> DeviceState:
         """Return the state under another policy; waits for the device."""
@@ -398,13 +399,14 @@ class KernelState(DeviceState):
         if not (rule.refill_on_finite or rule.refill_on_backoff):  # growth restores the tolerance, overflows use it up
             self._tolerance.bitwise_or_(tracker == 0).mul_(applied)
         if is_being_recorded():  # each replay writes its own results to the tensors
+            self._is_recorded = True
             return StepInfo(applied, used, scale, self._streak, overflow)
         self._before = used, streak_before, applied
         return StepInfo(applied, used, scale.clone(), self._streak.clone(), overflow)
 
     def restore(self, policy: ScalingPolicy, state: Any) -> DeviceState:
         """Return the state under `policy` set to `state`, which may need another class."""
-        if not suits_kernel(policy, state, self.tensors.loss_scale.device):
+        if not (self._is_recorded or suits_kernel(policy, state, self.tensors.loss_scale.device)):
             return DeviceState(policy, self.tensors, state).restore(policy, state)
         return super().restore(policy, state)
 

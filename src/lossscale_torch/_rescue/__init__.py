@@ -3,7 +3,7 @@
 Both work over the public methods of a scaler and the observers of its updates; the step itself does not know them.
 """
 
-from lossscale_torch.rescue._minimize import minimize
-from lossscale_torch.rescue._protect import protect_modules
+from lossscale_torch._rescue._minimize import minimize
+from lossscale_torch._rescue._protect import protect_modules
 
 __all__ = ["minimize", "protect_modules"]
