@@ -55,7 +55,9 @@ class Clipped(NamedTuple):
     """1.0 where a gradient was not finite, and then all of them are as they were; empty without gradients."""
     deferred: Tensor | None
     """The factor by which a fused optimizer must still divide the gradients; None where they are clipped."""
-    known_to: Sequence[Any]
+    has_gradients: bool
+    """Whether there were any on this rank."""
+    known_to: Sequence[Any] = ()
     """The process groups whose ranks know the same norm."""
 
 
@@ -133,7 +135,7 @@ def _clip_on_host(
     found = {scale.device: torch.full_like(scale, float(not finite))} if gradients.buckets else {}
     is_double = any(bucket[0].dtype is torch.float64 for bucket in gradients.buckets)
     result = torch.full_like(scale, norm, dtype=torch.float64 if is_double else torch.float32)
-    return Clipped(result, norm, found, deferred, ())
+    return Clipped(result, norm, found, deferred, bool(found))
 
 
 def _clip_on_device(gradients: Gradients, how: Clipping, defers: bool, norm: Tensor, scale: Tensor) -> Clipped:
@@ -143,4 +145,5 @@ def _clip_on_device(gradients: Gradients, how: Clipping, defers: bool, norm: Ten
         deferred = torch.where(finite, scale / factor, 1.0).float()  # infinite where clipped to nothing
     else:
         gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
-    return Clipped(norm.float(), None, {scale.device: (~finite).float()} if gradients.buckets else {}, deferred, ())
+    found = {scale.device: (~finite).float()} if gradients.buckets else {}
+    return Clipped(norm.float(), None, found, deferred, bool(found))

@@ -42,6 +42,8 @@ class Record(dict[str, Any]):
     """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
     deferred: Tensor | None = None
     """The factor by which a fused optimizer must still divide gradients that count as unscaled."""
+    had_none: bool = False
+    """Whether there were no gradients to check on this rank."""
     is_judged: bool = False
     """Whether a guard has judged the norm of its gradients."""
     finite: bool | None = None

@@ -18,7 +18,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
 from lossscale_torch._compiling import not_compiled
-from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved
+from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
 from lossscale_torch._guard import Guards
 from lossscale_torch._members import (
     READY,
@@ -183,6 +183,7 @@ class GradScaler(TorchNames):
         if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
             Gradients([optimizer]).check_again(found)
         record.take(self._ranks.combine(optimizer, found, flag.device))
+        record.had_none = not found
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
@@ -284,6 +285,7 @@ class GradScaler(TorchNames):
             is_known = combined is found and clipped.value is not None and isinstance(spiked, bool)
             finite = math.isfinite(clipped.value) and not spiked if is_known else None  # type: ignore[arg-type]
             record.take(combined, finite)
+            record.had_none = not clipped.has_gradients
             record.spiked = is_known and spiked is True
             record.deferred, record.is_judged = clipped.deferred, True
         if how.error_if_nonfinite and not bool(torch.isfinite(clipped.norm)):
@@ -335,6 +337,11 @@ class GradScaler(TorchNames):
         if record["stage"] is READY and kind.check:
             getattr(self, kind.check)(optimizer)
             record = self._records[id(optimizer)]
+        if record.had_none and record["stage"] is UNSCALED and any(grad.numel() for grad in grads_of(optimizer)):
+            raise CallOrderError(
+                "this rank had no gradients when it decided with the others, and has some now; call unscale_() on an "
+                "optimizer after backward()"
+            )
         if not self._has_begun:
             warn_if_resumed(optimizer, self._state)
         result = kind.apply(self, optimizer, record, args, kwargs)

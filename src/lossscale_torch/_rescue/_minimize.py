@@ -20,9 +20,9 @@ from lossscale_core.errors import CallOrderError, OverflowStreakError, ScaleFloo
 from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._members import READY, STEPPED
-from lossscale_torch._step_info import StepInfo
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
+from lossscale_torch._step_info import StepInfo
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
