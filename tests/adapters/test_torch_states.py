@@ -114,12 +114,12 @@ def test_how_many_calls_an_update_on_a_device_makes(monkeypatch):
     calls = []
     dispatch = OnDevice.__torch_dispatch__
 
-    def counting(operation, *args):
+    def counting(_, operation, *args):
         calls.append(operation)
         return dispatch(operation, *args)
 
     # Not by a dispatch mode, which the scaler would take for a recording.
-    monkeypatch.setattr(OnDevice, "__torch_dispatch__", counting)
+    monkeypatch.setattr(OnDevice, "__torch_dispatch__", classmethod(counting))
     with Emulated("mps"):
         param, optimizer = _one("mps", fused=True)
         scaler = GradScaler("mps")
