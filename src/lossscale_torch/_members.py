@@ -35,13 +35,15 @@ class Record(dict[str, Any]):
     """
 
     scale: LossScale | None = None
-    """What its gradients are multiplied by; None until it has some."""
+    """What its gradients are multiplied by; asked again as long as the stage is ready."""
     waited: bool = False
     """Whether its gradients belong to the losses that an earlier update counted."""
     is_kept: bool = False
     """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
     deferred: Tensor | None = None
     """The factor by which a fused optimizer must still divide gradients that count as unscaled."""
+    is_left_scaled: bool = False
+    """Whether the host knows that a clip has left the gradients as they were, since the norm is not finite."""
     had_none: bool = False
     """Whether there were no gradients to check on this rank."""
     is_judged: bool = False
@@ -61,11 +63,8 @@ class Record(dict[str, Any]):
         return cls(stage=READY, found_inf_per_device={})
 
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
-        """Count as unscaled, with these flags; an optimizer without gradients stays as it is."""
-        if not found:
-            self.scale = None
-            return
-        self["found_inf_per_device"], self["stage"] = found, UNSCALED
+        """Count as unscaled, with these flags; without any, there were no gradients, and there is nothing to count."""
+        self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
         self.finite, self.spiked, self.deferred, self.is_kept = finite, False, None, False
 
     @property
@@ -77,6 +76,10 @@ class Record(dict[str, Any]):
     def overflow_flags(self) -> list[Tensor]:
         """The flags of overflows, one for each device."""
         return [flag for key, flag in self["found_inf_per_device"].items() if key is not SPIKE]
+
+    def has_changed(self, optimizer: Any) -> bool:
+        """Return whether gradients that were unscaled have changed since they were noted."""
+        return self.seen is not None and not self.seen.is_unchanged(optimizer)
 
     def outcome(self) -> bool | Tensor:
         """Return whether the step was applied: a bool where the host knows, or a tensor that holds 0.0 if it was."""
@@ -117,17 +120,16 @@ class Seen:
 
 
 class Member:
-    """An optimizer of a scaler: how it is checked and stepped, and what lasts longer than a step."""
+    """What a scaler knows of an optimizer for longer than a step."""
 
-    def __init__(self, optimizer: Any, members: "dict[int, Member]") -> None:
+    def __init__(self, optimizer: Any, scaler: Any) -> None:
         self.optimizer: Callable[[], Any]
-        """Returns the optimizer, or None after its end, when this leaves `members`."""
-        key = id(optimizer)
+        """Returns the optimizer, or None after its end, when the scaler forgets this."""
+        # The callback must not hold what holds this: garbage cycles with such callbacks have crashed CPython 3.11.
         try:
-            self.optimizer = ref(optimizer, lambda _: members.pop(key, None))
+            self.optimizer = ref(optimizer, functools.partial(_forget, ref(scaler), id(optimizer)))
         except TypeError:  # a class with `__slots__` may have no room for a weak reference
             self.optimizer = lambda: optimizer
-        self.kind = _kind_of(optimizer)
         self.losses = -1
         """How many losses the scaler had scaled when the optimizer was last stepped; -1 before."""
         self.kept: Record | None = None
@@ -151,6 +153,12 @@ class Member:
             if rate != 0.0:
                 return False
         return optimizer is not None and not is_being_recorded() and Gradients([optimizer]).are_zero()
+
+
+def _forget(scaler: Callable[[], Any], key: int, _: Any) -> None:
+    alive = scaler()
+    if alive is not None:
+        alive._members.pop(key, None)
 
 
 class Plain:
@@ -184,7 +192,8 @@ class Fused:
         if preset is not None:
             grad_scale = preset if grad_scale is None else grad_scale * preset
         record.applied = found_inf = scaler._found_inf(record)
-        known_states = len(optimizer.state)
+        states = getattr(optimizer, "state", {})
+        known_states = len(states)
         optimizer.found_inf = found_inf  # first and last, see above
         optimizer.grad_scale = grad_scale
         try:
@@ -192,8 +201,8 @@ class Fused:
         finally:
             del optimizer.grad_scale
             del optimizer.found_inf
-        if len(optimizer.state) > known_states:
-            _zero_unwritten_momentum(list(optimizer.state.values())[known_states:], found_inf)
+        if len(states) > known_states:
+            _zero_unwritten_momentum(list(states.values())[known_states:], found_inf)
         return result
 
 
@@ -212,7 +221,7 @@ class Legacy:
 
 def takes_factor(optimizer: Any) -> bool:
     """Return whether an optimizer's kernel divides its gradients by a factor that it is given."""
-    return _kind_of(optimizer) is Fused
+    return kind_of(optimizer) is Fused
 
 
 def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -226,19 +235,20 @@ def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     return (torch.stack(found) != 0.0).any().float()
 
 
-def _kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
+def kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
     """Return how an optimizer is stepped.
 
     A wrapper that only passes on what it is asked for is not fused: the flag and the factor would be set on the
     wrapper, and the optimizer inside would never see them.
     """
-    is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
-    if not (is_own and getattr(optimizer, _FUSED, False)):
+    if not getattr(optimizer, _FUSED, False):
+        return Plain
+    if _FUSED not in getattr(optimizer, "__dict__", ()) and not hasattr(type(optimizer), _FUSED):
         return Plain
     return Legacy if _takes_scaler(type(optimizer).step) else Fused
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _takes_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 

@@ -28,6 +28,7 @@ from lossscale_torch._members import (
     Member,
     Record,
     found_inf,
+    kind_of,
     takes_factor,
 )
 from lossscale_torch._ranks import Ranks, require_same_on_ranks
@@ -169,10 +170,10 @@ class GradScaler(TorchNames):
         """
         if self._enabled:
             record = self._open_to_unscale(optimizer, "unscale_")
-            if self._guards.guard is None or self._clip_in_one_read([optimizer], [record], MEASURING) is None:
+            if self._guards.guard is None:
                 self._unscale(optimizer, record)
-                if self._guards.guard is not None:
-                    self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
+            else:
+                self._unscale_and_judge(optimizer, record)
 
     def _unscale(self, optimizer: Any, record: Record) -> None:
         scale: Any = record.scale
@@ -189,6 +190,12 @@ class GradScaler(TorchNames):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
     ) -> dict[torch.device, Tensor]:
         return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
+
+    def _unscale_and_judge(self, optimizer: Any, record: Record, may_defer: bool = False) -> None:
+        """Unscale, and have the guard judge the norm, which the same read yields where that is possible."""
+        if self._clip_in_one_read([optimizer], [record], MEASURING, may_defer) is None:
+            self._unscale(optimizer, record)
+            self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
 
     @not_compiled
     def unscale_and_clip_(
@@ -257,7 +264,7 @@ class GradScaler(TorchNames):
         if len(optimizers) > 1:  # a norm of all of them, so one decision
             flag = found_inf((f for record in records for f in record.flags), self._state.tensors.loss_scale.device)
             for record in records:
-                record.take({flag.device: flag.clone()})
+                record.take({flag.device: flag.clone()} if record.flags else {})
         norm = how.apply_torchs(optimizers)
         self._judge(optimizers, norm)
         return lifted(norm)
@@ -278,14 +285,16 @@ class GradScaler(TorchNames):
         member = self._members[id(optimizers[0])]
         spiked = self._guards.judge(member, clipped.norm if clipped.value is None else clipped.value)
         for optimizer, record in zip(optimizers, records, strict=True):
-            found = {key: flag.clone() for key, flag in clipped.found.items()}
+            is_empty = len(optimizers) > 1 and not clipped.known_to and not grads_of(optimizer)
+            found = {} if is_empty else {key: flag.clone() for key, flag in clipped.found.items()}
             if self._guards.guard is not None and found:
                 found[SPIKE] = _as_flag(spiked, clipped.norm.device)
             combined = self._ranks.combine(optimizer, found, scale.tensor.device, clipped.known_to)
             is_known = combined is found and clipped.value is not None and isinstance(spiked, bool)
             finite = math.isfinite(clipped.value) and not spiked if is_known else None  # type: ignore[arg-type]
             record.take(combined, finite)
-            record.had_none = not clipped.has_gradients
+            record.had_none = not clipped.has_gradients or is_empty
+            record.is_left_scaled = clipped.value is not None and not math.isfinite(clipped.value)
             record.spiked = is_known and spiked is True
             record.deferred, record.is_judged = clipped.deferred, True
         if how.error_if_nonfinite and not bool(torch.isfinite(clipped.norm)):
@@ -333,7 +342,7 @@ class GradScaler(TorchNames):
         record = self._open(optimizer, "step")
         if record["stage"] is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        kind = self._members[id(optimizer)].kind
+        kind = kind_of(optimizer)
         if record["stage"] is READY and kind.check:
             getattr(self, kind.check)(optimizer)
             record = self._records[id(optimizer)]
@@ -344,11 +353,14 @@ class GradScaler(TorchNames):
             )
         if not self._has_begun:
             warn_if_resumed(optimizer, self._state)
+        if not self._is_ours("_maybe_opt_step"):
+            self._flags_are_shared = True
         result = kind.apply(self, optimizer, record, args, kwargs)
         if record.applied is None:  # a subclass has decided by the flags, as torch's own scaler does
             record.forget_answer()
-            record.applied, self._flags_are_shared = record.may_step(), True
+            record.applied = record.may_step()
         record["stage"] = STEPPED
+        self._has_begun = self._has_begun or self._waiting.has_graph
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -374,17 +386,15 @@ class GradScaler(TorchNames):
         return record["found_inf_per_device"]
 
     def _check_fused(self, optimizer: Any) -> None:
-        """Check the gradients of a fused optimizer, which will unscale them."""
-        record, was_shared = self._records[id(optimizer)], self._flags_are_shared
-        if self._guards.guard is not None:
-            if self._is_ours("unscale_") and self._clip_in_one_read([optimizer], [record], MEASURING, True) is None:
-                self._unscale(optimizer, record)
-                self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
-            elif not self._is_ours("unscale_"):
-                self.unscale_(optimizer)
-            return
-        self._check_inf_per_device(optimizer)
-        self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
+        """Check the gradients of a fused optimizer, which will unscale them; a guard judges their norm, too."""
+        if self._guards.guard is None:
+            was_shared = self._flags_are_shared
+            self._check_inf_per_device(optimizer)
+            self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
+        elif self._is_ours("unscale_"):
+            self._unscale_and_judge(optimizer, self._records[id(optimizer)], may_defer=True)
+        else:
+            self.unscale_(optimizer)
 
     def _found_inf(self, record: Record) -> Tensor:
         """Return what a fused optimizer's kernel takes for the flag of its step: 1.0 or 0.0."""
@@ -458,7 +468,7 @@ class GradScaler(TorchNames):
         if not self._waiting.continues(counted):
             self._state.begin_step()
         if new_scale is not None:
-            info = self._state.update_to(new_scale, overflowed)
+            info = self._state.update_to(new_scale, overflowed, spiked)
         else:
             info = self._state.update(overflowed, spiked) if counted else self._state.stay()
         self._last = info = with_optimizers(info, self._end(info))
@@ -470,7 +480,7 @@ class GradScaler(TorchNames):
     def _counted(self) -> list[Record]:
         """Return the records with flags that count for the loss scale."""
         counted, self._had_no_gradients = [], True
-        for key, record in self._records.items():
+        for key, record in list(self._records.items()):
             if record["found_inf_per_device"]:
                 self._had_no_gradients = False
                 if self._waiting.has_graph or key not in self._members or not self._members[key].takes_dummy_step():
@@ -483,13 +493,13 @@ class GradScaler(TorchNames):
         Bools where the host knows or can read the flags of a CPU, else flags on the device; then the state goes there.
         """
         is_recorded = is_being_recorded()
-        if self._state.is_known() and not is_recorded:
+        if self._state.is_known():
             overflowed = spiked = False
             for record in records:
                 if self._flags_are_shared:
                     record.forget_answer()
                 if record.finite is None:
-                    if not all(map(is_readable, record.flags)):
+                    if is_recorded or not all(map(is_readable, record.flags)):
                         break
                     record.may_step()
                 if not record.finite:
@@ -516,8 +526,8 @@ class GradScaler(TorchNames):
         """Forget the records at an update; return for each optimizer that was stepped whether its step was applied."""
         self._waiting.end(self._members, self._records, info.loss_scale_used)
         applied = {}
-        for key, record in self._records.items():
-            if record["stage"] is STEPPED:
+        for key, record in list(self._records.items()):
+            if record["stage"] is STEPPED and key in self._members:
                 record = record if type(record) is Record else Record(record)
                 applied[key] = record.applied if type(record.applied) is bool else record.outcome()
         if self._flags_are_shared:
@@ -531,15 +541,16 @@ class GradScaler(TorchNames):
     def _open(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
         key = id(optimizer)
-        record = self._records.get(key)
-        if type(record) is Record and record.scale is not None:
+        record, member = self._records.get(key), self._members.get(key)
+        if member is not None and type(record) is Record and record["stage"] is not READY:
             return record
         if self._state.tensors is None:
             self._require_placed(caller)
-        member = self._members.get(key)
         if member is None or member.optimizer() is not optimizer:
             require_optimizer(optimizer, caller)
-            member = self._members[key] = Member(optimizer, self._members)
+            member = self._members[key] = Member(optimizer, self)
+            if type(record) is Record and record.scale is not None:  # of an optimizer that is gone, with the same id
+                self._records[-key], record = record, None
         if type(record) is not Record:  # torch's own factory may have made it
             record = Record.fresh() if record is None else Record(record)
         if self._waiting.has_loss:  # so that nobody waits
@@ -623,7 +634,6 @@ class GradScaler(TorchNames):
 
         Plain Python numbers where the host knows them, else tensors of shape `()`. Does not synchronise.
         """
-        self._waiting.tell(self._members, self._records)
         numbers = metrics(self._state.snapshot(), guard=self._guards.first())
         return {name: number(value) for name, value in numbers.items()}
 

@@ -68,7 +68,7 @@ class HostState:
         self._present: LossScale | None = None
         self.is_handed_out = False
         """Whether others may write to the tensors."""
-        self._is_fresh = True  # whether the scalars are what the tensors hold
+        self._versions_read: tuple[int, int] | None = None  # of handed-out tensors, when the scalars were their values
         self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
         self._count = 1  # how many to compute next: few after some were thrown away
 
@@ -101,7 +101,7 @@ class HostState:
         if self.tensors is not None:
             if not self.is_handed_out:
                 write(self.tensors.growth_tracker, self._state.growth_tracker.item())
-            self.is_handed_out, self._is_fresh, self._present = True, False, None
+            self.is_handed_out, self._versions_read, self._present = True, None, None
 
     def refresh(self) -> None:
         """Read what others may have written to the tensors; waits for a device where these were handed out."""
@@ -109,13 +109,19 @@ class HostState:
             scale, tracker = self.tensors.loss_scale.item(), self.tensors.growth_tracker.item()
             if scale != self._state.loss_scale or tracker != self._state.growth_tracker:
                 self._state = self._replaced(loss_scale=scale, growth_tracker=tracker)
-            self._is_fresh = True
+            self._versions_read = self._versions()
 
     def is_known(self) -> bool:
         """Return whether the scalars are right, having read tensors that the host can read without a wait."""
-        if not self._is_fresh and self.tensors is not None and is_readable(self.tensors.loss_scale):
+        if not self.is_handed_out or self.tensors is None:
+            return True
+        if is_readable(self.tensors.loss_scale):
             self.refresh()
-        return self._is_fresh or self.tensors is None
+        return self._versions_read == self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
+        return tensors.loss_scale._version, tensors.growth_tracker._version
 
     def present(self) -> LossScale:
         """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
@@ -154,15 +160,16 @@ class HostState:
         scale = number(self._state.loss_scale)
         return StepInfo(True, scale, scale, number(self._state.overflow_streak), False)
 
-    def update_to(self, new_scale: float | Tensor, overflowed: bool) -> StepInfo:
+    def update_to(self, new_scale: float | Tensor, overflowed: bool, spiked: bool) -> StepInfo:
         """Set the loss scale instead of updating it, and return what happened. Waits for a tensor's device."""
         before = number(self._state.loss_scale)
         self.set(loss_scale=within_bounds(float(new_scale), self.policy))
-        streak = number(self._state.overflow_streak)
-        return StepInfo(not overflowed, before, number(self._state.loss_scale), streak, overflowed)
+        after, streak = number(self._state.loss_scale), number(self._state.overflow_streak)
+        return StepInfo(not (overflowed or spiked), before, after, streak, overflowed, spiked and not overflowed)
 
     def set(self, **fields: float) -> None:
-        """Set fields of the state to plain numbers."""
+        """Set fields of the state to plain numbers; waits for a device whose tensors were handed out."""
+        self.refresh()
         self._set(self._replaced(**fields))
 
     def read(self) -> Any:
@@ -190,8 +197,8 @@ class HostState:
         tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
         if not self.is_handed_out:
             write(tensors.growth_tracker, self._state.growth_tracker.item())
-        in_order = self._is_fresh and self._before is None and not has_spikes
-        if in_order and suits_kernel(self.policy, self._state, tensors.loss_scale.device):
+        is_whole = self.is_known() and self._before is None and not has_spikes
+        if is_whole and suits_kernel(self.policy, self._state, tensors.loss_scale.device):
             return KernelState(self.policy, tensors, self._state)
         state = DeviceState(self.policy, tensors, self._state)
         if self._before is not None:
@@ -229,13 +236,15 @@ class HostState:
         before, self._state = self._state, state
         if self.tensors is None:
             return
+        if self.is_handed_out:  # others may have written anything
+            if not (is_readable(self.tensors.loss_scale) and self.tensors.loss_scale.item() == state.loss_scale):
+                write(self.tensors.loss_scale, state.loss_scale.item())
+            write(self.tensors.growth_tracker, state.growth_tracker.item())
+            self._versions_read = self._versions()
         # A scale that has not changed is the same object, which is asked first: NumPy's scalars are slow to compare.
-        if state.loss_scale is not before.loss_scale and state.loss_scale != before.loss_scale:
+        elif state.loss_scale is not before.loss_scale and state.loss_scale != before.loss_scale:
             write(self.tensors.loss_scale, state.loss_scale.item())
             self._present = None
-        if self.is_handed_out:
-            write(self.tensors.growth_tracker, state.growth_tracker.item())
-            self._is_fresh = False
 
 
 class DeviceState:
@@ -304,7 +313,7 @@ class DeviceState:
         now = self.snapshot()
         return StepInfo(*step_info(now, now))
 
-    def update_to(self, new_scale: float | Tensor, overflowed: bool | Tensor) -> StepInfo:
+    def update_to(self, new_scale: float | Tensor, overflowed: bool | Tensor, spiked: bool | Tensor) -> StepInfo:
         """Set the loss scale instead of updating it, and return what happened. Does not synchronise."""
         before, scale = self.snapshot(), self.tensors.loss_scale
         if isinstance(new_scale, Tensor):
@@ -313,7 +322,9 @@ class DeviceState:
             scale.fill_(within_bounds(new_scale, self.policy))
         self.begin_step()
         overflow = _as_flag(overflowed, scale.device) != 0.0
-        return StepInfo(~overflow, before.loss_scale, scale.clone(), before.overflow_streak, overflow)
+        spike = (_as_flag(spiked, scale.device) != 0.0) & ~overflow
+        applied = ~(overflow | spike)
+        return StepInfo(applied, before.loss_scale, scale.clone(), before.overflow_streak, overflow, spike)
 
     def set(self, **fields: float) -> None:
         """Set fields of the state to plain numbers, in place."""

@@ -136,7 +136,7 @@ class TorchNames(torch.amp.GradScaler):
             policy = _checkpoint.saved_policy(saved, policy)
         state = _checkpoint.saved_state(saved, policy)
         self._guards.restore(saved)
-        self._waiting.scale_changes(number(self._state.snapshot().loss_scale))
+        self._waiting.scale_changes(self._members, self._records, number(self._state.snapshot().loss_scale))
         self._state = self._state.restore(policy, state)
         if self._follows_checkpoint:
             interval = saved.get("growth_interval")
@@ -283,7 +283,10 @@ class TorchNames(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, value: Any) -> None:
+        if isinstance(value, defaultdict):
+            value.default_factory = Record.fresh  # so that what others take from it stays the one that counts
         self._records = value
+        self._share_flags()
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
         self._share_flags()

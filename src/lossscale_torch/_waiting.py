@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
+from lossscale_torch._gradients import grads_of
 from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, Seen
 from lossscale_torch._state import LossScale
 
@@ -72,11 +73,15 @@ class Waiting:
             return record
         if self._is_told and not is_told:  # met for the first time, so that nobody has noted its gradients
             self._require_same(present)
-        if member.kept is None:
+        if member.kept is None or not grads_of(optimizer):
             record.scale = self._previous_like(present)
         else:
             record = member.kept
-            record.is_kept, record.scale = True, LossScale(torch.ones_like(present.tensor), False, 1.0)
+            record.is_kept = True
+            if record.deferred is None:
+                record.scale = LossScale(torch.ones_like(present.tensor), False, 1.0)
+            else:
+                record.scale = LossScale(record.deferred, may_be_below_one=True)
         record.waited = True
         return record
 
@@ -92,25 +97,27 @@ class Waiting:
         """Note an update, and the scale that was used; gradients that are unscaled and not stepped are kept."""
         if self.has_loss:
             self._previous = scale_used
-        for key, record in records.items():
+        for key, record in list(records.items()):
             member = members.get(key)
             if member is None or record["stage"] is READY:
                 continue
             member.kept = member.seen = None
             if record["stage"] is STEPPED:
                 member.losses = self._losses
-            elif type(record) is Record and (record.seen is None or record.seen.is_unchanged(member.optimizer())):
+            elif type(record) is Record and not record.is_left_scaled and not record.has_changed(member.optimizer()):
                 member.kept = record
         self.has_loss = self.has_graph = False
         self._is_told = self._is_told_for_good
         if self._is_told:
             self.tell(members, {})
 
-    def scale_changes(self, scale_used: float | Tensor) -> None:
+    def scale_changes(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
         """Note that the present scale is replaced by another: the gradients that are there keep theirs."""
         if self.has_loss:
             self._previous, self.has_loss = scale_used, False
         self._is_told = self._is_told_for_good
+        if self._is_told:
+            self.tell(members, records)
 
     def _note_unscaled(self, members: dict[int, Member], records: dict[int, Any]) -> None:
         for key, record in records.items():

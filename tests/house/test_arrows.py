@@ -53,7 +53,7 @@ TORCH = {
     "_checkpoint": set(),
     "_state": {"_step_info"},
     "_members": {"_gradients", "_state"},
-    "_waiting": {"_members", "_state"},
+    "_waiting": {"_gradients", "_members", "_state"},
     "_guard": {"_members", "_state"},
     "_ranks": {"_gradients", "_members"},
     "_norm": {"_gradients", "_ranks", "_state"},

@@ -55,6 +55,9 @@ class _Minimization:
             each.is_paused = True  # they would copy what is copied here
         try:
             info = self._run_any()
+        except BaseException:
+            self._scaler._records.pop(id(self._optimizer), None)  # so that the next call begins with nothing known
+            raise
         finally:
             for each in self._protections:
                 each.is_paused = False
