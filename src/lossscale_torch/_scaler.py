@@ -480,7 +480,7 @@ class GradScaler(TorchNames):
     def _counted(self) -> list[Record]:
         """Return the records with flags that count for the loss scale."""
         counted, self._had_no_gradients = [], True
-        for key, record in list(self._records.items()):
+        for key, record in self._records.items():
             if record["found_inf_per_device"]:
                 self._had_no_gradients = False
                 if self._waiting.has_graph or key not in self._members or not self._members[key].takes_dummy_step():
@@ -526,7 +526,7 @@ class GradScaler(TorchNames):
         """Forget the records at an update; return for each optimizer that was stepped whether its step was applied."""
         self._waiting.end(self._members, self._records, info.loss_scale_used)
         applied = {}
-        for key, record in list(self._records.items()):
+        for key, record in self._records.items():
             if record["stage"] is STEPPED and key in self._members:
                 record = record if type(record) is Record else Record(record)
                 applied[key] = record.applied if type(record.applied) is bool else record.outcome()
@@ -541,24 +541,30 @@ class GradScaler(TorchNames):
     def _open(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
         key = id(optimizer)
-        record, member = self._records.get(key), self._members.get(key)
-        if member is not None and type(record) is Record and record["stage"] is not READY:
-            return record
+        record = self._records.get(key)
+        if type(record) is not Record or key not in self._members:
+            record = self._records[key] = self._admit(optimizer, record, caller)
+        if record["stage"] is READY:
+            if self._waiting.has_loss:  # so that nobody waits
+                record.scale = self._state.present()
+            else:
+                record = self._waiting.open(self._members[key], optimizer, record, self._state.present())
+                self._records[key] = record
+        return record
+
+    def _admit(self, optimizer: Any, record: Any, caller: str) -> Record:
+        """Return a record for an optimizer that is met for the first time since an update, or since ever."""
         if self._state.tensors is None:
             self._require_placed(caller)
-        if member is None or member.optimizer() is not optimizer:
+        key = id(optimizer)
+        if key not in self._members:
             require_optimizer(optimizer, caller)
-            member = self._members[key] = Member(optimizer, self)
+            self._members[key] = Member(optimizer, self)
             if type(record) is Record and record.scale is not None:  # of an optimizer that is gone, with the same id
                 self._records[-key], record = record, None
-        if type(record) is not Record:  # torch's own factory may have made it
-            record = Record.fresh() if record is None else Record(record)
-        if self._waiting.has_loss:  # so that nobody waits
-            record.scale = self._state.present()
-        else:
-            record = self._waiting.open(member, optimizer, record, self._state.present())
-        self._records[key] = record
-        return record
+        if record is None:
+            return Record.fresh()
+        return record if type(record) is Record else Record(record)  # torch's own factory may have made it
 
     def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer, or raise torch's error where it was unscaled or stepped."""

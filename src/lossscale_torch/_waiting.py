@@ -97,7 +97,7 @@ class Waiting:
         """Note an update, and the scale that was used; gradients that are unscaled and not stepped are kept."""
         if self.has_loss:
             self._previous = scale_used
-        for key, record in list(records.items()):
+        for key, record in records.items():
             member = members.get(key)
             if member is None or record["stage"] is READY:
                 continue
