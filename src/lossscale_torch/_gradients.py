@@ -170,7 +170,7 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
 
 
 def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Say which parameters have float16 gradients, and the mend; torch's own sentence comes first."""
+    """Say which parameters have float16 gradients, and what to do; torch's own sentence comes first."""
     named = []
     for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
         names = group.get("param_names") or []  # shorter than the list of parameters where one joined later
@@ -233,7 +233,7 @@ def multiply_(bucket: Bucket, factor: float | Tensor) -> None:
     """Multiply in place by one number, or by a tensor of shape `()` on the same device."""
     try:
         torch._foreach_mul_(bucket, factor)
-    except RuntimeError as error:  # as above
+    except RuntimeError as error:  # the kernel refuses lazily negated tensors
         torch._foreach_mul_(_without_signs(bucket, error), factor)
 
 

@@ -17,7 +17,10 @@ from lossscale_torch._state import LossScale, is_being_recorded, is_readable
 READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
 
 SPIKE = "spike"
-"""The key under which `found_inf_per_device` holds whether a guard refuses the norm: whoever sums flags skips, too."""
+"""The key under which `found_inf_per_device` holds whether a guard refuses the norm.
+
+Code that sums all flags then skips the step, too.
+"""
 
 _FUSED = "_step_supports_amp_scaling"
 _LEGACY = (
@@ -53,9 +56,14 @@ class Record(dict[str, Any]):
     spiked: bool = False
     """Whether the host knows that only a spike forbids it."""
     applied: bool | Tensor | None = None
-    """Whether the step was applied, or a tensor that holds 0.0 if it was; None where nobody has decided."""
+    """Whether the step was applied, or a tensor that holds 0.0 if it was; None until that is decided."""
     seen: "Seen | None" = None
     """The unscaled gradients when a further loss was scaled, or the loss scale was told."""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Record":
+        """Return `record`, or one of this class with its keys if torch's own factory made it."""
+        return record if type(record) is cls else cls(record)
 
     @classmethod
     def fresh(cls) -> "Record":
@@ -65,7 +73,8 @@ class Record(dict[str, Any]):
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
         """Count as unscaled, with these flags; without any, there were no gradients, and there is nothing to count."""
         self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
-        self.finite, self.spiked, self.deferred, self.is_kept = finite, False, None, False
+        self.finite, self.spiked, self.deferred, self.seen = finite, False, None, None
+        self.is_kept = self.is_judged = self.is_left_scaled = self.had_none = False
 
     @property
     def flags(self) -> list[Tensor]:
@@ -83,6 +92,8 @@ class Record(dict[str, Any]):
 
     def outcome(self) -> bool | Tensor:
         """Return whether the step was applied: a bool where the host knows, or a tensor that holds 0.0 if it was."""
+        if type(self.applied) is bool:
+            return self.applied
         if self.applied is None:  # others have stepped the optimizer, and said so
             return self.may_step()
         if isinstance(self.applied, Tensor) and is_readable(self.applied) and not is_being_recorded():
@@ -90,7 +101,7 @@ class Record(dict[str, Any]):
         return self.applied
 
     def forget_answer(self) -> None:
-        """Have the flags read again: somebody else may have raised one."""
+        """Have the flags read again, since other code may have raised one."""
         self.finite, self.spiked = None, False
 
     def may_step(self) -> bool:
@@ -120,7 +131,7 @@ class Seen:
 
 
 class Member:
-    """What a scaler knows of an optimizer for longer than a step."""
+    """The facts about an optimizer that outlive a step."""
 
     def __init__(self, optimizer: Any, scaler: Any) -> None:
         self.optimizer: Callable[[], Any]
@@ -191,10 +202,10 @@ class Fused:
         preset = getattr(optimizer, "grad_scale", None) if getattr(optimizer, "found_inf", None) is None else None
         if preset is not None:
             grad_scale = preset if grad_scale is None else grad_scale * preset
-        record.applied = found_inf = scaler._found_inf(record)
+        record.applied = found_inf = scaler._flag_for_kernel(record)
         states = getattr(optimizer, "state", {})
         known_states = len(states)
-        optimizer.found_inf = found_inf  # first and last, see above
+        optimizer.found_inf = found_inf  # set first and deleted last: an interrupted step always leaves it
         optimizer.grad_scale = grad_scale
         try:
             result = optimizer.step(*args, **kwargs)

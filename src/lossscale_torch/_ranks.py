@@ -13,7 +13,7 @@ from lossscale_torch._members import SPIKE
 
 
 class Ranks:
-    """Combines the flags of an optimizer over the ranks that must decide alike."""
+    """The combination of an optimizer's flags over the ranks that must decide alike."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
@@ -39,7 +39,7 @@ class Ranks:
         return dict(zip((device, SPIKE), message.unbind(), strict=False))
 
     def check_member(self) -> None:
-        """Raise `SyncError` in a process that the process group does not contain: nobody would answer it."""
+        """Raise `SyncError` in a process that the process group does not contain, since no rank would answer."""
         if self.process_group is not None and torch.distributed.get_rank(self.process_group) < 0:
             raise SyncError(
                 f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide "

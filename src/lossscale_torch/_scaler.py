@@ -32,7 +32,7 @@ from lossscale_torch._members import (
     takes_factor,
 )
 from lossscale_torch._ranks import Ranks, require_same_on_ranks
-from lossscale_torch._state import HostState, is_being_recorded, is_readable, number
+from lossscale_torch._state import HostState, as_flag, is_being_recorded, is_readable, number
 from lossscale_torch._step_info import StepInfo, with_optimizers
 from lossscale_torch._torch_names import TorchNames, device_type_of
 from lossscale_torch._types import Tree
@@ -53,7 +53,7 @@ class GradScaler(TorchNames):
         scheduler.step()
     ```
 
-    An ordinary optimizer costs one host synchronisation a step, in `step`; a fused one costs none.
+    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`; a fused one costs none.
 
     Args:
         device: The device type of the loss scale, such as `"cuda"`; it is placed where the first scaled loss lives.
@@ -110,7 +110,7 @@ class GradScaler(TorchNames):
         self._begun_with = (number(self._state.read().loss_scale), 0)
         self._members: dict[int, Member] = {}
         self._records: Any = defaultdict(Record.fresh)
-        self._flags_are_shared = False  # whether others may raise a flag after it was read
+        self._flags_are_shared = False  # whether other code holds the flags, and may raise one at any time
         self._waiting, self._ranks = Waiting(), Ranks(process_group)
         self._guards = Guards(guard, self._members)
         self._joint_skip = joint_skip
@@ -133,7 +133,8 @@ class GradScaler(TorchNames):
         Does not synchronise.
 
         Raises:
-            RuntimeError: From `backward` after an `update` that has changed the scale, as with torch's own scaler.
+            RuntimeError: From `backward` after an `update` that has changed the scale, or any while the state is on the
+                device; torch's own scaler raises after every update.
             ValueError: For what is neither a tensor nor an iterable.
         """
         if not self._enabled:
@@ -161,7 +162,8 @@ class GradScaler(TorchNames):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
 
-        An optimizer without gradients stays as it is. Does not synchronise.
+        An optimizer without gradients stays as it is. Does not synchronise, unless a guard measures the norm of an
+        ordinary optimizer's gradients.
 
         Raises:
             RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
@@ -262,9 +264,12 @@ class GradScaler(TorchNames):
             else:
                 self.unscale_(optimizer)
         if len(optimizers) > 1:  # a norm of all of them, so one decision
-            flag = found_inf((f for record in records for f in record.flags), self._state.tensors.loss_scale.device)
-            for record in records:
-                record.take({flag.device: flag.clone()} if record.flags else {})
+            device = self._state.tensors.loss_scale.device
+            overflow = found_inf([flag for each in records for flag in each.overflow_flags], device)
+            for record in (each for each in records if each.flags):
+                spike = {SPIKE: found[SPIKE]} if SPIKE in (found := record["found_inf_per_device"]) else {}
+                record["found_inf_per_device"] = {device: overflow.clone(), **spike}
+                record.forget_answer()
         norm = how.apply_torchs(optimizers)
         self._judge(optimizers, norm)
         return lifted(norm)
@@ -285,10 +290,11 @@ class GradScaler(TorchNames):
         member = self._members[id(optimizers[0])]
         spiked = self._guards.judge(member, clipped.norm if clipped.value is None else clipped.value)
         for optimizer, record in zip(optimizers, records, strict=True):
+            # Of several optimizers, one without gradients has nothing to count; on a mesh other ranks may have some.
             is_empty = len(optimizers) > 1 and not clipped.known_to and not grads_of(optimizer)
             found = {} if is_empty else {key: flag.clone() for key, flag in clipped.found.items()}
             if self._guards.guard is not None and found:
-                found[SPIKE] = _as_flag(spiked, clipped.norm.device)
+                found[SPIKE] = as_flag(spiked, clipped.norm.device)
             combined = self._ranks.combine(optimizer, found, scale.tensor.device, clipped.known_to)
             is_known = combined is found and clipped.value is not None and isinstance(spiked, bool)
             finite = math.isfinite(clipped.value) and not spiked if is_known else None  # type: ignore[arg-type]
@@ -308,12 +314,14 @@ class GradScaler(TorchNames):
             return
         norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
         spiked = self._guards.judge(self._members[id(optimizers[0])], norm)
-        # The squares of finite gradients may overflow, and torch's clip then makes zeros of them: refused as a spike,
-        # also while the guard accepts any norm to begin with. The guard counts norms that were measured, so not this.
+        # Finite gradients can have an infinite norm, and torch's clip would turn them into zeros. Such a norm is a
+        # spike even during the guard's warm-up. The guard does not count it among its norms.
         spiked = spiked | (bool(torch.isinf(norm)) if isinstance(spiked, bool) else torch.isinf(norm))
         device = self._state.tensors.loss_scale.device
         for optimizer, record in zip(optimizers, records, strict=True):
-            found = {**record["found_inf_per_device"], SPIKE: _as_flag(spiked, device)}
+            if not record.flags:  # it has no gradients
+                continue
+            found = {**record["found_inf_per_device"], SPIKE: as_flag(spiked, device)}
             record["found_inf_per_device"] = self._ranks.combine(optimizer, found, device)
             record.forget_answer()
             record.is_judged = True
@@ -356,7 +364,7 @@ class GradScaler(TorchNames):
         if not self._is_ours("_maybe_opt_step"):
             self._flags_are_shared = True
         result = kind.apply(self, optimizer, record, args, kwargs)
-        if record.applied is None:  # a subclass has decided by the flags, as torch's own scaler does
+        if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and decided by the flags
             record.forget_answer()
             record.applied = record.may_step()
         record["stage"] = STEPPED
@@ -368,10 +376,10 @@ class GradScaler(TorchNames):
         record = optimizer_state
         if self._flags_are_shared:
             record.forget_answer()
-        deciding = self._deciding(record) if self._joint_skip else (record,)
-        record.applied = all(map(Record.may_step, deciding))
+        answers = [each.may_step() for each in (self._deciding(record) if self._joint_skip else (record,))]
+        record.applied = all(answers)
         if self._state.is_handed_out:
-            self._state.refresh()  # the device has just been waited for
+            self._state.refresh()  # the step, or its clip, has waited for the device
         return optimizer.step(*args, **kwargs) if record.applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -396,7 +404,7 @@ class GradScaler(TorchNames):
         else:
             self.unscale_(optimizer)
 
-    def _found_inf(self, record: Record) -> Tensor:
+    def _flag_for_kernel(self, record: Record) -> Tensor:
         """Return what a fused optimizer's kernel takes for the flag of its step: 1.0 or 0.0."""
         records = self._deciding(record) if self._joint_skip else [record]
         flag = self._exact_flag(records)
@@ -406,7 +414,7 @@ class GradScaler(TorchNames):
         return flag
 
     def _deciding(self, record: Record) -> list[Record]:
-        """Return the records whose flags decide on an optimizer's step with `joint_skip`: all of them."""
+        """Return the records that decide together under `joint_skip`: of all optimizers met since the last update."""
         if self._joint and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
@@ -436,7 +444,8 @@ class GradScaler(TorchNames):
         """Update the loss scale by what the steps since the last update found, and return what happened.
 
         Optimizers that are updated one by one after one loss count as one step. After a fused optimizer on a device
-        the fields of the result stay there until they are read, so this does not synchronise.
+        the fields of the result stay there until they are read, so this does not synchronise; a `new_scale` on a device
+        is waited for if the state is on the host.
 
         Args:
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
@@ -446,7 +455,8 @@ class GradScaler(TorchNames):
             them apart.
 
         Raises:
-            AssertionError: Where no step came first.
+            AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
+                `new_scale` that is not a positive number.
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and the host knows.
             SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
             ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and the host knows.
@@ -464,6 +474,10 @@ class GradScaler(TorchNames):
         if not counted and new_scale is None and not any(each["stage"] is not READY for each in self._records.values()):
             raise AssertionError("No inf checks were recorded prior to update.")
         self._has_begun = self._has_begun or bool(counted)
+        self._had_no_gradients = not counted and any(
+            each["stage"] is STEPPED and not each["found_inf_per_device"] and Record.of(each).applied is not False
+            for each in self._records.values()
+        )
         overflowed, spiked = self._outcome(counted)
         if not self._waiting.continues(counted):
             self._state.begin_step()
@@ -479,12 +493,11 @@ class GradScaler(TorchNames):
 
     def _counted(self) -> list[Record]:
         """Return the records with flags that count for the loss scale."""
-        counted, self._had_no_gradients = [], True
+        counted = []
         for key, record in self._records.items():
-            if record["found_inf_per_device"]:
-                self._had_no_gradients = False
-                if self._waiting.has_graph or key not in self._members or not self._members[key].takes_dummy_step():
-                    counted.append(record if type(record) is Record else Record(record))
+            is_known = key in self._members and not self._waiting.has_graph
+            if record["found_inf_per_device"] and not (is_known and self._members[key].takes_dummy_step()):
+                counted.append(Record.of(record))
         return counted
 
     def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
@@ -528,8 +541,7 @@ class GradScaler(TorchNames):
         applied = {}
         for key, record in self._records.items():
             if record["stage"] is STEPPED and key in self._members:
-                record = record if type(record) is Record else Record(record)
-                applied[key] = record.applied if type(record.applied) is bool else record.outcome()
+                applied[key] = Record.of(record).outcome()
         if self._flags_are_shared:
             self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may hold the old dict
         else:
@@ -539,13 +551,13 @@ class GradScaler(TorchNames):
         return applied
 
     def _open(self, optimizer: Any, caller: str) -> Record:
-        """Return the record of an optimizer's step; the first time since an update, with the scale of its gradients."""
+        """Return the record of an optimizer's step; while that is ready, with the present scale of its gradients."""
         key = id(optimizer)
         record = self._records.get(key)
         if type(record) is not Record or key not in self._members:
             record = self._records[key] = self._admit(optimizer, record, caller)
         if record["stage"] is READY:
-            if self._waiting.has_loss:  # so that nobody waits
+            if self._waiting.has_loss:  # then no optimizer waits
                 record.scale = self._state.present()
             else:
                 record = self._waiting.open(self._members[key], optimizer, record, self._state.present())
@@ -560,11 +572,11 @@ class GradScaler(TorchNames):
         if key not in self._members:
             require_optimizer(optimizer, caller)
             self._members[key] = Member(optimizer, self)
-            if type(record) is Record and record.scale is not None:  # of an optimizer that is gone, with the same id
+            # The record of a deleted optimizer with the same id: its flags still count at the next update, under a key
+            # that no optimizer has.
+            if type(record) is Record and record.scale is not None:
                 self._records[-key], record = record, None
-        if record is None:
-            return Record.fresh()
-        return record if type(record) is Record else Record(record)  # torch's own factory may have made it
+        return Record.fresh() if record is None else Record.of(record)
 
     def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:
         """Return the record of an optimizer, or raise torch's error where it was unscaled or stepped."""
@@ -676,7 +688,3 @@ def require_optimizer(optimizer: Any, caller: str) -> None:
             f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
             "pass the torch.optim.Optimizer of these parameters"
         )
-
-
-def _as_flag(spiked: bool | Tensor, device: torch.device) -> Tensor:
-    return spiked.float() if isinstance(spiked, Tensor) else torch.full((), float(spiked), device=device)

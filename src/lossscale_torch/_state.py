@@ -1,7 +1,7 @@
 """The state of a scaler: host scalars while its flags are known on the host, tensors on the device from then on.
 
 `HostState` and `DeviceState` have the same methods. Both keep the loss scale and the growth tracker in two persistent
-tensors, which are made once and written in place: a recorded CUDA graph, and whoever keeps one of them, reads this
+tensors, which are made once and written in place: a recorded CUDA graph, and code that keeps one of them, reads this
 memory.
 """
 
@@ -248,7 +248,7 @@ class HostState:
 
 
 class DeviceState:
-    """A state of tensors, which `policy.update` computes anew and which are written in place."""
+    """A state of tensors, which each update writes in place."""
 
     is_on_host = is_handed_out = False
 
@@ -293,12 +293,12 @@ class DeviceState:
         Does not synchronise.
         """
         device = self.tensors.loss_scale.device
-        before, finite = self.snapshot(), _as_flag(overflowed, device) == 0.0
+        before, finite = self.snapshot(), as_flag(overflowed, device) == 0.0
         if self._before is not None:
             before, finite = self._before, finite & self._finite
         after = self.policy.update(before, finite, xp=torch)
         if spiked is not False:
-            spiked = (_as_flag(spiked, device) != 0.0) & finite
+            spiked = (as_flag(spiked, device) != 0.0) & finite
             after = after._make(torch.where(spiked, *pair) for pair in zip(self._live(), after, strict=True))
         self._write(after)
         self._before, self._finite = before, finite
@@ -321,8 +321,8 @@ class DeviceState:
         else:
             scale.fill_(within_bounds(new_scale, self.policy))
         self.begin_step()
-        overflow = _as_flag(overflowed, scale.device) != 0.0
-        spike = (_as_flag(spiked, scale.device) != 0.0) & ~overflow
+        overflow = as_flag(overflowed, scale.device) != 0.0
+        spike = (as_flag(spiked, scale.device) != 0.0) & ~overflow
         applied = ~(overflow | spike)
         return StepInfo(applied, before.loss_scale, scale.clone(), before.overflow_streak, overflow, spike)
 
@@ -386,16 +386,20 @@ class KernelState(DeviceState):
     """
 
     policy: DynamicScaling
-    _is_recorded = False  # then a graph goes on with these tensors and this kernel, whatever is loaded
+    _is_recorded = False  # then the graph keeps these tensors and this kernel, whatever is loaded
 
     def with_policy(self, policy: ScalingPolicy) -> DeviceState:
         """Return the state under another policy; waits for the device."""
         return self.restore(policy, self.read())
 
     def update(self, overflowed: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
-        """Update by a flag as `DeviceState.update` does, in ten calls of torch, or in eight that are recorded."""
+        """Update by a flag as `DeviceState.update` does, in ten calls of torch, or in eight that are recorded.
+
+        There are three more if only growth restores the tolerance. A guard never comes with this state, so that nothing
+        is `spiked`.
+        """
         scale, tracker, rule = *self.tensors, self.policy
-        flag = _as_flag(overflowed, scale.device)
+        flag = as_flag(overflowed, scale.device)
         if self._before is not None:
             return self._continue_step(flag != 0.0)
         used, streak_before = scale.clone(), self._streak.clone()
@@ -560,5 +564,8 @@ def _info(before: Any, after: Any, finite: bool) -> StepInfo:
     return StepInfo(finite, used, after_scale, number(after.overflow_streak), not finite)
 
 
-def _as_flag(flag: bool | Tensor, device: torch.device) -> Tensor:
-    return flag if isinstance(flag, Tensor) else torch.full((), float(flag), device=device)
+def as_flag(flag: bool | Tensor, device: torch.device) -> Tensor:
+    """Return a flag as a tensor: 0.0 or 1.0, float32, shape `()`."""
+    if isinstance(flag, Tensor):
+        return flag.float()
+    return torch.full((), float(flag), dtype=torch.float32, device=device)

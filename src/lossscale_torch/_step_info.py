@@ -21,7 +21,7 @@ class StepInfo(lossscale_core.StepInfo):
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
 
         `applied` is True only if every optimizer's step was applied; one may have moved and another not. False for an
-        optimizer that was not stepped since the update before. Does not synchronise.
+        optimizer that was not stepped since the update before; True if the scaler is disabled. Does not synchronise.
         """
         if self._flags is None:  # a copy that `_replace` made knows of all of them together
             return self.applied

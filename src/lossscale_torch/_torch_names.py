@@ -117,7 +117,7 @@ class TorchNames(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
+        """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
 
         A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
         policy keeps it, and a `CheckpointWarning` names each difference.
@@ -207,7 +207,7 @@ class TorchNames(torch.amp.GradScaler):
         self._state = self._state.with_policy(policy)
 
     def _tell(self, for_good: bool = False) -> None:
-        """Note the gradients that wait, before somebody is told the loss scale and can make others with it."""
+        """Note the gradients that wait, before code is told the loss scale and can make others with it."""
         self._waiting.tell(self._members, self._records, for_good)
 
     def _require_placed(self, caller: str) -> Tensor:

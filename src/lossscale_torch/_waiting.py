@@ -1,8 +1,8 @@
 """Which loss scale divides: the present one, or that of an earlier loss whose gradients an optimizer still holds.
 
 An optimizer *waits* if a loss was scaled after its last step, and none since the last update: its gradients are older
-than that update, as under Accelerate, which updates after each optimizer. Only who is told the present scale can have
-made others with it. So before anybody is told, the gradients that wait are noted.
+than that update, as under Accelerate, which updates after each optimizer. Only code that was told the present scale can
+have made other gradients with it. So the scaler notes the waiting gradients before it tells the scale.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from lossscale_torch._state import LossScale
 
 
 class Waiting:
-    """Counts the losses that were scaled, and knows the scale of the last ones."""
+    """The count of scaled losses, and the scale of the last ones."""
 
     def __init__(self) -> None:
         self.has_loss = False
@@ -26,7 +26,7 @@ class Waiting:
         self.has_graph = False
         """Whether one that needs gradients was."""
         self.is_over = False
-        """Whether nobody ever waits: a scaler was recorded, and is replayed without any Python."""
+        """Whether no optimizer waits any more: the scaler was recorded, and is replayed without any Python."""
         self.continued = False
         """Whether the last update belonged to the same step as the one before it."""
         self._losses = 0
@@ -47,9 +47,9 @@ class Waiting:
             self._note_unscaled(members, records)
 
     def tell(self, members: dict[int, Member], records: dict[int, Any], for_good: bool = False) -> None:
-        """Note all gradients that wait or are unscaled, since somebody is told the present scale.
+        """Note all gradients that wait or are unscaled, before code is told the present scale.
 
-        `for_good` where they may read it at any later time without a call.
+        `for_good` if that code can read it at any later time without a call.
         """
         self._is_told, self._is_told_for_good = True, self._is_told_for_good or for_good
         self._note_unscaled(members, records)
@@ -71,7 +71,7 @@ class Waiting:
         if not self.waits(member) or (is_told and not member.seen.is_unchanged(optimizer)):  # type: ignore[union-attr]
             record.scale = present
             return record
-        if self._is_told and not is_told:  # met for the first time, so that nobody has noted its gradients
+        if self._is_told and not is_told:  # a new member, whose gradients were not noted
             self._require_same(present)
         if member.kept is None or not grads_of(optimizer):
             record.scale = self._previous_like(present)

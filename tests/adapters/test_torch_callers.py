@@ -254,6 +254,115 @@ def test_an_optimizer_that_becomes_fused(make_scaler):
         assert param.item() == -1.0 - step
 
 
+def test_gradients_that_were_clipped_after_they_were_noted():
+    """A clip that writes by another kernel, as for float64, is no change by others; nothing is divided twice."""
+    params = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for _ in range(2):
+        _backward(scaler, *params)
+        for optimizer in optimizers[:2]:
+            scaler.unscale_(optimizer)
+        scaler.get_scale()
+        scaler.step(optimizers[0])
+        scaler.update()
+        scaler.unscale_and_clip_(optimizers[1], 1e9)
+        for optimizer in (optimizers[2], optimizers[1]):
+            scaler.step(optimizer)
+            scaler.update()
+    assert [param.item() for param in params] == [-2.0] * 3
+
+
+def test_joint_decisions_on_a_device_leave_the_state_on_the_host():
+    """The step reads the flags of all, whichever has overflowed."""
+    with Emulated("mps"):
+        params = [torch.nn.Parameter(torch.zeros(1, device="mps")) for _ in range(2)]
+        optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+        for bad in (0, 1):
+            scaler = GradScaler("mps", init_scale=8.0, joint_skip=True)
+            scaler.scale(torch.ones((), device="mps"))
+            for number, param in enumerate(params):
+                param.grad = torch.full((1,), INF if number == bad else 1.0, device="mps")
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            info = scaler.update()
+            assert info.applied is info.applied_of(optimizers[0]) is info.applied_of(optimizers[1]) is False
+
+
+def _spiked(kind=GradScaler):
+    """Return two parameters, their optimizers and a scaler whose guard has warmed up on both."""
+    (p, first), (q, second) = _one(), _one()
+    scaler = kind("cpu", init_scale=4.0, guard=SpikeGuard(warmup=2))
+    for _ in range(4):
+        _backward(scaler, p, q)
+        for optimizer in (first, second):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+    p.data.zero_()
+    q.data.zero_()
+    return p, first, q, second, scaler
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0])
+def test_a_spike_that_waits_is_judged_again(norm_type):
+    """Clipped after another optimizer's update, by torch's own functions or in one read, it is refused."""
+    p, first, q, second, scaler = _spiked()
+    _backward(scaler, p, q)
+    q.grad.mul_(1e4)
+    scaler.unscale_(second)
+    scaler.step(first)
+    scaler.update()
+    scaler.unscale_and_clip_(second, 1e9, norm_type)
+    scaler.step(second)
+    info = scaler.update()
+    assert (info.spiked, q.item()) == (True, 0.0)
+
+
+def test_a_spike_in_a_joint_clip_of_a_subclass():
+    """It is no overflow, and the loss scale stays."""
+
+    class Unscaling(GradScaler):
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+
+    p, first, q, second, scaler = _spiked(Unscaling)
+    _backward(scaler, p, q)
+    q.grad.mul_(1e4)
+    scaler.unscale_and_clip_([first, second], INF)
+    for optimizer in (first, second):
+        scaler.step(optimizer)
+    info = scaler.update()
+    assert (info.spiked, info.overflowed, scaler.get_scale()) == (True, False, 4.0)
+
+
+def test_a_guard_counts_no_step_without_gradients():
+    """As without a guard."""
+    _, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=4.0, guard=SpikeGuard())
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+
+
+def test_what_is_said_of_a_step_that_was_left_out():
+    """It had gradients, which nobody has checked."""
+    param, optimizer = _one()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    _backward(scaler, param)
+    scaler.skip(optimizer)
+    scaler.update()
+    assert "no gradients" not in scaler.diagnose()
+    optimizer.zero_grad()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert "no gradients" in scaler.diagnose()
+
+
 # -- subclasses --------------------------------------------------------------------------------------------------------
 
 

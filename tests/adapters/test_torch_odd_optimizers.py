@@ -134,6 +134,7 @@ def test_a_warning_never_raises():
         optimizer.step = lambda: None  # torch's own would read the state
         scaler.scale(param.sum()).backward()
         scaler.step(optimizer)
+        assert scaler.update().applied
 
 
 class _Legacy(torch.optim.SGD):
