@@ -72,9 +72,11 @@ class Record(dict[str, Any]):
 
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
         """Count as unscaled, with these flags; without any, there were no gradients, and there is nothing to count."""
+        if self["stage"] is not READY or self.is_judged or self.had_none:  # what an earlier check has left
+            self.spiked, self.deferred, self.seen = False, None, None
+            self.is_kept = self.is_judged = self.is_left_scaled = self.had_none = False
         self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
-        self.finite, self.spiked, self.deferred, self.seen = finite, False, None, None
-        self.is_kept = self.is_judged = self.is_left_scaled = self.had_none = False
+        self.finite = finite
 
     @property
     def flags(self) -> list[Tensor]:

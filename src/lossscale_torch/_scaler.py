@@ -186,7 +186,8 @@ class GradScaler(TorchNames):
         if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
             Gradients([optimizer]).check_again(found)
         record.take(self._ranks.combine(optimizer, found, flag.device))
-        record.had_none = not found
+        if not found:
+            record.had_none = True
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
