@@ -377,8 +377,11 @@ class GradScaler(TorchNames):
         record = optimizer_state
         if self._flags_are_shared:
             record.forget_answer()
-        answers = [each.may_step() for each in (self._deciding(record) if self._joint_skip else (record,))]
-        record.applied = all(answers)
+        if self._joint_skip:
+            answers = [each.may_step() for each in self._deciding(record)]  # `update` needs them all
+            record.applied = all(answers)
+        else:
+            record.applied = record.may_step()
         if self._state.is_handed_out:
             self._state.refresh()  # the step, or its clip, has waited for the device
         return optimizer.step(*args, **kwargs) if record.applied else None
