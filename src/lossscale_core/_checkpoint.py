@@ -130,33 +130,6 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     return state
 
 
-def number_within(name: str, value: Any, low: float, high: float, *, stacklevel: int = 2) -> float:
-    """Return a saved scale or factor, moved to the nearest bound if it is outside.
-
-    Adapters that read another tool's checkpoint themselves use this function.
-
-    Args:
-        name: The name of the number in messages.
-        value: A number, or an array of shape `()`; a bool or text is refused.
-        low: The lower bound.
-        high: The upper bound.
-        stacklevel: The number of calls between this function and the line that a warning points at, as in
-            `warnings.warn`.
-
-    Returns:
-        The number. If it had to be changed, a `CheckpointWarning` names both values.
-
-    Raises:
-        CheckpointError: `value` is not a positive finite number.
-    """
-    number = _positive(name, value)
-    within = min(max(number, low), high)
-    if within != number:
-        note = f"{name} of the saved state was {number:g} and becomes {within:g}"
-        warnings.warn(note, CheckpointWarning, stacklevel=stacklevel + 1)
-    return within
-
-
 def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
     """Move the restored scale to the nearest bound of the policy, in place as a float32; return a note of a change."""
     saved = fields["loss_scale"]

@@ -95,10 +95,12 @@ def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPoli
 def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
     """Return a saved factor, brought within bounds with a warning; without one for 1, which torch's setters take."""
     value = saved[name]
-    return min(max(1.0, low), high) if value == 1.0 and value is not True else _within(name, value, low, high)
+    if value == 1.0 and value is not True:
+        return min(max(1.0, low), high)
+    return _within(name, value, low, high, stacklevel=5)
 
 
-def _within(name: str, value: Any, low: float, high: float) -> float:
+def _within(name: str, value: Any, low: float, high: float, stacklevel: int = 4) -> float:
     """Return a saved number, brought within bounds with a warning; refuse what is not positive and finite."""
     if not (_is_number(value) and 0.0 < value < math.inf):
         raise CheckpointError(
@@ -107,7 +109,7 @@ def _within(name: str, value: Any, low: float, high: float) -> float:
     within = float(min(max(value, low), high))
     if within != value:
         note = f"{name} of the saved state was {value:g} and becomes {within:g}"
-        warnings.warn(note, CheckpointWarning, stacklevel=4)  # past this module, at the call of `load_state_dict`
+        warnings.warn(note, CheckpointWarning, stacklevel=stacklevel)  # at the call of `load_state_dict`
     return within
 
 

@@ -396,9 +396,17 @@ def test_a_dead_scale_is_not_gone_on_with(scale, is_torchs):
 def test_what_is_out_of_bounds_is_brought_within_them(key, value, expected):
     """A warning names the key and both numbers."""
     scaler = GradScaler("cpu")
-    with pytest.warns(CheckpointWarning, match=f"{key} of the saved state was .* and becomes"):
+    with pytest.warns(CheckpointWarning, match=f"{key} of the saved state was .* and becomes") as caught:
         scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), key: value})
     assert scaler.state_dict()[key] == pytest.approx(expected)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("value", [0, -2.0, float("nan"), float("inf"), True, "2", None, [2.0]])
+def test_a_factor_that_is_not_positive_and_finite_is_refused(value):
+    """The error names it as torch does."""
+    with pytest.raises(CheckpointError, match=r"growth_factor=.* must be a positive finite number"):
+        GradScaler("cpu").load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "growth_factor": value})
 
 
 def test_a_checkpoint_whose_keys_contradict_each_other():

@@ -12,7 +12,6 @@ the settings of this library, and the names in its checkpoints to the counters o
 the intended differences, most of which avoid bugs of the other tool.
 """
 
-from lossscale_core._checkpoint import number_within
 from lossscale_core.dialects._page import markdown, overview, tables
 from lossscale_core.dialects._peers import peers
 from lossscale_core.dialects._policies import from_peer, to_peer
@@ -29,7 +28,6 @@ __all__ = [
     "from_peer",
     "guess_peer",
     "markdown",
-    "number_within",
     "overview",
     "peers",
     "policy_in",
