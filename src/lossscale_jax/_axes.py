@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax._types import PyTree, Tree
+from lossscale_jax._versions import vary, varying_axes
 
 
 def all_true(flag: Array, axis_name: Hashable) -> Array:
@@ -62,16 +63,14 @@ def _vary_over(x: Tree, axes: frozenset[str]) -> Tree:
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:
     missing = tuple(sorted(axes - _varying_axes(leaf)))
-    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+    return vary(leaf, missing) if missing else leaf
 
 
 def _varying_axes(x: PyTree) -> frozenset[str]:
     """Return the mesh axes over which `shard_map` knows a leaf to vary; without `check_vma` it knows of none."""
     axes: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(x):
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-        manual = getattr(aval, "manual_axis_type", None)  # newer versions of JAX keep them there, older ones in `vma`
-        axes |= frozenset((getattr(aval, "vma", None) or ()) if manual is None else manual.varying)
+        axes |= varying_axes(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
     return axes
 
 

@@ -60,15 +60,17 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     update: _Update
     """`update(grads, state, params, **extra_args)` returns the updates, zero where the step is skipped, and the state
     after it."""
-    apply_gradients: _ApplyGradients
-    """`apply_gradients(grads, state, params, **extra_args)` returns the parameters and the state after a step, as they
-    were where it is skipped: it updates and applies in one go, which saves memory and time."""
 
-    def __new__(cls, init: _Init, update: _Update, apply_gradients: _ApplyGradients) -> "LossScaledTransformation":
-        # optax unpacks a transformation into two, so the third function is an attribute and not an element.
-        self: LossScaledTransformation = super().__new__(cls, init, update)
-        self.apply_gradients = apply_gradients
-        return self
+    # optax unpacks a transformation into two, and flax nnx rebuilds it from its two elements, so the third function is
+    # found through them.
+    @property
+    def apply_gradients(self) -> _ApplyGradients:
+        """`apply_gradients(grads, state, params, **extra_args)` returns the parameters and the state after a step.
+
+        Both are as they were where the step is skipped. It updates and applies in one go, which saves memory and time.
+        """
+        wrapper: Any = self.update
+        return cast(_ApplyGradients, wrapper.__self__.apply_gradients)
 
 
 def loss_scaled(
@@ -136,7 +138,7 @@ def loss_scaled(
     accumulation = Accumulation(accumulation_steps, drop)
     wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard, skip)
     wrapper.validate()
-    return LossScaledTransformation(wrapper.init, wrapper.update, wrapper.apply_gradients)
+    return LossScaledTransformation(wrapper.init, wrapper.update)
 
 
 _REDUCE = "reduce them first, as with jax.lax.pmean"

@@ -23,6 +23,7 @@ from lossscale_jax import (
     select,
     value_and_grad,
 )
+from tests.jax_names import reshard, vary
 
 STEPS = 200
 DEVICES = 8
@@ -130,7 +131,7 @@ def test_shard_map_with_gradients_of_ones_own():
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
     def step(params, opt_state, images):
-        own = lax.pcast(params, "data", to="varying")
+        own = vary(params, "data")
         grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(own)
         return optimizer.apply_gradients(grads, opt_state, params)
 
@@ -151,7 +152,7 @@ def test_sharded_jit(axis_type, in_one, max_norm):
     @jax.jit
     def step(params, opt_state, images):
         if axis_type is AxisType.Explicit:  # the matrix product of two arrays sharded alike needs one of them whole
-            gathered = lambda params: jax.tree.map(lambda p: jax.reshard(p, P()), params)  # noqa: E731
+            gathered = lambda params: jax.tree.map(lambda p: reshard(p, P()), params)  # noqa: E731
         else:
             gathered = lambda params: params  # noqa: E731
         grads = jax.grad(lambda params: scale(_loss(gathered(params), images), get_scale_state(opt_state)))(params)
@@ -280,7 +281,7 @@ def test_a_forgotten_axis_name_is_an_error(call):
     optimizer = loss_scaled(ADAM, POLICY)
 
     def step(params, opt_state, images):
-        own = lax.pcast(params, "data", to="varying")
+        own = vary(params, "data")
         if call.startswith("value_and_grad"):
             chosen = params if call == "value_and_grad" else own
             return value_and_grad(_loss)(get_scale_state(opt_state), chosen, images).grads_finite

@@ -19,6 +19,7 @@ from lossscale_core.errors import CheckpointWarning, PolicyError
 from lossscale_core.testing import simulate
 from lossscale_jax import GuardedLossScaledState, LossScaledState, get_scale_state, load_scale_state, loss_scaled
 from tests.adapters.jax_reading import late_gradients, reading_refused
+from tests.jax_names import enable_x64
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 GUARD = SpikeGuard(warmup=4, memory=8)
@@ -199,7 +200,7 @@ def test_in_a_scan_of_an_ensemble():
 def test_with_x64_strict_promotion_and_debugging_flags():
     """A norm beyond float32 is judged as float32's largest, and no infinity of ours is taken for an error."""
     for settings in ({}, {"accumulation_steps": 2, "max_norm": 1.0}):
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        with enable_x64(True), jax.numpy_dtype_promotion("strict"):
             optimizer = loss_scaled(optax.scale(jnp.float64(-1.0)), 1.0, guard=SpikeGuard(warmup=1), **settings)
             params = jnp.ones(2, jnp.float64)
             opt_state = optimizer.init(params)

@@ -1,5 +1,6 @@
 """`loss_scaled`: atomic skips, clipping, accumulation, and optax's own wrappers around and inside it."""
 
+import copy
 import functools
 import pickle
 
@@ -27,6 +28,7 @@ from lossscale_jax import (
     unscale,
 )
 from tests.adapters.jax_reading import late_gradients, reading_refused
+from tests.jax_names import enable_x64
 from tests.sweeping import few_examples
 
 SCALE = 2.0**10
@@ -253,7 +255,7 @@ def test_an_eager_step_reads_nothing(way, settings, monkeypatch):
 
 def test_with_x64_and_strict_promotion():
     """Master weights of float64, accumulated, and no dtype promoted by itself."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
         optimizer = loss_scaled(optax.scale(jnp.float64(-1.0)), POLICY, accumulation_steps=2, max_norm=100.0)
         params = jnp.ones(2, jnp.float64)
         opt_state = optimizer.init(params)
@@ -529,6 +531,22 @@ def test_a_scaled_loss_from_the_optimizer_state():
         params, opt_state, value = step(params, opt_state)
     assert value < 1e-3
     assert get_scale_state(opt_state).skipped_steps > 5
+
+
+@pytest.mark.parametrize(
+    "rebuild",
+    [copy.copy, copy.deepcopy, lambda optimizer: jax.tree.map(lambda leaf: leaf, optimizer)],
+    ids=["copy", "deepcopy", "pytree"],
+)
+def test_a_rebuilt_optimizer_has_everything(rebuild):
+    """flax 0.11 takes an optimizer apart into a pytree's leaves and puts it together again."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    rebuilt = rebuild(optimizer)
+    assert type(rebuilt) is type(optimizer)
+    opt_state = rebuilt.init(PARAMS)
+    for way in ("update", "apply_gradients"):
+        expected = getattr(optimizer, way)(GRADS, opt_state, PARAMS)
+        assert _bits(getattr(rebuilt, way)(GRADS, opt_state, PARAMS)) == _bits(expected)
 
 
 def test_state_travels():

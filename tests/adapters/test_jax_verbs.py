@@ -14,6 +14,7 @@ from lossscale_core import DynamicScaling, diagnose, metrics
 from lossscale_core.testing import assert_traces_equal, overflow_traces, policies, simulate
 from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 from tests.adapters.jax_reading import late_gradients, reading_refused
+from tests.jax_names import enable_x64
 from tests.sweeping import few_examples
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
@@ -60,7 +61,7 @@ def test_strict_promotion():
 
 def test_float64_stays_float64():
     """With x64 on, master weights in float64 get gradients in float64, and the state stays 32 bits wide."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         state = init_state("dynamic")
         params = {"w": jnp.ones(3, jnp.float64)}
         out = jax.jit(value_and_grad(lambda p: jnp.sum(p["w"] ** 2)))(state, params)

@@ -13,6 +13,7 @@ import lossscale_tf
 import lossscale_torch
 from lossscale_core.testing.conformance import Adapter, Way
 from tests.conformance.core_backends import ALL_DTYPES, CORE, on_numpy
+from tests.jax_names import enable_x64
 
 
 def _tensor(values, dtype):
@@ -145,7 +146,7 @@ BACKENDS = [
         "jax with x64",
         dtypes=("float64", "complex128"),
         ways=(Way("eager"), Way("jit", jax.jit)),
-        context=lambda: jax.enable_x64(True),
+        context=lambda: enable_x64(True),
     ),
     tf_adapter(),
 ]
