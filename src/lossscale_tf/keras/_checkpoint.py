@@ -127,14 +127,15 @@ def _matching(optimizer: Any, store: Any) -> Any:
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     start = () if optimizer.guard is None else optimizer.guard.init_state()
     without_guard = len(shapes) - len(start)
-    starts_guard = len(store.keys()) == without_guard < len(shapes)
+    names = set(store.keys())  # Keras's mappings cannot be iterated, nor asked with `in` before 3.10
+    starts_guard = len(names) == without_guard < len(shapes)
     if starts_guard:
         fresh = {str(n): value for n, value in enumerate(start, without_guard)}
-        store = {name: store[name] for name in store.keys()} | fresh  # noqa: SIM118, Keras's mappings have no more
-    stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in store]
+        store, names = {name: store[name] for name in names} | fresh, names | set(fresh)
+    stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in names]
     # Keras compares the number of variables only, and raises at the first shape that differs, with those before it set:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
-    if len(store.keys()) == len(shapes) and stored != shapes:
+    if len(names) == len(shapes) and stored != shapes:
         warn_caller(
             f"the saved optimizer's variables have other shapes than those of '{optimizer.name}', so none is loaded; "
             "it is another optimizer's, and this one begins anew"
