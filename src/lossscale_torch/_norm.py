@@ -12,6 +12,7 @@ from torch._utils import _flatten_dense_tensors
 from lossscale_torch._gradients import Bucket, Gradients, is_dtensor, moved
 from lossscale_torch._ranks import groups_over
 from lossscale_torch._state import LossScale
+from lossscale_torch._versions import all_gather
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
 _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
@@ -134,7 +135,7 @@ def _key(param: Any, places: dict[Any, int]) -> tuple[int, int]:
 def _gathered(row: Tensor, group: Any) -> Tensor:
     """Return the rows of all ranks of a group."""
     everyone = row.new_empty(torch.distributed.get_world_size(group) * len(row))
-    torch.distributed.all_gather_single(everyone, row, group=group)
+    all_gather(everyone, row, group)
     return everyone.view(-1, len(row))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError, SyncError
 from lossscale_torch._gradients import is_dtensor, moved, params_of
 from lossscale_torch._members import SPIKE
+from lossscale_torch._versions import flattened_meshes
 
 
 class Ranks:
@@ -82,8 +83,7 @@ def groups_over(mesh: Any) -> list[Any]:
 def _flattened_groups(mesh: Any) -> list[Any]:
     """Return the process groups of exactly the ranks of a mesh that exist already; making one would be a collective."""
     covers_all = mesh.size() == torch.distributed.get_world_size()
-    # `mesh._flatten()` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
-    flattened = [each for each in mesh._get_root_mesh()._flatten_mapping.values() if each.size() == mesh.size()]
+    flattened = [each for each in flattened_meshes(mesh) if each.size() == mesh.size()]
     ranks = set(mesh.mesh.flatten().tolist()) if flattened else set()
     groups = [each.get_group() for each in flattened if set(each.mesh.tolist()) == ranks]
     return [torch.distributed.group.WORLD, *groups] if covers_all else groups

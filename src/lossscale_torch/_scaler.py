@@ -17,7 +17,6 @@ from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, s
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
-from lossscale_torch._compiling import not_compiled
 from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
 from lossscale_torch._guard import Guards
 from lossscale_torch._members import (
@@ -36,6 +35,7 @@ from lossscale_torch._state import HostState, as_flag, is_being_recorded, is_rea
 from lossscale_torch._step_info import StepInfo, with_optimizers
 from lossscale_torch._torch_names import TorchNames, device_type_of
 from lossscale_torch._types import Tree
+from lossscale_torch._versions import not_compiled
 from lossscale_torch._waiting import Waiting
 from lossscale_torch._watch import Watch
 

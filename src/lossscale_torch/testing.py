@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lossscale_core import DynamicScaling, tree
-from lossscale_torch._compiling import not_compiled
 from lossscale_torch._rescue import protect_modules
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
+from lossscale_torch._versions import not_compiled
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 

@@ -17,6 +17,9 @@ from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run
+from tests.torch_versions import TORCH
+
+_reads_pickles = pytest.mark.skipif(TORCH < (2, 10), reason="the command refuses pickles with earlier versions")
 
 CONFIGS = st.fixed_dictionaries(
     {"growth_interval": st.integers(-1, 6)},
@@ -178,6 +181,7 @@ def _checkpoint(*arguments, cwd):
     return run("checkpoint", *arguments, cwd=cwd)
 
 
+@_reads_pickles
 def test_the_command_reads_what_torch_saves(tmp_path):
     """A scaler alone or within a checkpoint, torch's own or ours, read with `weights_only=True`."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=7)
@@ -204,6 +208,7 @@ class _Scaler:
     """Stands for a scaler that was pickled whole, as DeepSpeed's is."""
 
 
+@_reads_pickles
 def test_the_command_runs_nothing_that_is_in_a_file(tmp_path):
     """A pickled object, and a file that is no pickle, are one sentence."""
     torch.save({"loss_scaler": _Scaler()}, tmp_path / "object.pt")

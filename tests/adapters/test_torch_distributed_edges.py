@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core.errors import CallOrderError, CheckpointWarning, SyncError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.torch_versions import needs_fsdp2_on_cpu
 
 INF = float("inf")
-_alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+_alone = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
 
 def _layers():
@@ -178,6 +179,7 @@ def _restore_under_accelerate(rank, world_size, folder):
                 assert (saved["scale"], restored["scale"]) == (4096.0, 8192.0)
 
 
+@needs_fsdp2_on_cpu
 def test_loading_under_accelerate_and_fsdp2_keeps_the_loss_scale(tmp_path):
     """Scale and counters are those saved, fused or not; torch's own scaler counts the dummy step."""
     _on_ranks(2, partial(_restore_under_accelerate, folder=tmp_path))
@@ -246,6 +248,7 @@ def _warm_up_sharded(rank, world_size):
             optimizer.zero_grad()
 
 
+@needs_fsdp2_on_cpu
 def test_ranks_agree_whether_a_step_is_a_dummy():
     """A step after a scaled loss is not one, whoever holds gradients."""
     _on_ranks(2, _warm_up_sharded)
@@ -280,6 +283,7 @@ def _shard_later(rank, world_size):
         assert bool(scaler.update().applied) == (rank == 0)  # nobody is asked any more
 
 
+@needs_fsdp2_on_cpu
 def test_ranks_decide_together_from_the_step_on_in_which_parameters_are_sharded():
     """`fully_shard` after the optimizer was made, and groups that get other parameters, are followed at once."""
     _on_ranks(2, _shard_later)

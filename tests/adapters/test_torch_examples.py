@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lossscale_core.errors import CheckpointWarning
 from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.torch_versions import needs_fsdp2_on_cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = {"torch_plain", "torch_ddp", "torch_fsdp2"}
@@ -107,6 +108,7 @@ def _train(rank, world_size, folder):
     _train_in_fsdp2(rank, folder)
 
 
+@needs_fsdp2_on_cpu
 def test_they_learn_on_two_ranks(tmp_path):
     """DDP's ranks end with the same weights; a run of FSDP2 goes on from its sharded checkpoint, bit for bit."""
     _on_ranks(2, partial(_train, folder=tmp_path))

@@ -19,6 +19,7 @@ from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.test_torch_synchronisation import _FusedOnMeta, _Plain, _Synchronisations
+from tests.torch_versions import FSDP2
 
 GUARD = SpikeGuard(warmup=4, memory=20)
 INF = float("inf")
@@ -435,7 +436,7 @@ def _decide_together(rank, world_size, kind, fused):
         scaler.check_sync()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "group"])
+@pytest.mark.parametrize("kind", ["ddp", FSDP2, "group"])
 def test_ranks_decide_together(kind):
     """A spike that one rank alone can see skips the step on every rank."""
     _on_ranks(2, partial(_decide_together, kind=kind, fused=kind != "fsdp2"))

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core.errors import CallOrderError, SyncError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.torch_versions import needs_fsdp2_on_cpu
 
 
 def _model(world_size, kind):
@@ -66,6 +67,7 @@ def _retry_with_every_kind(rank, world_size):
         _retry_together(rank, world_size, kind, fused)
 
 
+@needs_fsdp2_on_cpu
 def test_every_rank_retries_together():
     """Weights and buffers equal those of a run at the scale that fitted, on both ranks, bit for bit."""
     _on_ranks(2, _retry_with_every_kind)
@@ -145,6 +147,7 @@ def _accumulate(rank, world_size):
     _unsynchronised_shards(rank, world_size)
 
 
+@needs_fsdp2_on_cpu
 def test_micro_batches_on_ranks():
     """Both ranks retry the one that overflowed; without synchronisation only with `process_group`, and never shards."""
     _on_ranks(2, _accumulate)

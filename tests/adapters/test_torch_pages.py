@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.pages import code_of, split_loop
 from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, import_timm, in_float16
+from tests.torch_versions import needs_fsdp2_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the packages warn of is theirs
 _ = accelerate_afresh  # a fixture, which pytest finds by its name in this module
@@ -103,6 +104,7 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
     assert len(check_training_loop(build)) >= 3
 
 
+@needs_fsdp2_on_cpu
 @pytest.mark.usefixtures("_one_process")
 def test_the_loop_of_fsdp2_passes():
     """The same for parameters that are sharded, over one rank here."""

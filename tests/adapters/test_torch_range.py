@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler, range_report
+from tests.torch_versions import needs_fsdp2_on_cpu
 
 
 class Attention(nn.Module):
@@ -417,7 +418,7 @@ def process_group():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # which has nothing to do with a report
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=needs_fsdp2_on_cpu)])
 def test_distributed_models_train_on_as_if_nothing_had_been(process_group, is_sharded):
     """Under DistributedDataParallel and `fully_shard`, before the first step and between steps."""
     losses = []
@@ -526,6 +527,7 @@ def test_it_costs_at_most_thirty_steps():
     assert seconds(lambda: range_report(model, loss_fn), 5) <= 30 * seconds(lambda: loss_fn().backward(), 20)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_it_takes_at_most_half_more_memory_than_a_step():
     """As torch counts it: the most that is allocated at any time, of a step and of a report."""
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), torch.randn(512, 256)

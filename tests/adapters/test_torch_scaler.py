@@ -27,6 +27,7 @@ from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWar
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
 from tests.adapters.recorded_graph import RecordedGraph
+from tests.torch_versions import TORCH
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -563,7 +564,8 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler():
     scaler = _ready()
     with pytest.warns(FutureWarning, match="stop passing itself") as told:
         scaler.step(optimizer)
-    assert told[0].filename == __file__
+    if TORCH >= (2, 7):  # earlier versions have a wrapper in between
+        assert told[0].filename == __file__
     assert optimizer.given is scaler
     assert scaler.update().applied
 

@@ -46,7 +46,7 @@ FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_sta
 TORCH = {
     "__init__": {"_report", "_scaler", "_step_info", "_verbs", "range"},
     "_types": set(),
-    "_compiling": set(),
+    "_versions": set(),
     "_step_info": set(),
     "_gradients": set(),
     "_watch": set(),
@@ -55,19 +55,19 @@ TORCH = {
     "_members": {"_gradients", "_state"},
     "_waiting": {"_gradients", "_members", "_state"},
     "_guard": {"_members", "_state"},
-    "_ranks": {"_gradients", "_members"},
-    "_norm": {"_gradients", "_ranks", "_state"},
+    "_ranks": {"_gradients", "_members", "_versions"},
+    "_norm": {"_gradients", "_ranks", "_state", "_versions"},
     "_clip": {"_gradients", "_norm", "_ranks", "_state"},
     "_torch_names": {"_checkpoint", "_guard", "_members", "_ranks", "_state", "_waiting", "_watch"},
     "_scaler": {
-        "_checkpoint", "_clip", "_compiling", "_gradients", "_guard", "_members", "_ranks", "_state", "_step_info",
-        "_torch_names", "_types", "_waiting", "_watch",
+        "_checkpoint", "_clip", "_gradients", "_guard", "_members", "_ranks", "_state", "_step_info",
+        "_torch_names", "_types", "_versions", "_waiting", "_watch",
     },
     "_verbs": {"_gradients", "_ranks", "_types"},
     "_report": {"_gradients", "_verbs"},
     "range": {"_gradients", "_verbs"},
-    "_rescue": {"_checkpoint", "_compiling", "_gradients", "_members", "_step_info"},
-    "testing": {"_compiling", "_scaler", "_step_info", "_types", "_rescue"},
+    "_rescue": {"_checkpoint", "_gradients", "_members", "_step_info", "_versions"},
+    "testing": {"_scaler", "_step_info", "_types", "_rescue", "_versions"},
 }  # fmt: skip
 TORCH_LATE = {"_scaler": {"_rescue"}}  # imported within a function, when it is called
 ADAPTERS = {
@@ -88,11 +88,12 @@ class Drawn(NamedTuple):
 COMMAND = {
     "__init__": Drawn(set(), set()),
     "_install": Drawn(set(), set()),
+    "_tried": Drawn(set(), set()),
     "__main__": Drawn({"_install", "cli"}, set()),
     "demo": Drawn(set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
     "tracing": Drawn(set(), {"torch", "lossscale_torch"}),
     "cli": Drawn(
-        {"_install", "demo", "tracing"},
+        {"_install", "_tried", "demo", "tracing"},
         {"click", "matplotlib", "numpy", "rich", "torch", "tensorboard"},
     ),
 }

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from lossscale._tried import untried
 from lossscale.cli._shared import AS_JSON, FILE, TOOLS_HELP, example, number_or_text, print_json, value_text
 from lossscale.cli.checkpoint import SavedScaler, read_state
 from lossscale_core import ScalingPolicy, __version__, as_policy, policy_to_dict
 
 _PACKAGES = ("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tensorflow", "keras", "tf_keras", "click")
+_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}  # of builds of the same package
 
 
 @click.command("report", epilog=example("lossscale report state.json --policy policy.toml"))
@@ -23,17 +25,20 @@ _PACKAGES = ("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tens
 def command(checkpoint: Path | None, policy: str | None, peer: str | None, key: str | None, as_json: bool) -> None:
     """Print the versions, the policy, the state and the diagnosis, to paste into a bug report.
 
-    CHECKPOINT is a file with a saved scaler, as in `lossscale checkpoint show`. The report holds no data, no weights
-    and no paths.
+    CHECKPOINT is a file with a saved scaler, as in `lossscale checkpoint show`. Versions that are older or newer than
+    those that lossscale was tried with are marked. The report holds no data, no weights and no paths.
     """
     scaling = None if policy is None else as_policy(number_or_text(policy))
     saved = None if checkpoint is None else read_state(checkpoint, peer, scaling, key)
     if as_json:
         about = {"policy": None if scaling is None else policy_to_dict(scaling)} if saved is None else saved.as_dict()
-        print_json({"versions": dict(_versions()), **about})
+        versions = dict(_versions())
+        remarks = {name: remark for name, version in versions.items() if (remark := untried(name, version))}
+        print_json({"versions": versions, "untried": remarks, **about})
         return
     for name, version in _versions():
-        click.echo(f"{name}: {version}")
+        remark = untried(name, version)
+        click.echo(f"{name}: {version} ({remark})" if remark else f"{name}: {version}")
     for name, value in _rows(scaling, saved):
         click.echo(f"{name}: {value}")
 
@@ -45,10 +50,12 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform(terse=True)
     # The metadata is read instead of __version__, since an import of all three frameworks takes some ten seconds.
     for package in _PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        for name in (package, *_OTHER_NAMES.get(package, ())):
+            try:
+                yield package, importlib.metadata.version(name)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
 
 
 def _rows(scaling: ScalingPolicy | None, saved: SavedScaler | None) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from lossscale_torch._members import READY, STEPPED
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch._versions import current_accelerator
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
@@ -249,7 +250,7 @@ class _RandomState:
 
 def _device_generators() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
     """Return how to read and to set the generator of each device, without initialising the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is None:
         return []
     module = torch.get_device_module(accelerator)

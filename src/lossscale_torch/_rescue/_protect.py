@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
-from lossscale_torch._compiling import not_compiled
 from lossscale_torch._gradients import moved, params_of
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch._versions import not_compiled
 
 _UNPROTECTED = (
     "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the state_dict() of "

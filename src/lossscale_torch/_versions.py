@@ -1,0 +1,76 @@
+"""Replacements for what older versions of PyTorch lack, each with the version that made it unnecessary.
+
+pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, that one can go.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Keep Dynamo from tracing a function and whatever it calls, as `torch.compiler.disable` does.
+
+    The function is marked and not wrapped: a wrapper that turns Dynamo off and on again costs more at each call, also
+    where Dynamo is not in use, than a scaler's `scale` does. There are no public names for these, and
+    `torch.compiler.disable` takes seconds to import.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return _not_compiled_until_2_7(function)
+    marked: Any = function
+    marked._torchdynamo_disable = True  # a compiled caller breaks its graph here
+    # Skip the function, and skip what it calls.
+    set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+def _not_compiled_until_2_7(function: _Function) -> _Function:
+    """Return a wrapper that turns Dynamo off once it is imported, since these versions can skip single functions only.
+
+    Warnings of what it wraps name a line of this file, as it is one more between them and the caller.
+    """
+    from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    wrapper: Any = call
+    wrapper._torchdynamo_disable = True
+    skip_code(wrapper.__code__)
+    return cast(_Function, wrapper)
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the type of this machine's accelerator, or None where it has none."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # until 2.7, which returns None
+        return None
+
+
+def all_gather(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Write the tensors of all ranks of a group, one after the other, to `everyone`."""
+    if hasattr(torch.distributed, "all_gather_single"):
+        torch.distributed.all_gather_single(everyone, own, group=group)
+    else:  # until 2.13, which renamed it
+        torch.distributed.all_gather_into_tensor(everyone, own, group=group)
+
+
+def flattened_meshes(mesh: Any) -> list[Any]:
+    """Return the one-dimensional meshes that `_flatten` has made of parts of a mesh's root; none before torch 2.10.
+
+    `DeviceMesh._flatten` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
+    """
+    if not hasattr(mesh, "_get_root_mesh"):  # until 2.10; a norm then costs one collective for each dimension
+        return []
+    return list(mesh._get_root_mesh()._flatten_mapping.values())

@@ -1,0 +1,97 @@
+"""The private names of torch that the package uses, in one list: a version without one of them fails here first."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lossscale._tried import untried
+from tests.torch_versions import TORCH
+
+SOURCES = Path(__file__).parents[2] / "src"
+FUNCTIONS = [
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._amp_update_scale_",
+    "torch._foreach_copy_",
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch._neg_view",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._utils._flatten_dense_tensors",
+    "torch._utils._unflatten_dense_tensors",
+    "torch.autograd._get_sequence_nr",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
+]
+OF_DYNAMO = [f"torch._C._dynamo.eval_frame.{name}" for name in ("_FrameAction", "_FrameExecStrategy")]
+OF_OLD_DYNAMO = ["torch._C._dynamo.eval_frame.skip_code"]
+ATTRIBUTES = {  # of the object that each function makes
+    "_buffers": torch.nn.Module,
+    "_non_persistent_buffers_set": torch.nn.Module,
+    "_parameters": torch.nn.Module,
+    "_post_accumulate_grad_hooks": lambda: torch.ones((), requires_grad=True),
+    "_version": lambda: torch.ones(()),
+    "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
+    "_cdata": lambda: torch.ones(()).untyped_storage(),
+    "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_step_supports_amp_scaling": lambda: torch.optim.SGD([torch.ones(())], fused=True),
+}
+OF_A_MESH = ["_get_root_mesh", "_flatten_mapping"]
+WRITTEN = {"_torchdynamo_disable"}  # Dynamo reads it
+NOT_OF_TORCH = {"_C", "_replace", "_fields"}  # a module, and members of a NamedTuple
+
+
+@pytest.mark.parametrize("path", [*FUNCTIONS, *(OF_DYNAMO if TORCH >= (2, 7) else OF_OLD_DYNAMO)])
+def test_a_private_function_exists(path):
+    """If not: put a replacement into `lossscale_torch/_versions.py`."""
+    module, _, name = path.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_private_attribute_exists(name):
+    """If not: put a replacement into `lossscale_torch/_versions.py`."""
+    assert hasattr(ATTRIBUTES[name](), name)
+
+
+@pytest.mark.skipif(TORCH < (2, 10), reason="earlier versions keep them elsewhere, and the package does without them")
+def test_the_private_attributes_of_a_mesh_exist():
+    """Without them, `lossscale_torch/_versions.py` finds no mesh that was flattened."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        assert all(hasattr(mesh, name) for name in OF_A_MESH)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_list_is_complete():
+    """Every private name in the sources is one of ours, or is listed above."""
+    ours, used = set(), set()
+    for path in SOURCES.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        ours |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+        ours |= {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls")}
+        if path.is_relative_to(SOURCES / "lossscale_torch") or path.is_relative_to(SOURCES / "lossscale/tracing"):
+            used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+            used |= {alias.name for node in imports if node.module.startswith("torch") for alias in node.names}
+    private = {name for name in used - ours if name.startswith("_") and name.isidentifier() and name[:2] != "__"}
+    listed = {path.rpartition(".")[2] for path in (*FUNCTIONS, *OF_DYNAMO)}
+    listed |= {*ATTRIBUTES, *OF_A_MESH, *WRITTEN, *NOT_OF_TORCH}
+    assert private == {name for name in listed if name.startswith("_")}
+
+
+def test_this_version_was_tried():
+    """Else a newer release is to be tried, and then to be named in `lossscale/_tried.py`."""
+    assert untried("torch", torch.__version__) is None
