@@ -3,7 +3,7 @@
 nox                                  all of them, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
-nox -s oldest versions               the oldest versions declared, and newer Pythons: nightly
+nox -s "oldest(framework='torch')"   its oldest version; `newest`, `kaggle`, `colab` and `smoke` are others: nightly
 nox -s sweep                         the tests with more seeds and examples: nightly
 nox -s bench -- --output-folder docs/benchmarks
 nox -s docs -- serve                 the documentation, while you write it
@@ -30,10 +30,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
 TORCH = "torch==2.13.0"
-JAX = "jax==0.10.2"
-OPTAX = "optax==0.2.8"
+JAX = ["jax==0.10.2", "optax==0.2.8"]
+FLAX = "flax==0.12.8"
 TENSORFLOW = "tensorflow-cpu==2.21.*"
-FRAMEWORKS = {"numpy": None, "torch": TORCH, "jax": JAX, "tensorflow": TENSORFLOW}
+FRAMEWORKS = {"numpy": [], "torch": [TORCH], "jax": [*JAX, FLAX], "tensorflow": [TENSORFLOW]}
 
 
 def _group(name: str) -> list[str]:
@@ -43,16 +43,6 @@ def _group(name: str) -> list[str]:
 # What tests need, without its dependencies: timm's torchvision has no build for this torch, and tf-keras brings the
 # whole of tensorflow along, over tensorflow-cpu and of another version.
 ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
-# What tests need beside the oldest versions: the newest that goes with them.
-OLDEST_FOR_TESTS = {
-    "numpy": [],
-    "torch": _group("torch-test"),
-    "jax": ["flatbuffers>=25", "flax==0.12.6", "equinox>=0.13", "jmp==0.0.4"],
-    "tensorflow": ["tensorboard==2.19.*"],
-}
-OLDEST_ALONE = ALONE | {"tensorflow": "tf-keras==2.19.*"}
-
-
 # Each process begins with a stretch of the tests, so that neighbours share what they compile, and helps out at the end.
 IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
 
@@ -65,12 +55,23 @@ def _run_tests(session: nox.Session, framework: str) -> None:
 
 
 def _install(session: nox.Session, framework: str) -> None:
-    """Install the newest versions of what one framework's tests need."""
+    """Install what one framework's tests need, the framework in the version that CI uses."""
     session.install("-e", ".[demo]", *_group("test"))
     if framework != "numpy":
-        session.install(FRAMEWORKS[framework], *_group(f"{framework}-test"))
+        session.install(*FRAMEWORKS[framework], *_group(f"{framework}-test"))
     if framework in ALONE:
         session.install("--no-deps", ALONE[framework])
+
+
+def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
+    """Run one framework's tests with other versions of it: the newest, or those of a file of constraints."""
+    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax"], "tensorflow": ["tensorflow-cpu", "keras"]}
+    groups = [*_group("test"), *(_group(f"{framework}-test") if framework != "numpy" else [])]
+    session.install("-e", ".[demo]", *names[framework], *groups, *constraints)
+    alone = {"torch": "timm", "tensorflow": "tf-keras"}
+    if framework in alone:
+        session.install("--no-deps", alone[framework], *constraints)
+    _run_tests(session, framework)
 
 
 @nox.session
@@ -84,7 +85,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", TORCH, JAX, OPTAX, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, *JAX, *_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
     session.run("pyright", "-p", "tests/typing")
@@ -114,25 +115,48 @@ def sweep(session: nox.Session, framework: str) -> None:
     _run_tests(session, framework)
 
 
-@nox.session(default=False, python=["3.12", "3.13"])
-@nox.parametrize("framework", [name for name in FRAMEWORKS if name != "torch"])  # TORCH is at hand for 3.11 alone
-def versions(session: nox.Session, framework: str) -> None:
-    """Run one framework's tests on a newer Python: `nox -s "versions-3.13(framework='numpy')"`, nightly."""
-    _install(session, framework)
-    _run_tests(session, framework)
-
-
+# The sessions below run all tests of a framework with other versions of it. A PyTorch that is not TORCH brings five to
+# seven gigabytes of CUDA packages where no index without them is set: run one at a time, and delete its .nox folder.
 @nox.session(default=False, python="3.11")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def oldest(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the oldest versions that pyproject.toml declares: `nox -s oldest`, nightly."""
-    project = PROJECT["project"]
-    floors = [*project["dependencies"], *project["optional-dependencies"].get(framework, [])]
-    pins = [floor.replace(">=", "==").replace("tensorflow==", "tensorflow-cpu==") for floor in floors]
-    session.install("-e", ".[demo]", *pins, *OLDEST_FOR_TESTS[framework], *_group("test"))
-    if framework in OLDEST_ALONE:
-        session.install("--no-deps", OLDEST_ALONE[framework])
-    _run_tests(session, framework)
+    _test_with(session, framework, "-c", "tests/versions/oldest.txt")
+
+
+@nox.session(default=False, python="3.12")
+@nox.parametrize("framework", list(FRAMEWORKS))
+def kaggle(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests with the versions of a Kaggle notebook: `nox -s kaggle`, nightly."""
+    _test_with(session, framework, "-c", "tests/versions/kaggle.txt")
+
+
+@nox.session(default=False, python="3.13")
+@nox.parametrize("framework", list(FRAMEWORKS))
+def colab(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests with the versions of a Colab notebook: `nox -s colab`, nightly."""
+    _test_with(session, framework, "-c", "tests/versions/colab.txt")
+
+
+@nox.session(default=False, python="3.13")
+@nox.parametrize("framework", list(FRAMEWORKS))
+def newest(session: nox.Session, framework: str) -> None:
+    """Run one framework's tests with the newest versions there are: `nox -s newest`, nightly."""
+    _test_with(session, framework)
+
+
+@nox.session(default=False, python="3.14")
+@nox.parametrize("framework", [name for name in FRAMEWORKS if name != "tensorflow"])  # which has no build for 3.14
+def smoke(session: nox.Session, framework: str) -> None:
+    """Run the tests of one framework's main interface on the newest Python: `nox -s smoke`, nightly."""
+    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax", "flax"]}
+    tests = {
+        "numpy": ["tests/core"],
+        "torch": ["tests/adapters/test_torch_scaler.py", "tests/adapters/test_torch_states.py"],
+        "jax": ["tests/adapters/test_jax_optimizer.py", "tests/adapters/test_jax_verbs.py"],
+    }
+    session.install("-e", ".[demo]", *names[framework], *_group("test"))
+    session.run("pytest", *IN_PARALLEL, *tests[framework], *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -142,7 +166,7 @@ def conformance(session: nox.Session) -> None:
     The examples run here, since every framework is installed here already.
     """
     groups = [*_group("test"), *_group("conformance"), *_group("logging")]
-    session.install("-e", ".[demo]", *groups, TORCH, JAX, TENSORFLOW, OPTAX)
+    session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
@@ -166,6 +190,7 @@ def build(session: nox.Session) -> None:
     session.run("python", "-c", "import lossscale, lossscale_core as c; c.testing.simulate('dynamic', [True])")
     session.run("lossscale", success_codes=[2])
     _require_the_source(session, wheel)
+    _require_that_others_stay(session, wheel)
     session.install(f"{wheel}[demo]", *_group("test"))
     elsewhere = session.create_tmp()
     shutil.rmtree(f"{elsewhere}/tests", ignore_errors=True)
@@ -184,6 +209,39 @@ def _require_the_source(session: nox.Session, wheel: Path) -> None:
     source = {path.relative_to("src").as_posix(): path.read_bytes() for path in files}
     if different := sorted(name for name, _ in packed.items() ^ source.items()):
         session.error(f"the wheel and src differ in {', '.join(different)}")
+
+
+def _require_that_others_stay(session: nox.Session, wheel: Path) -> None:
+    """Require that the wheel, with its extra for a framework or without, leaves what is installed as it is.
+
+    An empty package stands for each framework: pip goes by names and versions.
+    """
+    folder = Path(session.create_tmp())
+    others = {"numpy": "2.0.2", "torch": "2.6.0", "jax": "0.7.2", "optax": "0.2.6", "keras": "3.9.0"}
+    others |= {"tensorflow": "2.18.0", "click": "8.1.8"}
+    stubs = [_empty_wheel(folder, name, version) for name, version in others.items() if name != "numpy"]
+    session.install("virtualenv")
+    for extras in ("", "[torch,jax,tensorflow]"):
+        environment = folder / "beside"
+        session.run("virtualenv", "--clear", "--quiet", str(environment))
+        python = next(path for path in environment.glob("*/python*") if path.stem == "python")
+        pip = (str(python), "-m", "pip")
+        session.run(*pip, "install", "--quiet", f"numpy=={others['numpy']}", *stubs, external=True)
+        session.run(*pip, "install", "--quiet", f"{wheel}{extras}", external=True)
+        frozen = str(session.run(*pip, "list", "--format=freeze", external=True, silent=True)).splitlines()
+        if changed := {f"{name}=={version}" for name, version in others.items()} - set(frozen):
+            session.error(f"installing lossscale{extras} changed {', '.join(sorted(changed))}")
+
+
+def _empty_wheel(folder: Path, name: str, version: str) -> str:
+    """Write a wheel that holds nothing but its name and version, and return its path."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as zipped:
+        zipped.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        zipped.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        zipped.writestr(f"{about}/RECORD", "")
+    return str(path)
 
 
 @nox.session(default=False)
@@ -207,7 +265,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH, JAX, TENSORFLOW, *_group("jax-test"))
+    session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
     for name in ("core", "torch", "step", "jax", "tensorflow"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

@@ -1,6 +1,6 @@
 """Equinox in float16: one call updates and applies, or skips the step, with model and optimizer donated to `jit`.
 
-    pip install '.[jax]' equinox optax scikit-learn
+    pip install . equinox scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_equinox.py
 
 A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large.

@@ -1,6 +1,6 @@
 """flax linen in float16: a `TrainState` whose optimizer is loss-scaled, clipped, and kept together with BatchNorm.
 
-    pip install '.[jax]' flax optax scikit-learn
+    pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_linen.py
 
 A perceptron learns to read scikit-learn's handwritten digits. `loss_scaled` holds back weights and optimizer where a

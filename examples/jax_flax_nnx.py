@@ -1,6 +1,6 @@
 """flax nnx in float16: an `nnx.Optimizer` that is loss-scaled, and skips the steps that overflow.
 
-    pip install '.[jax]' flax optax scikit-learn
+    pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_nnx.py
 
 A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large. The

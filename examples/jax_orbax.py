@@ -1,6 +1,6 @@
 """Save and resume with Orbax: loss scale, counters and spike guard go on bit for bit.
 
-    pip install '.[jax]' orbax-checkpoint scikit-learn
+    pip install . orbax-checkpoint scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_orbax.py
 
 The optimizer state of `loss_scaled` is a pytree that holds all of them. Halfway, this run saves it beside the weights,

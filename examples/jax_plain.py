@@ -1,6 +1,6 @@
 """Plain JAX in float16: an overflow holds back weights, momentum, averaged weights and learning rate alike.
 
-    pip install '.[jax]' scikit-learn
+    pip install . scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_plain.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps

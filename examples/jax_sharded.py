@@ -1,6 +1,6 @@
 """Sharded float16 training with gradient accumulation, in the style of MaxText: one compiled step for all devices.
 
-    pip install '.[jax]' flax scikit-learn
+    pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_sharded.py
 
 Everything is sharded over all devices. A step scans over its micro-batches and adds up their scaled gradients: an

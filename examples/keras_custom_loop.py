@@ -1,6 +1,6 @@
 """A Keras loop of your own in float16: micro-batches, one clip, an average of the weights, and checkpoints.
 
-    pip install '.[tensorflow]' scikit-learn
+    pip install . scikit-learn    # on a fresh machine: '.[tensorflow]' instead of the dot
     python examples/keras_custom_loop.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps

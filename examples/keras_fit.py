@@ -1,6 +1,6 @@
 """Keras `fit` in float16: a batch that is skipped moves neither weights nor schedule nor BatchNorm's averages.
 
-    pip install '.[tensorflow]' scikit-learn
+    pip install . scikit-learn    # on a fresh machine: '.[tensorflow]' instead of the dot
     python examples/keras_fit.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps

@@ -1,6 +1,6 @@
 """DistributedDataParallel in float16: an overflow on one rank is skipped on every rank.
 
-    pip install '.[torch]' scikit-learn
+    pip install . scikit-learn    # on a fresh machine: '.[torch]' instead of the dot
     torchrun --nproc-per-node 2 examples/torch_ddp.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. Each rank reads rows

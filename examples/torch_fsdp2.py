@@ -1,6 +1,6 @@
 """FSDP2 in float16: sharded weights, one clip, and a sharded checkpoint from which a run goes on.
 
-    pip install '.[torch]' scikit-learn
+    pip install . scikit-learn    # on a fresh machine: '.[torch]' instead of the dot
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. `fully_shard` casts

@@ -1,6 +1,6 @@
 """Plain PyTorch in float16: micro-batches, two optimizers with one clip, an average, schedules, TensorBoard, resuming.
 
-    pip install '.[torch]' scikit-learn tensorboard
+    pip install . scikit-learn tensorboard    # on a fresh machine: '.[torch]' instead of the dot
     python examples/torch_plain.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps

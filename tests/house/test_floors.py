@@ -1,24 +1,82 @@
-"""Every declared version is one that a session of `noxfile.py` runs."""
+"""Every declared version, and every version that the docs call tried, is one that a session of `noxfile.py` runs."""
 
 import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from lossscale._tried import TRIED, untried
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+FLOORS = [*PROJECT["dependencies"], *EXTRAS["torch"], *EXTRAS["jax"], *EXTRAS["tensorflow"]]
+NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("floor", [*PROJECT["dependencies"], *EXTRAS["torch"], *EXTRAS["jax"], *EXTRAS["tensorflow"]])
+def _pins(session):
+    """Return the versions that a session installs, without what stands for all patches of one."""
+    lines = (ROOT / f"tests/versions/{session}.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return {name.removesuffix("-cpu"): version.removesuffix(".*") for name, version in pins.items()}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
 def test_a_requirement_is_one_floor(floor: str):
-    """A name, `>=` and a version: what `nox -s oldest` turns into a pin."""
-    assert re.fullmatch(r"[a-z-]+>=[\d.]+", floor)
+    """A name, `>=` and a version, which `nox -s oldest` installs and `lossscale report` takes for the oldest."""
+    name, version = re.fullmatch(r"([a-z-]+)>=([\d.]+)", floor).groups()
+    assert _pins("oldest")[name] == version
+    assert name == "array-api-compat" or TRIED[name][0] == version
 
 
 def test_the_pythons_declared_are_run():
-    """Of the classifiers, the lowest is `requires-python`'s, and `nox -s versions` runs the others."""
-    lowest, *newer = (text.rsplit(" ", 1)[1] for text in PROJECT["classifiers"] if ":: Python :: 3." in text)
-    assert PROJECT["requires-python"] == f">={lowest}"
-    assert f"python={str(newer).replace(chr(39), chr(34))}" in (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    """Of the classifiers, the lowest is `requires-python`'s, and a session runs each."""
+    declared = [text.rsplit(" ", 1)[1] for text in PROJECT["classifiers"] if ":: Python :: 3." in text]
+    assert PROJECT["requires-python"] == f">={declared[0]}"
+    assert TRIED["python"] == (declared[0], declared[-1])
+    assert set(re.findall(r'python="(3\.\d+)"', NOXFILE)) == set(declared)
+
+
+def test_the_page_lists_the_versions_that_sessions_run():
+    """Each row of the table of versions is a session: what it pins, or for the newest what is known to work."""
+    page = (ROOT / "docs/works-with.md").read_text(encoding="utf-8")
+    header, _, *rows = re.findall(r"^\|.+\|$", page.split("## Versions")[1], flags=re.MULTILINE)
+    names = [each.strip().lower() for each in header.strip("|").split("|")]
+    table = {}
+    for row in rows:
+        session, *cells = (each.strip() for each in row.strip("|").split("|"))
+        table[re.search(r"`(\w+)`", session)[1]] = dict(zip(names[1:], cells, strict=True))
+    assert list(table) == ["oldest", "kaggle", "colab", "tests", "newest", "smoke"]
+    pythons = {name: version for version, name in re.findall(r'python="(3\.\d+)"\)\n.*\ndef (\w+)', NOXFILE)}
+    for session in ("oldest", "kaggle", "colab"):
+        pins = _pins(session) | {"python": pythons[session]}
+        pins["pytorch"] = pins["torch"]
+        assert table[session] == {name: pins[name] for name in names[1:]}
+    newest = {name: TRIED["torch" if name == "pytorch" else name][1] for name in names[1:]}
+    assert table["newest"] == newest | {"python": pythons["newest"]}
+    assert table["smoke"] == newest | {"python": pythons["smoke"], "tensorflow": "–", "keras": "–"}
+
+
+def test_the_versions_of_this_environment_were_tried():
+    """Else a newer release is to be tried, and then to be named in `TRIED`."""
+    assert untried("numpy", np.__version__) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("2.5.1", "older than 2.6, the oldest version that was tried; update torch"),
+        ("2.6.0+cu124", None),
+        ("2.12.0a0+nv26.05", None),
+        ("2.15.3", None),
+        (
+            "2.16.0.dev20261101",
+            "newer than 2.15, the newest version that was tried; if something fails, try torch 2.15",
+        ),
+    ],
+)
+def test_a_version_that_was_not_tried_is_named(version, words):
+    """Patches, builds and pre-releases of a release that was tried count as tried."""
+    assert untried("torch", version) == words
