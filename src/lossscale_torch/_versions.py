@@ -3,9 +3,10 @@
 pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, that one can go.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,6 +49,17 @@ def _not_compiled_until_2_7(function: _Function) -> _Function:
     wrapper._torchdynamo_disable = True
     skip_code(wrapper.__code__)
     return cast(_Function, wrapper)
+
+
+@contextlib.contextmanager
+def fsdp2_explained() -> Iterator[None]:
+    """Add what to do to the error of a sharded model on a CPU, which torch raises in its forward pass until 2.7."""
+    try:
+        yield
+    except AttributeError as error:
+        if str(error) == "'Stream' object has no attribute 'record_event'":
+            error.add_note("FSDP2 does not run on a CPU before torch 2.7; update torch, or train on GPUs.")
+        raise
 
 
 def current_accelerator() -> torch.device | None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lossscale._tried import untried
+from lossscale_torch import GradScaler, range_report
 from tests.torch_versions import TORCH
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -90,6 +91,20 @@ def test_the_list_is_complete():
     listed = {path.rpartition(".")[2] for path in (*FUNCTIONS, *OF_DYNAMO)}
     listed |= {*ATTRIBUTES, *OF_A_MESH, *WRITTEN, *NOT_OF_TORCH}
     assert private == {name for name in listed if name.startswith("_")}
+
+
+@pytest.mark.parametrize("run", ["minimize", "range_report"])
+def test_a_sharded_model_on_a_cpu_is_explained(run):
+    """What torch 2.6 raises in its forward pass gets a note that says which version runs it."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn():
+        raise AttributeError("'Stream' object has no attribute 'record_event'")
+
+    with pytest.raises(AttributeError) as raised:
+        range_report(model, loss_fn) if run == "range_report" else GradScaler("cpu").minimize(optimizer, loss_fn)
+    assert raised.value.__notes__ == ["FSDP2 does not run on a CPU before torch 2.7; update torch, or train on GPUs."]
 
 
 def test_this_version_was_tried():

@@ -65,7 +65,7 @@ TORCH = {
     },
     "_verbs": {"_gradients", "_ranks", "_types"},
     "_report": {"_gradients", "_verbs"},
-    "range": {"_gradients", "_verbs"},
+    "range": {"_gradients", "_verbs", "_versions"},
     "_rescue": {"_checkpoint", "_gradients", "_members", "_step_info", "_versions"},
     "testing": {"_scaler", "_step_info", "_types", "_rescue", "_versions"},
 }  # fmt: skip

@@ -23,7 +23,7 @@ from lossscale_torch._members import READY, STEPPED
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import current_accelerator
+from lossscale_torch._versions import current_accelerator, fsdp2_explained
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
@@ -32,7 +32,8 @@ _FIRES_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on
 
 def minimize(scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> StepInfo:
     """Take a whole step; see `GradScaler.minimize`."""
-    return _Minimization(scaler, optimizer, loss_fn, retries, max_norm).run()
+    with fsdp2_explained():
+        return _Minimization(scaler, optimizer, loss_fn, retries, max_norm).run()
 
 
 class _Minimization:

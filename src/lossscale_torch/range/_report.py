@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
 from lossscale_torch._verbs import scaled
+from lossscale_torch._versions import fsdp2_explained
 from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name
 
 
@@ -39,6 +40,7 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
     paths = ModulePaths(model)
     run = _Run(model, loss_fn, Recorder(paths, changes))
     with (
+        fsdp2_explained(),
         _run_eagerly(),
         _random_states_kept(model),
         torch.autograd.set_detect_anomaly(False),
