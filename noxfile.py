@@ -149,7 +149,7 @@ def newest(session: nox.Session, framework: str) -> None:
 @nox.parametrize("framework", [name for name in FRAMEWORKS if name != "tensorflow"])  # which has no build for 3.14
 def smoke(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework's main interface on the newest Python: `nox -s smoke`, nightly."""
-    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax", "flax"]}
+    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax", "flax", "flatbuffers"]}
     tests = {
         "numpy": ["tests/core"],
         "torch": ["tests/adapters/test_torch_scaler.py", "tests/adapters/test_torch_states.py"],
