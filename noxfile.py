@@ -43,6 +43,7 @@ def _group(name: str) -> list[str]:
 # What tests need, without its dependencies: timm's torchvision has no build for this torch, and tf-keras brings the
 # whole of tensorflow along, over tensorflow-cpu and of another version.
 ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
+
 # Each process begins with a stretch of the tests, so that neighbours share what they compile, and helps out at the end.
 IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
 

@@ -226,6 +226,22 @@ def test_report_has_versions_policy_state_and_diagnosis_and_no_path(tmp_path):
     assert "policy: init_scale: 128\n" in _succeed("report", "--policy", 128)
 
 
+def test_report_marks_versions_that_were_not_tried(tmp_path, monkeypatch):
+    """A framework that is older or newer than those of the test sessions is marked."""
+    for package, version in {"torch": "2.5.1", "jax": "0.99.0", "keras": "3.9.2"}.items():
+        (tmp_path / f"{package}-{version}.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        (tmp_path / f"{package}-{version}.dist-info/METADATA").write_text(about)
+    monkeypatch.syspath_prepend(tmp_path)
+    printed = _succeed("report", cwd=tmp_path)
+    assert "\ntorch: 2.5.1 (older than 2.6, the oldest version that was tried; update torch)\n" in printed
+    assert "\njax: 0.99.0 (newer than " in printed
+    assert "\nkeras: 3.9.2\n" in printed
+    untried = json.loads(_succeed("report", "--json", cwd=tmp_path))["untried"]
+    assert {"torch", "jax"} <= untried.keys()
+    assert "keras" not in untried
+
+
 def test_the_help_of_from_says_where_the_tools_are_listed():
     """Each `--from` leads to the one list, which names every tool."""
     for command in (("checkpoint", "show"), ("checkpoint", "convert"), ("report",)):
