@@ -345,7 +345,7 @@ def test_one_collective_for_each_mesh_of_four_ranks():
 # --- synchronisations
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # of torch 2.6
+@pytest.mark.skipif(TORCH < (2, 7), reason="no collective takes meta tensors before torch 2.7")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_clipping_shards_costs_a_fused_optimizer_no_synchronisation(shape):
     """A whole step runs on torch's `meta` device, which has no values to read."""
