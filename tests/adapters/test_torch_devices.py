@@ -150,6 +150,8 @@ def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float
 def _compare_shards(rank: int, world_size: int) -> None:
     # What asks the driver of a GPU, in this process alone: without one a scaler for "cuda" is disabled.
     torch.cuda.amp.common.amp_definitely_not_available = torch.cuda.is_current_stream_capturing = bool
+    for module in (torch.cuda, torch.xpu):  # a mesh of torch 2.10 divides by the number of devices, and sets one
+        module.device_count, module.set_device = (lambda: world_size), (lambda _: None)
     kinds = [("sgd", "clip"), ("fused adamw", "clip"), ("fused adamw", "deferred")]
     places = [("cuda", {1}, 4.0), ("cuda", {1}, 2.0**-70), ("xpu", {2}, 4.0)]
     for (device, calls, init_scale), (kind, call) in itertools.product(places, kinds):
