@@ -124,7 +124,11 @@ def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float
     Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
     the device itself: "PyTorch is not linked with support for xpu devices".
     """
-    mesh = init_device_mesh(device, (2,))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cuda, torch.xpu):  # torch 2.10 divides by the number of devices, and then sets one
+            patch.setattr(module, "device_count", lambda: 2)
+            patch.setattr(module, "set_device", lambda _: None)
+        mesh = init_device_mesh(device, (2,))
 
     def shard(value: float) -> DTensor:
         return DTensor.from_local(torch.full((2, 3), value, device=device), mesh, [Shard(0)])
@@ -150,8 +154,6 @@ def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float
 def _compare_shards(rank: int, world_size: int) -> None:
     # What asks the driver of a GPU, in this process alone: without one a scaler for "cuda" is disabled.
     torch.cuda.amp.common.amp_definitely_not_available = torch.cuda.is_current_stream_capturing = bool
-    for module in (torch.cuda, torch.xpu):  # a mesh of torch 2.10 divides by the number of devices, and sets one
-        module.device_count, module.set_device = (lambda: world_size), (lambda _: None)
     kinds = [("sgd", "clip"), ("fused adamw", "clip"), ("fused adamw", "deferred")]
     places = [("cuda", {1}, 4.0), ("cuda", {1}, 2.0**-70), ("xpu", {2}, 4.0)]
     for (device, calls, init_scale), (kind, call) in itertools.product(places, kinds):
