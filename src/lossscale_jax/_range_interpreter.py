@@ -101,11 +101,13 @@ class Interpreter:
 
     def _scan(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
         """Run the body once for each element, in Python, so that an iteration can be named."""
-        params = eqn.params
-        n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
-        consts, carry, sequences = _split(given, n_consts, n_carry)
+        params, body = eqn.params, eqn.params["jaxpr"].jaxpr
+        # JAX says under other names in each version how many are constants and how many are carried.
+        n_sequences = _count_longer(eqn.invars, body.invars)
+        n_carry = len(eqn.outvars) - _count_longer(eqn.outvars, body.outvars)
+        consts, carry, sequences = _split(given, len(given) - n_sequences - n_carry, n_carry)
         rows: list[list[Tracked]] = []
-        for index in range(length)[:: -1 if params["reverse"] else 1]:
+        for index in range(params["length"])[:: -1 if params["reverse"] else 1]:
             elements = [_element(each, index) for each in sequences]
             results = self._evaluate(params["jaxpr"], [*consts, *carry, *elements], place.iteration(index))
             carry, row = results[:n_carry], results[n_carry:]
@@ -198,6 +200,11 @@ def _last_uses(equations: Sequence[JaxprEqn], outvars: Sequence[Any]) -> dict[in
         if var not in kept:
             ends.setdefault(equation, []).append(var)
     return ends
+
+
+def _count_longer(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Return how many values of a scan have an axis more than in its body: what it iterates over, or stacks."""
+    return sum(len(each.aval.shape) > len(other.aval.shape) for each, other in zip(outer, inner, strict=True))
 
 
 def _split(given: list[Tracked], first: int, second: int) -> tuple[list[Tracked], list[Tracked], list[Tracked]]:
