@@ -10,6 +10,7 @@ nox -s docs -- serve                 the documentation, while you write it
 """
 
 import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -28,12 +29,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-# Pinned: other torch builds bring several gigabytes of CUDA along. The package itself allows a range.
+# Pinned, so that a new release breaks no change; the package itself allows a range.
 TORCH = "torch==2.13.0"
 JAX = ["jax==0.10.2", "optax==0.2.8"]
 FLAX = "flax==0.12.8"
 TENSORFLOW = "tensorflow-cpu==2.21.*"
-FRAMEWORKS = {"numpy": [], "torch": [TORCH], "jax": [*JAX, FLAX], "tensorflow": [TENSORFLOW]}
+FRAMEWORKS = {"numpy": [], "torch": [TORCH], "jax": [*JAX, FLAX], "tensorflow": [TENSORFLOW, "keras==3.15.*"]}
+# In sessions that take other versions.
+UNPINNED = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax", "flax"], "tensorflow": ["tensorflow-cpu", "keras"]}
 
 
 def _group(name: str) -> list[str]:
@@ -66,12 +69,10 @@ def _install(session: nox.Session, framework: str) -> None:
 
 def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
     """Run one framework's tests with other versions of it: the newest, or those of a file of constraints."""
-    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax"], "tensorflow": ["tensorflow-cpu", "keras"]}
     groups = [*_group("test"), *(_group(f"{framework}-test") if framework != "numpy" else [])]
-    session.install("-e", ".[demo]", *names[framework], *groups, *constraints)
-    alone = {"torch": "timm", "tensorflow": "tf-keras"}
-    if framework in alone:
-        session.install("--no-deps", alone[framework], *constraints)
+    session.install("-e", ".[demo]", *UNPINNED[framework], *groups, *constraints)
+    if framework in ALONE:
+        session.install("--no-deps", re.split("[=>]", ALONE[framework])[0], *constraints)
     _run_tests(session, framework)
 
 
@@ -116,8 +117,8 @@ def sweep(session: nox.Session, framework: str) -> None:
     _run_tests(session, framework)
 
 
-# The sessions below run all tests of a framework with other versions of it. A PyTorch that is not TORCH brings five to
-# seven gigabytes of CUDA packages where no index without them is set: run one at a time, and delete its .nox folder.
+# The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of
+# CUDA packages, unless an index of builds for CPUs is set: run one at a time then, and delete its folder in .nox.
 @nox.session(default=False, python="3.11")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def oldest(session: nox.Session, framework: str) -> None:
@@ -142,21 +143,21 @@ def colab(session: nox.Session, framework: str) -> None:
 @nox.session(default=False, python="3.13")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def newest(session: nox.Session, framework: str) -> None:
-    """Run one framework's tests with the newest versions there are: `nox -s newest`, nightly."""
+    """Run one framework's tests with the newest releases: `nox -s newest`, nightly; fails for an untried one."""
     _test_with(session, framework)
+    session.run("python", "tests/versions/check_newest.py", *(UNPINNED[framework] or ["numpy"]))
 
 
 @nox.session(default=False, python="3.14")
-@nox.parametrize("framework", [name for name in FRAMEWORKS if name != "tensorflow"])  # which has no build for 3.14
+@nox.parametrize("framework", [name for name in FRAMEWORKS if name != "tensorflow"])  # no release for 3.14 yet
 def smoke(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework's main interface on the newest Python: `nox -s smoke`, nightly."""
-    names = {"numpy": [], "torch": ["torch"], "jax": ["jax", "optax", "flax", "flatbuffers"]}
     tests = {
         "numpy": ["tests/core"],
-        "torch": ["tests/adapters/test_torch_scaler.py", "tests/adapters/test_torch_states.py"],
+        "torch": [f"tests/adapters/test_torch_{name}.py" for name in ("scaler", "states", "versions")],
         "jax": ["tests/adapters/test_jax_optimizer.py", "tests/adapters/test_jax_verbs.py"],
     }
-    session.install("-e", ".[demo]", *names[framework], *_group("test"))
+    session.install("-e", ".[demo]", *UNPINNED[framework], *_group("test"), "flatbuffers")
     session.run("pytest", *IN_PARALLEL, *tests[framework], *session.posargs, env=ONE_THREAD)
 
 
@@ -213,24 +214,28 @@ def _require_the_source(session: nox.Session, wheel: Path) -> None:
 
 
 def _require_that_others_stay(session: nox.Session, wheel: Path) -> None:
-    """Require that the wheel, with its extra for a framework or without, leaves what is installed as it is.
+    """Require that the wheel, with its extras for frameworks or without, changes no package that is installed.
 
-    An empty package stands for each framework: pip goes by names and versions.
+    An empty package stands for each framework, in its oldest version: pip goes by names and versions.
     """
     folder = Path(session.create_tmp())
-    others = {"numpy": "2.0.2", "torch": "2.6.0", "jax": "0.7.2", "optax": "0.2.6", "keras": "3.9.0"}
-    others |= {"tensorflow": "2.18.0", "click": "8.1.8"}
-    stubs = [_empty_wheel(folder, name, version) for name, version in others.items() if name != "numpy"]
+    others = {"numpy": "2.0", "torch": "2.6", "jax": "0.7.2", "optax": "0.2.6", "tensorflow": "2.18", "keras": "3.9"}
+    stubs = [_empty_wheel(folder, name, version) for name, version in others.items()]
     session.install("virtualenv")
     for extras in ("", "[torch,jax,tensorflow]"):
         environment = folder / "beside"
         session.run("virtualenv", "--clear", "--quiet", str(environment))
         python = next(path for path in environment.glob("*/python*") if path.stem == "python")
-        pip = (str(python), "-m", "pip")
-        session.run(*pip, "install", "--quiet", f"numpy=={others['numpy']}", *stubs, external=True)
-        session.run(*pip, "install", "--quiet", f"{wheel}{extras}", external=True)
-        frozen = str(session.run(*pip, "list", "--format=freeze", external=True, silent=True)).splitlines()
-        if changed := {f"{name}=={version}" for name, version in others.items()} - set(frozen):
+
+        def pip(*arguments: str, python: Path = python) -> set[str]:
+            done = session.run(str(python), "-m", "pip", *arguments, external=True, silent=True)
+            return set(str(done).splitlines())
+
+        pip("install", *stubs)
+        before = pip("freeze", "--all")
+        pip("install", f"{wheel}{extras}")
+        changed = {line.partition("==")[0].partition(" @")[0] for line in before ^ pip("freeze", "--all")}
+        if changed != {"array-api-compat", "lossscale"}:
             session.error(f"installing lossscale{extras} changed {', '.join(sorted(changed))}")
 
 

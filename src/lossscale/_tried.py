@@ -12,7 +12,7 @@ TRIED = {
     "tensorflow": ("2.18", "2.21"),
     "keras": ("3.9", "3.15"),
 }
-"""The oldest and the newest release of each package that all of its tests were run with."""
+"""The oldest and the newest release of each that a test session was run with; `docs/works-with.md` lists them."""
 
 
 def untried(package: str, version: str) -> str | None:

@@ -69,8 +69,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Both are as they were where the step is skipped. It updates and applies in one go, which saves memory and time.
         """
-        wrapper: Any = self.update
-        return cast(_ApplyGradients, wrapper.__self__.apply_gradients)
+        wrapper = getattr(self.update, "__self__", None)
+        if not isinstance(wrapper, _Wrapper):
+            raise AttributeError("update was replaced, so there is no apply_gradients; call loss_scaled last")
+        return wrapper.apply_gradients
 
 
 def loss_scaled(

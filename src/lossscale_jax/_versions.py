@@ -12,7 +12,7 @@ def vary(leaf: Any, axes: tuple[str, ...]) -> Any:
     """Return an array marked as varying over mesh axes."""
     if hasattr(lax, "pcast"):
         return lax.pcast(leaf, axes, to="varying")
-    return lax.pvary(leaf, axes)  # until 0.8.2
+    return lax.pvary(leaf, axes)  # before 0.8.2
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -20,4 +20,4 @@ def varying_axes(aval: Any) -> frozenset[str]:
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(manual.varying)
-    return frozenset(getattr(aval, "vma", None) or ())  # until 0.10
+    return frozenset(getattr(aval, "vma", None) or ())  # before 0.10

@@ -23,8 +23,8 @@ def not_compiled(function: _Function) -> _Function:
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:
-        return _not_compiled_until_2_7(function)
+    except ImportError:  # before 2.7
+        return _not_compiled_before_2_7(function)
     marked: Any = function
     marked._torchdynamo_disable = True  # a compiled caller breaks its graph here
     # Skip the function, and skip what it calls.
@@ -32,18 +32,20 @@ def not_compiled(function: _Function) -> _Function:
     return function
 
 
-def _not_compiled_until_2_7(function: _Function) -> _Function:
-    """Return a wrapper that turns Dynamo off once it is imported, since these versions can skip single functions only.
+def _not_compiled_before_2_7(function: _Function) -> _Function:
+    """Return a wrapper that turns Dynamo off once it is imported: torch before 2.7 can skip single functions only.
 
-    Warnings of what it wraps name a line of this file, as it is one more between them and the caller.
+    Warnings of the function name a line of this file, because the wrapper adds a stack frame.
     """
     from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
 
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        return torch.compiler.disable(function)  # imports Dynamo, which takes seconds
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        return torch.compiler.disable(function)(*args, **kwargs)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     wrapper: Any = call
     wrapper._torchdynamo_disable = True
@@ -53,7 +55,7 @@ def _not_compiled_until_2_7(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def fsdp2_explained() -> Iterator[None]:
-    """Add what to do to the error of a sharded model on a CPU, which torch raises in its forward pass until 2.7."""
+    """Add what to do to the error of a sharded model on a CPU, which torch raises in its forward pass before 2.7."""
     try:
         yield
     except AttributeError as error:
@@ -66,7 +68,7 @@ def current_accelerator() -> torch.device | None:
     """Return the type of this machine's accelerator, or None where it has none."""
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # until 2.7, which returns None
+    except RuntimeError:  # before 2.7, which returns None
         return None
 
 
@@ -74,7 +76,7 @@ def all_gather(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> None:
     """Write the tensors of all ranks of a group, one after the other, to `everyone`."""
     if hasattr(torch.distributed, "all_gather_single"):
         torch.distributed.all_gather_single(everyone, own, group=group)
-    else:  # until 2.13, which renamed it
+    else:  # before 2.13, which renamed it
         torch.distributed.all_gather_into_tensor(everyone, own, group=group)
 
 
@@ -83,6 +85,6 @@ def flattened_meshes(mesh: Any) -> list[Any]:
 
     `DeviceMesh._flatten` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
     """
-    if not hasattr(mesh, "_get_root_mesh"):  # until 2.10; a norm then costs one collective for each dimension
+    if not hasattr(mesh, "_get_root_mesh"):  # before 2.10; a norm then costs one collective for each dimension
         return []
     return list(mesh._get_root_mesh()._flatten_mapping.values())

@@ -12,7 +12,7 @@ from lossscale_torch._rescue import protect_modules
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
-from lossscale_torch._versions import not_compiled
+from lossscale_torch._versions import fsdp2_explained, not_compiled
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 
@@ -76,19 +76,23 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
         LoopError: The loop fails; the message says at which step, and what has moved.
         TypeError: `build` does not return a loop.
     """
-    checked = []
+    with fsdp2_explained():
+        return list(_check(build))
+
+
+def _check(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[str]:
+    """Yield what was checked."""
     for fused in (False, True):
         kind = "a fused optimizer" if fused else "its own optimizer"
         if fused and not _has_fused_kernel(_Run(build, fused=False).loop.optimizer):
             continue
         for where in ("each loss", "the first loss"):
             _check_skips(build, fused, where == "the first loss")
-            checked.append(f"with {kind}: a step is skipped as a whole where {where} of it is infinite")
+            yield f"with {kind}: a step is skipped as a whole where {where} of it is infinite"
         _check_scale(build, fused)
-        checked.append(f"with {kind}: the loss scale makes no difference to the gradients")
+        yield f"with {kind}: the loss scale makes no difference to the gradients"
         if _check_resumes(build, fused):
-            checked.append(f"with {kind}: a run that is saved and loaded goes on exactly")
-    return checked
+            yield f"with {kind}: a run that is saved and loaded goes on exactly"
 
 
 class _PlantingScaler(GradScaler):

@@ -549,6 +549,13 @@ def test_a_rebuilt_optimizer_has_everything(rebuild):
         assert _bits(getattr(rebuilt, way)(GRADS, opt_state, PARAMS)) == _bits(expected)
 
 
+def test_an_optimizer_with_another_update_has_no_apply_gradients():
+    """It cannot apply what it does not know, and says so."""
+    replaced = loss_scaled(optax.adam(0.1), POLICY)._replace(update=optax.sgd(0.1).update)
+    with pytest.raises(AttributeError, match="update was replaced"):
+        replaced.apply_gradients(GRADS, None, PARAMS)
+
+
 def test_state_travels():
     """Through the core's plain dict and through a pickle; the rest goes on bit for bit."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)

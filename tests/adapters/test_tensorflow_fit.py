@@ -167,7 +167,7 @@ def test_layers_frozen_and_unfrozen():
     assert int(wrapped.optimizer.metrics()["skipped_steps"]) == 3
 
 
-@pytest.mark.skipif(KERAS < (3, 11), reason="Keras fails to name the variable in a graph until 3.10")
+@pytest.mark.skipif(KERAS < (3, 11), reason="Keras fails to name the variable in a graph before 3.11")
 def test_variables_it_was_not_built_with():
     """Are refused in Keras's words."""
     model = _model(_wrapped(), jit_compile=False)
@@ -265,7 +265,7 @@ EVERY = [
     "SGD",
 ]
 EVERY += [
-    pytest.param("Muon", marks=pytest.mark.skipif(KERAS < (3, 11), reason="Keras has no Muon that runs until 3.10"))
+    pytest.param("Muon", marks=pytest.mark.skipif(KERAS < (3, 11), reason="Keras has no Muon that runs before 3.11"))
 ]
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core.errors import CallOrderError, SyncError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.torch_versions import needs_fsdp2_on_cpu
+from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 
 def _model(world_size, kind):
@@ -63,11 +63,11 @@ def _retry_together(rank, world_size, kind, fused):
 
 
 def _retry_with_every_kind(rank, world_size):
-    for kind, fused in itertools.product(("ddp", "fsdp2", "group"), (False, True)):
+    kinds = ("ddp", "fsdp2", "group") if HAS_FSDP2_ON_CPU else ("ddp", "group")
+    for kind, fused in itertools.product(kinds, (False, True)):
         _retry_together(rank, world_size, kind, fused)
 
 
-@needs_fsdp2_on_cpu
 def test_every_rank_retries_together():
     """Weights and buffers equal those of a run at the scale that fitted, on both ranks, bit for bit."""
     _on_ranks(2, _retry_with_every_kind)
@@ -143,11 +143,11 @@ def _synchronised_shards(rank, world_size):
 
 def _accumulate(rank, world_size):
     _micro_batches(rank, world_size)
-    _synchronised_shards(rank, world_size)
-    _unsynchronised_shards(rank, world_size)
+    if HAS_FSDP2_ON_CPU:
+        _synchronised_shards(rank, world_size)
+        _unsynchronised_shards(rank, world_size)
 
 
-@needs_fsdp2_on_cpu
 def test_micro_batches_on_ranks():
     """Both ranks retry the one that overflowed; without synchronisation only with `process_group`, and never shards."""
     _on_ranks(2, _accumulate)

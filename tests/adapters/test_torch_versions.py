@@ -1,4 +1,4 @@
-"""The private names of torch that the package uses, in one list: a version without one of them fails here first."""
+"""The private names of torch that the package uses, in one list: this module names those that a version lacks."""
 
 import ast
 import importlib
@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lossscale._tried import untried
-from lossscale_torch import GradScaler, range_report
 from tests.torch_versions import TORCH
 
 SOURCES = Path(__file__).parents[2] / "src"
+FOLDERS = (SOURCES / "lossscale_torch", SOURCES / "lossscale/tracing")
 FUNCTIONS = [
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._amp_update_scale_",
@@ -31,13 +30,19 @@ FUNCTIONS = [
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
 ]
-OF_DYNAMO = [f"torch._C._dynamo.eval_frame.{name}" for name in ("_FrameAction", "_FrameExecStrategy")]
+OF_DYNAMO = [
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+]
 OF_OLD_DYNAMO = ["torch._C._dynamo.eval_frame.skip_code"]
 ATTRIBUTES = {  # of the object that each function makes
     "_buffers": torch.nn.Module,
+    "_modules": torch.nn.Module,
     "_non_persistent_buffers_set": torch.nn.Module,
     "_parameters": torch.nn.Module,
     "_post_accumulate_grad_hooks": lambda: torch.ones((), requires_grad=True),
+    "_values": lambda: torch.ones(1).to_sparse(),
     "_version": lambda: torch.ones(()),
     "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
     "_cdata": lambda: torch.ones(()).untyped_storage(),
@@ -46,7 +51,7 @@ ATTRIBUTES = {  # of the object that each function makes
 }
 OF_A_MESH = ["_get_root_mesh", "_flatten_mapping"]
 WRITTEN = {"_torchdynamo_disable"}  # Dynamo reads it
-NOT_OF_TORCH = {"_C", "_replace", "_fields"}  # a module, and members of a NamedTuple
+OTHERS = {"_C", "_Function", "_asdict", "_fields", "_make", "_replace"}  # a module, a type variable, of NamedTuples
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *(OF_DYNAMO if TORCH >= (2, 7) else OF_OLD_DYNAMO)])
@@ -73,29 +78,44 @@ def test_the_private_attributes_of_a_mesh_exist():
         dist.destroy_process_group()
 
 
+def _private_names():
+    """Yield the private names in the sources, and what is imported from private modules of torch."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for folder in FOLDERS for path in folder.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    methods = {
+        node.name
+        for each in nodes
+        if isinstance(each, ast.ClassDef)
+        for node in ast.walk(each)
+        if hasattr(node, "name")
+    }
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    ours = methods | fields | {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls")}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr not in ours:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in ours:
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("torch."):
+            is_private = any(part.startswith("_") for part in node.module.split("."))
+            yield from (alias.name for alias in node.names if is_private or alias.name.startswith("_"))
+
+
 def test_the_list_is_complete():
     """Every private name in the sources is one of ours, or is listed above."""
-    ours, used = set(), set()
-    for path in SOURCES.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        ours |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-        ours |= {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls")}
-        if path.is_relative_to(SOURCES / "lossscale_torch") or path.is_relative_to(SOURCES / "lossscale/tracing"):
-            used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-            used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-            imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-            used |= {alias.name for node in imports if node.module.startswith("torch") for alias in node.names}
-    private = {name for name in used - ours if name.startswith("_") and name.isidentifier() and name[:2] != "__"}
-    listed = {path.rpartition(".")[2] for path in (*FUNCTIONS, *OF_DYNAMO)}
-    listed |= {*ATTRIBUTES, *OF_A_MESH, *WRITTEN, *NOT_OF_TORCH}
-    assert private == {name for name in listed if name.startswith("_")}
+    used = {name for name in _private_names() if name.isidentifier() and not name.startswith("__")}
+    paths = [path.rpartition(".")[2] for path in (*FUNCTIONS, *OF_DYNAMO, *OF_OLD_DYNAMO)]
+    listed = {*paths, *ATTRIBUTES, *OF_A_MESH, *WRITTEN, *OTHERS}
+    assert {name for name in used if name.startswith("_")} <= listed
+    assert listed <= used
 
 
 @pytest.mark.parametrize("run", ["minimize", "range_report"])
 def test_a_sharded_model_on_a_cpu_is_explained(run):
     """What torch 2.6 raises in its forward pass gets a note that says which version runs it."""
+    from lossscale_torch import GradScaler, range_report  # not above, since it needs most of the names
+
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -105,8 +125,3 @@ def test_a_sharded_model_on_a_cpu_is_explained(run):
     with pytest.raises(AttributeError) as raised:
         range_report(model, loss_fn) if run == "range_report" else GradScaler("cpu").minimize(optimizer, loss_fn)
     assert raised.value.__notes__ == ["FSDP2 does not run on a CPU before torch 2.7; update torch, or train on GPUs."]
-
-
-def test_this_version_was_tried():
-    """Else a newer release is to be tried, and then to be named in `lossscale/_tried.py`."""
-    assert untried("torch", torch.__version__) is None

@@ -1,5 +1,6 @@
 """The `lossscale` command as a person meets it, on real files; that a process says the same is one test."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -228,7 +229,7 @@ def test_report_has_versions_policy_state_and_diagnosis_and_no_path(tmp_path):
 
 def test_report_marks_versions_that_were_not_tried(tmp_path, monkeypatch):
     """A framework that is older or newer than those of the test sessions is marked."""
-    for package, version in {"torch": "2.5.1", "jax": "0.99.0", "keras": "3.9.2"}.items():
+    for package, version in {"torch": "2.5.1", "jax": "0.99.0", "keras": "3.9.2", "tf_nightly": "2.17.0"}.items():
         (tmp_path / f"{package}-{version}.dist-info").mkdir()
         about = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
         (tmp_path / f"{package}-{version}.dist-info/METADATA").write_text(about)
@@ -237,6 +238,8 @@ def test_report_marks_versions_that_were_not_tried(tmp_path, monkeypatch):
     assert "\ntorch: 2.5.1 (older than 2.6, the oldest version that was tried; update torch)\n" in printed
     assert "\njax: 0.99.0 (newer than " in printed
     assert "\nkeras: 3.9.2\n" in printed
+    if importlib.util.find_spec("tensorflow") is None:
+        assert "\ntensorflow: 2.17.0 (older than " in printed
     untried = json.loads(_succeed("report", "--json", cwd=tmp_path))["untried"]
     assert {"torch", "jax"} <= untried.keys()
     assert "keras" not in untried

@@ -13,7 +13,8 @@ from lossscale.cli.checkpoint import SavedScaler, read_state
 from lossscale_core import ScalingPolicy, __version__, as_policy, policy_to_dict
 
 _PACKAGES = ("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tensorflow", "keras", "tf_keras", "click")
-_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}  # of builds of the same package
+# Other builds of a package have distributions of other names.
+_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}
 
 
 @click.command("report", epilog=example("lossscale report state.json --policy policy.toml"))

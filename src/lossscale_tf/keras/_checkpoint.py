@@ -13,6 +13,7 @@ import tensorflow as tf
 from lossscale_core import BaseScaling
 from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._step import Step
+from lossscale_tf._versions import stored_names
 from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import share_deferred_restorations
 from lossscale_tf.keras._config import arguments_of, config_of
@@ -127,7 +128,7 @@ def _matching(optimizer: Any, store: Any) -> Any:
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     start = () if optimizer.guard is None else optimizer.guard.init_state()
     without_guard = len(shapes) - len(start)
-    names = set(store.keys())  # Keras's mappings cannot be iterated, nor asked with `in` before 3.10
+    names = stored_names(store)
     starts_guard = len(names) == without_guard < len(shapes)
     if starts_guard:
         fresh = {str(n): value for n, value in enumerate(start, without_guard)}
