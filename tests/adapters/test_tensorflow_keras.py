@@ -502,7 +502,7 @@ def test_a_gradient_aggregator_of_ones_own(mode, by_keras):
     assert int(optimizer.metrics()["skipped_steps"]) == 2
 
 
-@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras has it since 3.11")
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this version of Keras has none")
 def test_schedule_free_with_a_model_that_is_built_in_fit():
     """Its averages begin at the model's first values, which are only known in the trace; it trains as the bare one."""
 
