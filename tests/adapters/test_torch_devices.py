@@ -125,11 +125,7 @@ def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float
     Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
     the device itself: "PyTorch is not linked with support for xpu devices".
     """
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (torch.cuda, torch.xpu) if TORCH == (2, 10) else ():  # divides by the number of devices
-            patch.setattr(module, "device_count", lambda: 2)
-            patch.setattr(module, "set_device", lambda _: None)
-        mesh = init_device_mesh(device, (2,))
+    mesh = init_device_mesh(device, (2,))
 
     def shard(value: float) -> DTensor:
         return DTensor.from_local(torch.full((2, 3), value, device=device), mesh, [Shard(0)])
@@ -167,6 +163,7 @@ def _compare_shards(rank: int, world_size: int) -> None:
             assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
 
 
+@pytest.mark.skipif(TORCH == (2, 10), reason="a mesh of torch 2.10 needs the GPUs themselves")
 def test_sharded_clipping_is_that_of_the_host():
     """Norms, outcomes and weights are those of the CPU: in one collective, and in two where float64 is missing."""
     _on_ranks(2, _compare_shards)
