@@ -12,7 +12,7 @@ def vary(leaf: Any, axes: tuple[str, ...]) -> Any:
     """Return an array marked as varying over mesh axes."""
     if hasattr(lax, "pcast"):
         return lax.pcast(leaf, axes, to="varying")
-    return lax.pvary(leaf, axes)  # before 0.8.2
+    return lax.pvary(leaf, axes)  # type: ignore[attr-defined]  # before 0.8.2
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
