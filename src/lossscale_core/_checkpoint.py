@@ -145,7 +145,9 @@ def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_poli
     """Adapt the restored fields to `policy`, in place; return a note for each change."""
     notes = []
     kind = (_config_of(policy) or {}).get("kind")
-    is_other_kind = isinstance(saved_policy, Mapping) and saved_policy.get("kind") != kind
+    saved_kind = saved_policy.get("kind") if isinstance(saved_policy, Mapping) else kind
+    # An array from a file is not compared, since it may have any number of elements.
+    is_other_kind = saved_kind != kind if isinstance(saved_kind, str | None) else True
     for name in start._fields:
         is_foreign = name in _TRACKERS and is_other_kind
         if name not in fields or (is_foreign and fields[name] != getattr(start, name)):
@@ -201,7 +203,10 @@ def _item(value: Any) -> Any:
     """Return the number in an array of shape `()` of any framework, or any other value unchanged."""
     if getattr(value, "shape", None) != ():
         return value
-    return value.item() if hasattr(value, "item") else np.asarray(value).item()
+    try:
+        return value.item() if hasattr(value, "item") else np.asarray(value).item()
+    except Exception:  # a tensor of torch's meta device, or lost with its device, has none
+        return value
 
 
 def _positive(name: str, value: Any) -> float:

@@ -11,7 +11,7 @@ from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core.errors import PolicyError
-from lossscale_core.files import read_data, suffix_of, write_whole
+from lossscale_core.files import TOML_END, TOML_START, read_data, suffix_of, write_whole
 from lossscale_core.messages import shown
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
@@ -169,7 +169,7 @@ def policy_to_toml(policy: ScalingPolicy) -> str:
         policy: A policy that has a `kind`.
 
     Returns:
-        A line for each key of `policy_to_dict`.
+        A line for each key of `policy_to_dict`, between a first and a last line by which a cut file is noticed.
 
     Raises:
         PolicyError: The policy has no `kind` of its own.
@@ -191,7 +191,8 @@ def _write_toml(config: dict[str, Any]) -> str:
     import json
 
     # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in config.items())
+    return f"{TOML_START}{lines}{TOML_END}"
 
 
 _WRITERS = {".toml": _write_toml, ".json": _write_json}

@@ -2,21 +2,45 @@
 
 import contextlib
 import os
+import re
 import stat
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from lossscale_core.errors import LossScaleError
 from lossscale_core.messages import shown
 
-__all__ = ["LARGEST_CONFIG", "LARGEST_DATA", "read_data", "read_text", "suffix_of", "write_whole"]
+__all__ = [
+    "LARGEST_CONFIG",
+    "LARGEST_DATA",
+    "LARGEST_PARSED",
+    "TOML_END",
+    "TOML_START",
+    "open_regular",
+    "read_data",
+    "read_text",
+    "suffix_of",
+    "write_whole",
+]
 
 Path: TypeAlias = str | os.PathLike[str]
 
 LARGEST_CONFIG = 2**20
 """The most bytes that a policy or another tool's config may have."""
+_LARGEST_TOML = 2**16
+"""The most bytes that a TOML file may have: its parser takes long for many keys."""
+LARGEST_PARSED = 2**23
+"""The most bytes that a checkpoint in JSON, or a recorded run in JSON or text, may have: it takes 25 times its size."""
 LARGEST_DATA = 2**26
-"""The most bytes that a recorded run or a checkpoint in JSON may have."""
+"""The most bytes that a recorded run in CSV may have."""
+TOML_START = "# written by lossscale; without its last line this file is incomplete\n"
+TOML_END = "\n# end\n"
+"""The first and the last line of a TOML file that this library writes: a part of it is often a valid file, too."""
+_DEEPEST_TOML = 16
+_TEMPORARY = re.compile(r"\.lossscale-(?P<host>[\w.]*)-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
+_PIPES = ("/dev/stdin", "/dev/fd/")
+# Possessive, so that the time grows with the length of the text and not with its square.
+_WORD = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_TOO_DEEP = re.compile(rf"(?<![\w-]){_WORD}(?:[ \t]*+\.[ \t]*+{_WORD}){{{_DEEPEST_TOML},}}")
 
 
 def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) -> None:
@@ -33,7 +57,9 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
     """
     target = os.fspath(path)
     # In the same folder, because a rename works within one file system only.
-    temporary = os.path.join(os.path.dirname(target), f".lossscale-{os.urandom(8).hex()}.tmp")
+    folder = os.path.dirname(target)
+    _remove_leftovers(folder)
+    temporary = os.path.join(folder, f".lossscale-{_host()}-{os.getpid()}-{os.urandom(8).hex()}.tmp")
     try:
         _write_durably(temporary, content.encode("utf-8") if isinstance(content, str) else content)
         if overwrite:
@@ -61,15 +87,44 @@ def read_text(path: Path, error: type[LossScaleError], limit: int, *, errors: st
         The text.
 
     Raises:
-        LossScaleError: The file has more than `limit` bytes; its type is `error`.
+        LossScaleError: The file has more than `limit` bytes, or is not a regular file; its type is `error`.
         UnicodeDecodeError: The file is not UTF-8, and `errors` is `"strict"`.
         OSError: The file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path, error) as file:
         content = file.read(limit + 1)  # a device such as /dev/zero has a size of 0 and no end
     if len(content) > limit:
-        raise error(f"{os.fspath(path)} holds more than {limit >> 20} MiB; pass a smaller file")
+        raise error(f"{os.fspath(path)} holds more than {_size(limit)}; pass a smaller file")
     return content.decode("utf-8-sig", errors=errors)
+
+
+def open_regular(path: Path, error: type[LossScaleError]) -> BinaryIO:
+    """Open a regular file to read its bytes, or the pipe that a shell has made under `/dev/stdin` or `/dev/fd`.
+
+    Args:
+        path: The path of the file.
+        error: The type of error to raise for anything else.
+
+    Returns:
+        The open file.
+
+    Raises:
+        LossScaleError: There is something else, such as a named pipe, whose writer may never come; its type is `error`.
+        OSError: The file cannot be opened.
+    """
+    name = os.fspath(path)
+    if name.startswith(_PIPES):
+        return open(name, "rb")
+    # A named pipe without a writer would block here otherwise.
+    file = open(os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise error(f"{name} is not a regular file; pass one, or /dev/stdin for a pipe")
+    return file
+
+
+def _size(limit: int) -> str:
+    return f"{limit >> 20} MiB" if limit >= 2**20 else f"{limit >> 10} KiB"
 
 
 def read_data(path: Path, error: type[LossScaleError], limit: int = LARGEST_CONFIG, **json_options: Any) -> Any:
@@ -91,7 +146,9 @@ def read_data(path: Path, error: type[LossScaleError], limit: int = LARGEST_CONF
     """
     suffix = suffix_of(path)
     try:
-        return _PARSERS[suffix](read_text(path, error, limit), **(json_options if suffix == ".json" else {}))
+        if suffix == ".toml":
+            return _parse_toml(read_text(path, error, _LARGEST_TOML))
+        return _parse_json(read_text(path, error, limit), **json_options)
     except (ValueError, RecursionError) as reason:
         # The parsers and the UTF-8 decoder raise a ValueError, and `error` is one, too. For deep nesting json raises a
         # RecursionError.
@@ -121,20 +178,49 @@ def _parse_json(text: str, **options: Any) -> Any:
 def _parse_toml(text: str) -> Any:
     import tomllib
 
+    if _TOO_DEEP.search(text):
+        raise ValueError(f"a key has more than {_DEEPEST_TOML} parts")
+    if text.startswith(TOML_START) and TOML_END.rstrip() not in text:
+        raise ValueError(f"it was cut, since its last line {TOML_END.strip()!r} is missing; write it again")
     return tomllib.loads(text)
-
-
-_PARSERS: dict[str, Callable[..., Any]] = {".toml": _parse_toml, ".json": _parse_json}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Raises `ValueError` for a key that occurs twice, which json itself accepts."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {shown(twice)} occurs twice; delete one of the two")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {shown(name)} occurs twice; delete one of the two")
+            seen.add(name)
     return found
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Remove the temporary files of processes on this host that were killed while they wrote to a folder."""
+    with contextlib.suppress(OSError):  # the folder may be unreadable, and a file may be somebody else's
+        for name in os.listdir(folder or "."):
+            written = _TEMPORARY.fullmatch(name)
+            if written and written["host"] == _host() and not _is_alive(int(written["process"])):
+                os.unlink(os.path.join(folder, name))
+
+
+def _host() -> str:
+    """Return this host's name in letters, digits, dots and underscores."""
+    return re.sub(r"[^\w.]", "_", os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", ""))
+
+
+def _is_alive(process: int) -> bool:
+    if os.name != "posix":
+        return True  # os.kill would end the process on Windows
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _write_durably(path: str, content: bytes) -> None:

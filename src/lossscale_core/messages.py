@@ -1,18 +1,23 @@
 """Values and names in messages: on one line, escaped, and short even for a large value."""
 
+import itertools
+import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 __all__ = ["shown", "shown_names"]
 
 _LONGEST = 500
 _MOST_NAMES = 12
-_ABBREVIATED = (dict, list, tuple, set, frozenset, str, int)
+_ABBREVIATED = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int)
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` that goes by `isinstance` instead of type names, and that abbreviates integers of any size."""
+    """`reprlib.Repr` that goes by `isinstance` instead of type names, and shortens a value before it becomes text.
+
+    Keys and elements stay in their order: to sort arrays would compare all their elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +27,32 @@ class _Short(reprlib.Repr):
         for kind in _ABBREVIATED:
             if isinstance(x, kind) and not hasattr(x, "_fields"):
                 return str(getattr(self, f"repr_{kind.__name__}")(x, level))
+        shape = getattr(x, "shape", None)
+        # An array in a small file may have more elements than fit in memory: they may all be the same number.
+        if isinstance(shape, tuple) and math.prod(shape) > 1:
+            return f"{type(x).__name__} of shape {tuple(shape)}"
         return self.repr_instance(x, level)
+
+    def repr_dict(self, x: Any, level: int) -> str:
+        pairs = (f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in x)
+        return self._joined("{", pairs, "}", len(x), level)
+
+    def repr_set(self, x: Any, level: int) -> str:
+        return self._joined("{", (self.repr1(each, level - 1) for each in x), "}", len(x), level) if x else "set()"
+
+    def repr_frozenset(self, x: Any, level: int) -> str:
+        return f"frozenset({self.repr_set(x, level) if x else ''})"
+
+    def _joined(self, start: str, parts: Iterator[str], end: str, count: int, level: int) -> str:
+        if level <= 0 and count:
+            return f"{start}...{end}"
+        shown_parts = [*itertools.islice(parts, self.maxdict), *(["..."] if count > self.maxdict else [])]
+        return f"{start}{', '.join(shown_parts)}{end}"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return f"{bytes(x[: self.maxstring])!r}{'...' if len(x) > self.maxstring else ''}"
+
+    repr_bytearray = repr_bytes
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -49,6 +79,7 @@ def shown(value: Any) -> str:
         text = _SHORT.repr(value)
     except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
         text = f"<{type(value).__name__}>"
+    text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

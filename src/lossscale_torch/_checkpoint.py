@@ -1,6 +1,7 @@
 """Saving and restoring a scaler's state, and comparing it between ranks."""
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.messages import shown
 
 _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
@@ -33,11 +35,17 @@ _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "
 def require_saved_state(saved: Any) -> None:
     """Raise `CheckpointError` for what is not a dict, and torch's `RuntimeError` for an empty one."""
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{saved!r} is not a saved state; pass a dict that state_dict() made")
+        raise CheckpointError(f"{shown(saved)} is not a saved state; pass a dict that state_dict() made")
     if len(saved) == 0:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
+    for name in _TORCHS_KEYS:
+        # A number of another kind than these may take any time to compare, or raise anything.
+        if name in saved and not _is_finite(saved[name]):
+            raise CheckpointError(
+                f"{name}={shown(saved[name])} of the saved state must be a number; restore an earlier checkpoint"
+            )
 
 
 def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,9 +55,9 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler, where its planner allows missing keys.
     """
     differing = [
-        f"{name}={theirs!r} and {ours!r}"
+        f"{name}={shown(theirs)} and {shown(ours)}"
         for name, theirs, ours in _values_given_twice(saved)
-        if theirs != ours and _is_number(ours) and not (_is_number(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
+        if _is_finite(ours) and not math.isclose(theirs, ours, rel_tol=1e-6)
     ]
     if not differing:
         return saved
@@ -81,10 +89,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Return whether a value is a number that a float can hold."""
+    return _is_number(value) and abs(value) <= sys.float_info.max
+
+
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
     """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
     if "policy" in saved:
-        return policy_from_dict(saved["policy"])
+        try:
+            return policy_from_dict(saved["policy"])
+        except PolicyError as error:
+            raise CheckpointError(f"the saved policy is refused: {error}") from error
     if "version" in saved:
         return policy
     growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
@@ -104,7 +120,7 @@ def _within(name: str, value: Any, low: float, high: float, stacklevel: int = 4)
     """Return a saved number, brought within bounds with a warning; refuse what is not positive and finite."""
     if not (_is_number(value) and 0.0 < value < math.inf):
         raise CheckpointError(
-            f"{name}={value!r} of the saved state must be a positive finite number; restore an earlier checkpoint"
+            f"{name}={shown(value)} of the saved state must be a positive finite number; restore an earlier checkpoint"
         )
     within = float(min(max(value, low), high))
     if within != value:

@@ -293,3 +293,62 @@ def test_the_session_on_the_commands_page_is_real(tmp_path, monkeypatch):
     """The page's script, its trace and its picture print what the page shows."""
     monkeypatch.setenv("COLUMNS", "80")
     assert replay(sections()["Running a script as it is"], tmp_path) == 3
+
+
+STEPS = """
+    import os
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def train(steps):
+        for step in steps:
+            scaler.scale((parameter * 2.0).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rank", ["", "first", "0/2"])
+def test_a_rank_that_is_not_a_number_is_none(folder, rank, monkeypatch):
+    """Scripts use RANK and WORLD_SIZE for what they like, and empty them."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", rank)
+    done = _run(folder, STEPS + "    train(range(3))\n")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(_rows(folder / "scale.csv")) == 3
+
+
+def test_a_forked_process_opens_a_trace_of_its_own(folder):
+    """The rows of the parent and of the child do not mix."""
+    done = _run(
+        folder,
+        STEPS
+        + """
+    train(range(2))
+    child = os.fork()
+    train(range(2, 5 if child else 9))
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(row["step"]) for row in _rows(folder / "scale.csv")] == list(range(5))
+    (other,) = folder.glob("scale.process*.csv")
+    assert [int(row["step"]) for row in _rows(other)] == list(range(2, 9))
+
+
+def test_a_full_disk_hides_no_diagnosis(folder):
+    """The trace ends, and the summary at the exit is printed all the same."""
+    limit = """
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, 60))
+"""
+    done = _run(folder, limit + STEPS + "    train(range(9))\n")
+    assert done.returncode == 0, done.stderr
+    assert "the trace ends at step" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "0 of 9 steps skipped" in done.stderr.splitlines()[-1]

@@ -61,6 +61,14 @@ def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
         assert f"- smoke(framework='{framework}')\n" in text
 
 
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_the_public_workflows_pin_what_they_use(name):
+    """By commit, since a tag can be moved to other code; one of them may publish."""
+    used = re.findall(r"uses: (.+)$", _text(f".github/workflows/{name}"), flags=re.MULTILINE)
+    assert used
+    assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", each) for each in used)
+
+
 def test_a_bug_report_asks_for_the_output_of_the_command():
     """The template names `lossscale report`, and says that it holds no data."""
     template = _text(".github/ISSUE_TEMPLATE/bug_report.yml")

@@ -8,7 +8,7 @@ from typing import Any
 from lossscale.cli._torch_files import SUFFIXES, read_pickle
 from lossscale_core.dialects import possible_peers
 from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_core.files import LARGEST_DATA, read_data, suffix_of
+from lossscale_core.files import LARGEST_PARSED, read_data, suffix_of
 from lossscale_core.messages import shown, shown_names
 
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter, and a search takes long.
@@ -53,7 +53,7 @@ def _load(path: Path) -> Any:
         raise CheckpointError(
             f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)}); save it as one"
         )
-    return read_data(path, CheckpointError, LARGEST_DATA)
+    return read_data(path, CheckpointError, LARGEST_PARSED)
 
 
 def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

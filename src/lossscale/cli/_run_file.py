@@ -1,9 +1,10 @@
 """Recorded runs, as `lossscale run`, the demo, TensorBoard and Weights & Biases write them."""
 
 import csv
-import io
 import math
-from collections.abc import Callable, Iterable
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core.files import LARGEST_DATA, LARGEST_PARSED, open_regular, read_data, read_text, suffix_of
 from lossscale_core.messages import shown_names
 
 # The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
@@ -23,6 +24,8 @@ _NAMES = {
     "spiked": ("spiked", "spike"),
     "norm": ("norm", "grad_norm", "gradient_norm", "total_norm"),
 }
+_MOST_COLUMNS = 1000
+_MOST_CELLS = 2**24
 _FLAGS = ("overflowed", "applied", "spiked")
 _WORDS = {"": math.nan, "true": 1.0, "false": 0.0, "none": math.nan, "null": math.nan}
 
@@ -100,19 +103,38 @@ def _reader(path: Path) -> Callable[[Path], dict[str, Any]]:
 
 def _read_csv(path: Path) -> dict[str, Any]:
     text = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
+    rows = filter(None, csv.reader(_whole_lines(path, text)))
     try:
-        titles, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+        titles = next(rows, [])
+        if len(titles) > _MOST_COLUMNS:
+            raise TraceFileError(f"{path} has more than {_MOST_COLUMNS} columns; pass a file with fewer")
+        columns = [array("d") for _ in titles]
+        for number, row in enumerate(rows, 2):
+            if len(row) != len(titles):
+                raise TraceFileError(f"{path}: row {number} has {len(row)} cells, but the first row has {len(titles)}")
+            if number * len(columns) > _MOST_CELLS:
+                raise TraceFileError(f"{path} holds more than {_MOST_CELLS} cells; pass a file with fewer columns")
+            for column, cell in zip(columns, row, strict=True):
+                column.append(_number(cell))
     except csv.Error as error:
         raise TraceFileError(f"{path} is not valid CSV: {error}") from error
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(titles):
-            raise TraceFileError(f"{path}: row {number} has {len(row)} cells, but the first row has {len(titles)}")
-    return {title: _numbers(row[at] for row in rows) for at, title in enumerate(titles)}
+    return {title: np.array(column) for title, column in zip(titles, columns, strict=True)}
+
+
+def _whole_lines(path: Path, text: str) -> Iterator[str]:
+    """Yield the lines that have an end; the last one may have been cut in the middle of a number."""
+    start = 0
+    while end := text.find("\n", start) + 1:
+        yield text[start:end]
+        start = end
+    if text[start:].strip():
+        note = f"{path}: the last row is ignored, since it has no end and may have been cut"
+        warnings.warn(note, stacklevel=2)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the lists of an object, or the values of a list of objects, by their names."""
-    content = read_data(path, TraceFileError, LARGEST_DATA)
+    content = read_data(path, TraceFileError, LARGEST_PARSED)
     if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
         content = {
             name: [row.get(name) for row in content] for name in dict.fromkeys(n for row in content for n in row)
@@ -132,6 +154,8 @@ def _read_events(path: Path) -> dict[str, Any]:
         raise TraceFileError(
             f"{path} is TensorBoard's, and reading it needs tensorboard; run: pip install tensorboard"
         ) from error
+    if not path.is_dir():
+        open_regular(path, TraceFileError).close()
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import LARGEST_DATA, read_data, read_text, suffix_of
+from lossscale_core.files import LARGEST_PARSED, read_data, read_text, suffix_of
 from lossscale_core.messages import shown, shown_names
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
@@ -41,10 +41,10 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 
 def _values(path: Path, key: str) -> list[Any]:
     if suffix_of(path) == ".json":
-        content = read_data(path, TraceFileError, LARGEST_DATA)
+        content = read_data(path, TraceFileError, LARGEST_PARSED)
     else:
         # Bytes that are not text are replaced, so that the message shows the first bad value and its step.
-        content = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
+        content = read_text(path, TraceFileError, LARGEST_PARSED, errors="replace")
     if isinstance(content, dict):
         if key not in content:
             raise TraceFileError(f"{path} has no {key!r}; it has {shown_names(content) or 'nothing'}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from lossscale.cli._run_file import read_run
-from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_picture
+from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_picture, warnings_as_lines
 from lossscale_core.files import write_whole
 
 
@@ -20,7 +20,8 @@ def command(trace: Path, output: Path, overwrite: bool) -> None:
     Weights & Biases, or TensorBoard's event file or folder.
     """
     require_picture(output, "-o", overwrite)
-    run = read_run(trace)
+    with warnings_as_lines():
+        run = read_run(trace)
     from lossscale.cli._pictures import as_picture, draw_run, new_figure, summary  # late: matplotlib takes a second
 
     figure = new_figure(8, 6)

@@ -1,6 +1,7 @@
 """The record of one scaler's steps: a row per update in the trace, and a summary when the process ends."""
 
 import atexit
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ class Record:
         """The norm of the unscaled gradients, where it is known, since the update before."""
         self._scaler, self._trace = scaler, trace
         self._file: TextIO | None = None
+        self._process = os.getpid()
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
         self._bystanders = Bystanders()
@@ -34,6 +36,7 @@ class Record:
 
     def end_step(self, info: Any) -> None:
         """Record an update. Synchronises with a device every hundred steps at most."""
+        self._leave_parents_rows()
         overflowed = info.overflowed
         self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, info.spiked, self.norm))
         self._steps, self.norm = self._steps + 1, None
@@ -44,11 +47,18 @@ class Record:
 
     def finish(self) -> None:
         """Write the rows that wait, and say on stderr how loss scaling did."""
+        self._leave_parents_rows()
         self._write_rows()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk, which `_write_rows` has told of
+                self._file.close()
         for line in (self._scaler.diagnose(), *self._bystanders.summary()):
             _say(line)
+
+    def _leave_parents_rows(self) -> None:
+        """Let a process that was forked open a trace of its own, and leave the rows that wait to its parent."""
+        if self._process != os.getpid():
+            self._process, self._file, self._rows = os.getpid(), None, []
 
     def _write_rows(self) -> None:
         rows, self._rows = self._rows, []
@@ -69,7 +79,15 @@ def _rank() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return _number("RANK", 0), _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    """Return the number in an environment variable, or `default` where a script has put something else there."""
+    try:
+        return int(os.environ.get(variable, default))
+    except ValueError:
+        return default
 
 
 def _open_new(trace: Path) -> TextIO:

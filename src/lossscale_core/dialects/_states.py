@@ -308,7 +308,7 @@ def _differences(known: Settings, policy: Any) -> list[str]:
     return [
         f"{name} was {shown(value)} in the checkpoint and is {settings[name]!r} in the policy"
         for name, value in known.items()
-        if settings.get(name, value) != value
+        if name in settings and settings[name] != value  # a factor may be NaN, which differs from itself
     ]
 
 

@@ -1,0 +1,202 @@
+"""Files of torch and state dicts that are made to hang, to fill the memory or to end in a traceback."""
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+from decimal import Decimal
+
+import pytest
+import torch
+
+from lossscale_core.errors import CheckpointError
+from lossscale_core.messages import shown
+from lossscale_torch import GradScaler
+from tests.torch_versions import TORCH
+
+LONGEST = 3000
+SECONDS = 2.0
+reads_pickles = pytest.mark.skipif(TORCH < (2, 10), reason="the command refuses pickles with earlier versions")
+SHOW = """
+import sys, time, torch
+from pathlib import Path
+from lossscale.cli import run
+start = time.perf_counter()
+before = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+try:
+    run(["checkpoint", *sys.argv[1:]])
+finally:
+    after = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+    print(f"\\nMEASURED {time.perf_counter() - start} {int(after) - int(before)}")
+"""
+
+
+def _shared(depth):
+    value = (1.0, 2.0)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+def _expanded():
+    return torch.zeros(1).expand((7,) * 8)
+
+
+OURS = {
+    "version": 1,
+    "loss_scale": 8.0,
+    "growth_tracker": 0,
+    "hysteresis_tracker": 1,
+    "steps": 0,
+    "skipped_steps": 0,
+    "overflow_streak": 0,
+}
+TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
+FILES = {
+    "torch's, an expanded tensor": lambda: {**TORCHS, "scale": _expanded()},
+    "ours, an expanded tensor": lambda: {**OURS, "loss_scale": _expanded()},
+    "an expanded tensor as a version": lambda: {**OURS, "version": _expanded()},
+    "an expanded tensor as a key": lambda: {_expanded(): 1, "scale": 8.0},
+    "two expanded tensors as keys alone": lambda: {_expanded(): 1, _expanded(): 2},
+    "expanded tensors in a set": lambda: {**OURS, "loss_scale": {_expanded(), _expanded()}},
+    "ours, a meta tensor": lambda: {**OURS, "loss_scale": torch.zeros((), device="meta")},
+    "ours, meta counts": lambda: {**OURS, "steps": torch.zeros((), device="meta", dtype=torch.int32)},
+    "torch's, a meta tensor": lambda: {**TORCHS, "scale": torch.zeros((), device="meta")},
+    "a gibibyte of bytes": lambda: {**OURS, "loss_scale": bytearray(2**20)},
+    "an array as a kind": lambda: {**OURS, "policy": {"kind": torch.ones(3)}},
+    "an expanded tensor as a kind": lambda: {**OURS, "policy": {"kind": _expanded()}},
+    "sparse": lambda: {**OURS, "loss_scale": torch.ones(3).to_sparse()},
+    "shared tuples": lambda: {**OURS, "loss_scale": _shared(30)},
+}
+
+
+def _shown_soon(folder, *arguments):
+    """Return what the command says in one line, soon and within 300 MB beside torch's own."""
+    command = [sys.executable, "-c", SHOW, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert len(done.stderr) < LONGEST
+    seconds, kilobytes = done.stdout.partition("MEASURED ")[2].split()
+    assert float(seconds) < SECONDS
+    assert int(kilobytes) < 300_000
+    return done.stderr
+
+
+@reads_pickles
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_torch_is_refused_soon(tmp_path, name):
+    """Whatever stands in the place of a number."""
+    torch.save(FILES[name](), tmp_path / "f.pt")
+    _shown_soon(tmp_path, "show", "f.pt")
+
+
+@reads_pickles
+def test_bytes_of_a_gibibyte_in_a_few_hundred_are_refused_soon(tmp_path):
+    """A pickle says how many there are, and none of them is in the file."""
+
+    class Bytes:
+        def __reduce__(self):
+            return bytearray, (2**30,)
+
+    (tmp_path / "f.pt").write_bytes(_archive(tmp_path, pickle.dumps({**OURS, "loss_scale": Bytes()}, protocol=2)))
+    _shown_soon(tmp_path, "show", "f.pt")
+
+
+def _archive(folder, pickled):
+    """Return a file of torch.save with another pickle."""
+    torch.save({}, folder / "empty.pt")
+    with zipfile.ZipFile(folder / "empty.pt") as zipped:
+        parts = {name: zipped.read(name) for name in zipped.namelist()}
+    with zipfile.ZipFile(folder / "made.pt", "w") as zipped:
+        for name, content in parts.items():
+            zipped.writestr(name, pickled if name.endswith("data.pkl") else content)
+    return (folder / "made.pt").read_bytes()
+
+
+@reads_pickles
+@pytest.mark.parametrize("way", ["deflated", "overlapping"])
+def test_a_file_that_grows_when_it_is_read_is_refused(tmp_path, way):
+    """torch stores its tensors uncompressed, and each of them once."""
+    torch.save({**TORCHS, "model": torch.zeros(100_000_000 if way == "deflated" else 1000)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as zipped:
+        parts = {name: zipped.read(name) for name in zipped.namelist()}
+    kind = zipfile.ZIP_DEFLATED if way == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "f.pt", "w", kind) as zipped:
+        for name, content in parts.items():
+            zipped.writestr(name, content)
+        if way == "overlapping":
+            zipped.infolist()[-1].file_size = zipped.infolist()[-1].compress_size = 2**31
+    said = _shown_soon(tmp_path, "show", "f.pt")
+    assert ("compressed" if way == "deflated" else "larger than the file") in said
+
+
+BAD = {
+    "10**400": 10**400,
+    "-10**400": -(10**400),
+    "no elements": torch.zeros(0),
+    "three elements": torch.ones(3),
+    "expanded": _expanded(),
+    "meta": torch.zeros((), device="meta"),
+    "a long string": "x" * 100_000,
+    "shared tuples": _shared(30),
+    "a signalling NaN": Decimal("sNaN"),
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "a list": [1.0],
+    "None": None,
+    "a bool": True,
+    "complex": 1j,
+    "a dict": {"a": _shared(30)},
+    "bytes": bytearray(2**20),
+}
+
+
+def _loaded(scaler, saved):
+    """Return the warnings of `load_state_dict`, or "refused" and why."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            scaler.load_state_dict(saved)
+        except CheckpointError as error:
+            return ["refused", str(error)]
+        except KeyError as error:  # torch's error for a missing key
+            return ["refused", str(error)]
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_bad_state_dict_leaves_the_scaler_as_it_was(bad, follows):
+    """Any value in any place is taken, or refused by one short error."""
+    scaler = GradScaler("cpu", **({} if follows else {"policy": "dynamic"}))
+    scaler.scale(torch.ones(()))
+    ours = scaler.state_dict()
+    places = [("torchs", name) for name in TORCHS] + [("ours", name) for name in ours]
+    places += [("policy", name) for name in ours["policy"]] + [("whole", "")]
+    before = repr(ours)
+    for place, name in places:
+        saved = {
+            "torchs": lambda name=name: {**TORCHS, name: BAD[bad]},
+            "ours": lambda name=name: {**ours, name: BAD[bad]},
+            "policy": lambda name=name: {**ours, "policy": {**ours["policy"], name: BAD[bad]}},
+            "whole": lambda: BAD[bad],
+        }[place]()
+        start = time.perf_counter()
+        said = _loaded(scaler, saved)
+        assert time.perf_counter() - start < 1.0, (place, name)
+        assert all(len(each) < LONGEST and "\n" not in each for each in said), (place, name, said)
+        if said[:1] == ["refused"]:
+            assert repr(scaler.state_dict()) == before, (place, name)
+        scaler.load_state_dict(ours)
+
+
+def test_tensors_are_shown_on_one_line():
+    """By their shape, if they have several elements."""
+    assert shown(torch.ones(2, 3)) == "Tensor of shape (2, 3)"
+    assert shown({"a": torch.ones(3)}) == "{'a': Tensor of shape (3,)}"
+    assert shown(torch.ones(())) == "tensor(1.)"
+    assert json.loads(json.dumps(shown(_expanded()))) == f"Tensor of shape {(7,) * 8}"

@@ -1,0 +1,305 @@
+"""Files made to hang, to fill the memory or to end in a traceback: one line, within two seconds and 300 MB."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    dump_policy,
+    load_policy,
+    policy_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_core.messages import shown
+from tests.command.commanding import refused, run
+
+LONGEST = 3000
+SECONDS = 2.0
+READERS = [
+    ("checkpoint", "show", "f.json"),
+    ("checkpoint", "convert", "f.json"),
+    ("policy", "check", "f.toml"),
+    ("policy", "check", "f.json"),
+    ("policy", "show", "f.json"),
+    ("policy", "convert", "--from", "torch", "f.json"),
+    ("plot", "f.csv", "-o", "f.svg"),
+    ("plot", "f.json", "-o", "f.svg"),
+    ("simulate", "dynamic", "--overflow", "f.txt"),
+    ("simulate", "dynamic", "--gradient-max", "f.json"),
+    ("simulate", "f.toml", "--overflow", "flags.txt"),
+    ("report", "f.json"),
+    ("report", "--policy", "f.toml"),
+]
+
+
+def _refused_soon(folder, arguments):
+    """Return what the command says; it must say it soon."""
+    start = time.perf_counter()
+    said = refused(run(*arguments, cwd=folder))
+    assert time.perf_counter() - start < SECONDS
+    assert len(said) < LONGEST
+    return said
+
+
+@pytest.mark.parametrize("arguments", READERS, ids=" ".join)
+def test_a_named_pipe_is_refused(tmp_path, arguments):
+    """Its writer may never come, and no reader waits for it."""
+    (tmp_path / "flags.txt").write_text("0 1")
+    os.mkfifo(tmp_path / next(argument for argument in arguments if argument.startswith("f.")))
+    assert "is not a regular file" in _refused_soon(tmp_path, arguments)
+
+
+def test_a_pipe_of_the_shell_is_read(tmp_path):
+    """`/dev/stdin` stays possible where another command writes."""
+    command = [sys.executable, "-m", "lossscale", "simulate", "dynamic", "--overflow", "/dev/stdin"]
+    done = subprocess.run(command, input="0 1 0 0", capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 steps" in done.stdout
+
+
+@pytest.mark.parametrize("count", [20_000, 500_000])
+def test_a_name_that_occurs_twice_is_found_soon(tmp_path, count):
+    """Among half a million names in one JSON object."""
+    names = ",".join(f'"{n}":0' for n in range(count))
+    (tmp_path / "f.json").write_text(f'{{{names},"7":1}}')
+    assert "'7' occurs twice" in _refused_soon(tmp_path, ("checkpoint", "show", "f.json"))
+
+
+@pytest.mark.parametrize("form", ["{}=1", "[{}]", "[[{}]]", "kind={{{}=1}}", "{}", '"x".{}=1'])
+@pytest.mark.parametrize("word", ["a.", "a . ", '"a".', "'a' ."])
+def test_toml_with_deep_keys_is_refused_soon(tmp_path, form, word):
+    """A dotted key of twenty thousand parts makes as many tables."""
+    key = word * (40_000 // len(word)) + "a"
+    (tmp_path / "f.toml").write_text(form.format(key))
+    assert "more than 16 parts" in _refused_soon(tmp_path, ("policy", "check", "f.toml"))
+
+
+@pytest.mark.parametrize("unit", ["a", '"', "a ", "a.a ", "[", "a.\n"])
+def test_odd_toml_of_64_kib_is_refused_soon(tmp_path, unit):
+    """Whatever it repeats."""
+    (tmp_path / "f.toml").write_text(unit * (65_000 // len(unit)))
+    _refused_soon(tmp_path, ("policy", "check", "f.toml"))
+
+
+def test_toml_above_64_kib_is_refused(tmp_path):
+    """A policy has a few hundred bytes."""
+    (tmp_path / "f.toml").write_text('kind = "dynamic"\n' + "# more\n" * 10_000)
+    assert "more than 64 KiB" in _refused_soon(tmp_path, ("policy", "check", "f.toml"))
+
+
+@pytest.mark.parametrize("unit", ["[],", "{},", '"a",', "0,", '{"a":0},'])
+def test_json_takes_less_than_300_mb(tmp_path, unit):
+    """The largest file that is read, of what takes the most memory for each byte."""
+    (tmp_path / "f.json").write_text(f'{{"scale":[{unit * (8_380_000 // len(unit))}0]}}')
+    code = """
+from pathlib import Path
+from lossscale.cli import run
+try:
+    run(["checkpoint", "show", "f.json"])
+finally:
+    print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert int(done.stdout) < 300_000
+
+
+def test_json_above_8_mib_is_refused(tmp_path):
+    """A scaler in JSON has a few hundred bytes; a checkpoint with its weights is not JSON."""
+    (tmp_path / "f.json").write_bytes(b"[" + b" " * 2**23 + b"]")
+    assert "more than 8 MiB" in _refused_soon(tmp_path, ("checkpoint", "show", "f.json"))
+
+
+def _strided(dims):
+    return np.lib.stride_tricks.as_strided(np.zeros(1), (7,) * dims, (0,) * dims)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: _strided(12), f"ndarray of shape {(7,) * 12}"),
+        (lambda: {"a": [_strided(12)]}, f"ndarray of shape {(7,) * 12}"),
+        (lambda: np.zeros((2, 2)), "ndarray of shape (2, 2)"),
+        (lambda: bytearray(2**30), r"\x00'..."),
+        (lambda: bytes(2**20), r"\x00'..."),
+        (lambda: b"short", "b'short'"),
+    ],
+    ids=["strided", "nested", "small", "bytearray", "bytes", "short"],
+)
+def test_large_values_are_cut_before_they_are_shown(make, words):
+    """An array of a few bytes may have more elements than the memory."""
+    value, start = make(), time.perf_counter()
+    text = shown(value)
+    assert time.perf_counter() - start < SECONDS
+    assert words in text
+    assert "\n" not in text
+    assert len(text) < LONGEST
+
+
+SAVED = state_to_dict(DynamicScaling().init_state(), "dynamic")
+
+
+BAD = {
+    "a signalling NaN": Decimal("sNaN"),
+    "a NaN": Decimal("NaN"),
+    "an array": np.ones(3),
+    "an empty array": np.array([]),
+    "a strided array": _strided(12),
+    "an integer": 10**400,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", [*SAVED, "kind", "growth_factor"])
+def test_no_value_of_a_state_makes_another_error(name, bad):
+    """A state with any value in any place is restored, with a note, or refused as a `CheckpointError`: in a line."""
+    saved = {**SAVED, "policy": {**SAVED["policy"], name: BAD[bad]}} if name not in SAVED else {**SAVED, name: BAD[bad]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            state_from_dict(saved, DynamicScaling())
+            said = [str(each.message) for each in caught]
+        except CheckpointError as error:
+            said = [str(error)]
+    assert said
+    assert all(len(each) < LONGEST and "\n" not in each for each in said)
+
+
+@pytest.mark.parametrize("kind", [np.ones(3), Decimal("sNaN"), [1], None])
+def test_no_kind_makes_another_error(kind):
+    """Whatever stands for the kind of a policy."""
+    with pytest.raises(PolicyError, match="is not a kind of policy"):
+        policy_from_dict({"kind": kind})
+
+
+def test_a_factor_that_is_not_a_number_is_refused(tmp_path):
+    """JSON's NaN as a factor of torch's, with a policy to go on with."""
+    saved = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
+    for policy in (DynamicScaling(growth_interval=7), FixedScaling(8.0)):
+        dump_policy(policy, tmp_path / "policy.toml")
+        for name in saved:
+            for bad in ("NaN", "Infinity", "-Infinity", "1e999"):
+                (tmp_path / "f.json").write_text(json.dumps({**saved, name: "?"}).replace('"?"', bad))
+                done = run("checkpoint", "show", "f.json", "--policy", "policy.toml", cwd=tmp_path)
+                assert done.returncode in (0, 2)
+                assert all(line.startswith("lossscale: ") for line in done.stderr.splitlines())
+
+
+# -- what a writer leaves
+
+
+def _kill_while_writing(path):
+    code = f"""
+import itertools, lossscale_core as c
+print(flush=True)
+for policy in itertools.cycle([c.FixedScaling(8192.0), c.DynamicScaling()]):
+    c.dump_policy(policy, {str(path)!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+        writer.stdout.readline()
+        time.sleep(0.003)
+        writer.kill()
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
+    """After kills in the middle of a write, the folder holds the policy alone."""
+    path = tmp_path / "policy.toml"
+    left = 0
+    for _ in range(12):
+        _kill_while_writing(path)
+        left += len(list(tmp_path.glob(".lossscale-*")))
+    dump_policy(FixedScaling(8.0), path)
+    assert [each.name for each in tmp_path.iterdir()] == ["policy.toml"]
+    assert left > 0
+
+
+def test_a_writer_leaves_the_files_of_writers_that_live(tmp_path):
+    """Threads and processes that write to one folder at a time do not disturb each other."""
+    threads = [
+        threading.Thread(
+            target=lambda n=n: [dump_policy(FixedScaling(float(n)), tmp_path / f"{n}.toml") for _ in range(20)]
+        )
+        for n in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{n}.toml" for n in range(1, 5)]
+    (tmp_path / ".lossscale-elsewhere-1-0123456789abcdef.tmp").touch()  # of another host
+    dump_policy(FixedScaling(8.0), tmp_path / "1.toml")
+    assert (tmp_path / ".lossscale-elsewhere-1-0123456789abcdef.tmp").exists()
+
+
+@pytest.mark.parametrize("policy", [FixedScaling(8192.0), DynamicScaling(growth_interval=2000, hysteresis=2)])
+def test_a_policy_file_that_was_cut_is_refused(tmp_path, policy):
+    """None of its prefixes loads as another policy."""
+    path = tmp_path / "policy.toml"
+    dump_policy(policy, path)
+    whole = path.read_text()
+    for length in range(len(whole) - 1):
+        path.write_text(whole[:length])
+        with pytest.raises(PolicyError):
+            load_policy(path)
+    path.write_text(whole[:-1])
+    assert load_policy(path) == policy
+
+
+def test_a_policy_file_written_by_hand_needs_no_last_line(tmp_path):
+    """Comments and lines of one's own do no harm, also after the last line of a written one."""
+    (tmp_path / "policy.toml").write_text('kind = "fixed"\ninit_scale = 8.0')
+    assert load_policy(tmp_path / "policy.toml") == FixedScaling(8.0)
+    dump_policy(DynamicScaling(), tmp_path / "policy.toml")
+    with (tmp_path / "policy.toml").open("a") as file:
+        file.write("# ours\n")
+    assert load_policy(tmp_path / "policy.toml") == DynamicScaling()
+
+
+# -- recorded runs
+
+ROWS = "step,scale,overflowed\n0,8.0,False\n1,8.0,True\n2,4.0,False\n"
+
+
+def test_a_last_row_that_was_cut_is_ignored(tmp_path):
+    """What was written before it is drawn, and the row is named."""
+    for cut in ("3", "3,4.", "3,4.0,Fal", "3,4.0,False"):
+        (tmp_path / "f.csv").write_text(ROWS + cut)
+        done = run("plot", "f.csv", "-o", "f.svg", "--overwrite", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        said = "lossscale: warning: f.csv: the last row is ignored, since it has no end and may have been cut\n"
+        assert done.stderr == said
+        assert done.stdout.startswith("3 steps: 1 overflowed")
+
+
+def test_a_row_in_the_middle_that_was_cut_is_refused(tmp_path):
+    """Two writers may have written over each other."""
+    (tmp_path / "f.csv").write_text(ROWS + "3,4.0\n" + "4,4.0,False\n")
+    assert "row 5 has 2 cells" in _refused_soon(tmp_path, ("plot", "f.csv", "-o", "f.svg"))
+
+
+ODD = {
+    "columns": "1," * 2_000_000 + "\n",
+    "rows": "1\n" * 500_000,
+    "quote": '"' * 4_000_000,
+    "cells": ("1," * 4000 + "1\n") * 500,
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+def test_odd_csv_is_refused_soon(tmp_path, text):
+    """Many columns, many rows without a title, an open quote."""
+    (tmp_path / "f.csv").write_text(text)
+    _refused_soon(tmp_path, ("plot", "f.csv", "-o", "f.svg"))
