@@ -9,6 +9,11 @@ from typing import Any, BinaryIO, TypeAlias
 from lossscale_core.errors import LossScaleError
 from lossscale_core.messages import shown
 
+try:
+    import fcntl as _fcntl
+except ImportError:  # of Windows
+    _fcntl = None  # type: ignore[assignment]
+
 __all__ = [
     "LARGEST_CONFIG",
     "LARGEST_DATA",
@@ -24,22 +29,25 @@ __all__ = [
 
 Path: TypeAlias = str | os.PathLike[str]
 
+_locks: Any = _fcntl
+
 LARGEST_CONFIG = 2**20
 """The most bytes that a policy or another tool's config may have."""
 _LARGEST_TOML = 2**16
 """The most bytes that a TOML file may have: its parser takes long for many keys."""
 LARGEST_PARSED = 2**23
-"""The most bytes that a checkpoint in JSON, or a recorded run in JSON or text, may have: it takes 25 times its size."""
+"""The most bytes of a checkpoint in JSON, or of a recorded run in JSON or text. JSON takes 25 times that in memory."""
 LARGEST_DATA = 2**26
 """The most bytes that a recorded run in CSV may have."""
 TOML_START = "# written by lossscale; without its last line this file is incomplete\n"
+"""The first line of a TOML file that this library writes."""
 TOML_END = "\n# end\n"
-"""The first and the last line of a TOML file that this library writes: a part of it is often a valid file, too."""
+"""The last line of such a file; without it, a part of the file might be valid, too."""
 _DEEPEST_TOML = 16
-_TEMPORARY = re.compile(r"\.lossscale-(?P<host>[\w.]*)-(?P<process>\d+)-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.lossscale-[0-9a-f]{16}\.tmp")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 # Possessive, so that the time grows with the length of the text and not with its square.
-_WORD = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _TOO_DEEP = re.compile(rf"(?<![\w-]){_WORD}(?:[ \t]*+\.[ \t]*+{_WORD}){{{_DEEPEST_TOML},}}")
 
 
@@ -56,22 +64,30 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
         OSError: The file cannot be written. The error names `path`, and an existing file stays as it was.
     """
     target = os.fspath(path)
-    # In the same folder, because a rename works within one file system only.
     folder = os.path.dirname(target)
-    _remove_leftovers(folder)
-    temporary = os.path.join(folder, f".lossscale-{_host()}-{os.getpid()}-{os.urandom(8).hex()}.tmp")
+    temporary = None
     try:
-        _write_durably(temporary, content.encode("utf-8") if isinstance(content, str) else content)
-        if overwrite:
-            _copy_mode(target, temporary)
-            os.replace(temporary, target)
-        else:
-            _rename_to_new(temporary, target)
+        _remove_leftovers(folder)
+        # In the same folder, because a rename works within one file system only.
+        with _new_temporary(folder) as file:
+            temporary = file.name
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            # A rename may reach the disk before the content does, and then a crash would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
+            if _locks is None:
+                file.close()  # Windows renames no open file
+            if overwrite:
+                _copy_mode(target, temporary)
+                os.replace(temporary, target)
+            else:
+                _rename_to_new(temporary, target)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, target) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
 
 
 def read_text(path: Path, error: type[LossScaleError], limit: int, *, errors: str = "strict") -> str:
@@ -180,7 +196,7 @@ def _parse_toml(text: str) -> Any:
 
     if _TOO_DEEP.search(text):
         raise ValueError(f"a key has more than {_DEEPEST_TOML} parts")
-    if text.startswith(TOML_START) and TOML_END.rstrip() not in text:
+    if text.startswith(TOML_START.rstrip()) and TOML_END.strip() not in text.splitlines():
         raise ValueError(f"it was cut, since its last line {TOML_END.strip()!r} is missing; write it again")
     return tomllib.loads(text)
 
@@ -197,38 +213,30 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _new_temporary(folder: str) -> BinaryIO:
+    """Open a new temporary file, locked as long as it is open, so that no other writer takes it for a leftover."""
+    while True:
+        name = os.path.join(folder, f".lossscale-{os.urandom(8).hex()}.tmp")
+        file = open(name, "xb")  # noqa: SIM115, the caller closes it
+        if _locks is None:
+            return file
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            _locks.flock(file, _locks.LOCK_EX)
+        if os.path.exists(name):
+            return file
+        file.close()  # another writer has removed it before it was locked
+
+
 def _remove_leftovers(folder: str) -> None:
-    """Remove the temporary files of processes on this host that were killed while they wrote to a folder."""
-    with contextlib.suppress(OSError):  # the folder may be unreadable, and a file may be somebody else's
-        for name in os.listdir(folder or "."):
-            written = _TEMPORARY.fullmatch(name)
-            if written and written["host"] == _host() and not _is_alive(int(written["process"])):
-                os.unlink(os.path.join(folder, name))
-
-
-def _host() -> str:
-    """Return this host's name in letters, digits, dots and underscores."""
-    return re.sub(r"[^\w.]", "_", os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", ""))
-
-
-def _is_alive(process: int) -> bool:
-    if os.name != "posix":
-        return True  # os.kill would end the process on Windows
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
-
-
-def _write_durably(path: str, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        # A rename may reach the disk before the content does, and then a crash would leave an empty file.
-        file.flush()
-        os.fsync(file.fileno())
+    """Remove the temporary files of processes that were killed while they wrote to a folder: nobody locks them."""
+    if _locks is None:
+        return
+    with contextlib.suppress(OSError):  # the folder may be unreadable
+        for name in filter(_TEMPORARY.fullmatch, os.listdir(folder or ".")):
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError, LossScaleError), open_regular(path, LossScaleError) as file:
+                _locks.flock(file, _locks.LOCK_EX | _locks.LOCK_NB)
+                os.unlink(path)
 
 
 def _copy_mode(target: str, temporary: str) -> None:

@@ -31,6 +31,8 @@ class _Short(reprlib.Repr):
         # An array in a small file may have more elements than fit in memory: they may all be the same number.
         if isinstance(shape, tuple) and math.prod(shape) > 1:
             return f"{type(x).__name__} of shape {tuple(shape)}"
+        if shape is None and hasattr(x, "nbytes"):  # the storage of an array, whose text has a line for each element
+            return f"<{type(x).__name__} of {x.nbytes()} bytes>" if callable(x.nbytes) else f"<{type(x).__name__}>"
         return self.repr_instance(x, level)
 
     def repr_dict(self, x: Any, level: int) -> str:
@@ -79,7 +81,7 @@ def shown(value: Any) -> str:
         text = _SHORT.repr(value)
     except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
         text = f"<{type(value).__name__}>"
-    text = " ".join(text.split()) if "\n" in text else text
+    text = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

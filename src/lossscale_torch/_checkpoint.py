@@ -32,20 +32,33 @@ _NEVER = 2**31 - 1
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-def require_saved_state(saved: Any) -> None:
-    """Raise `CheckpointError` for what is not a dict, and torch's `RuntimeError` for an empty one."""
+def plain_state(saved: Any) -> dict[str, Any]:
+    """Return a saved state with plain numbers under torch's keys.
+
+    Raises `CheckpointError` for what is not a dict or not a number, and torch's `RuntimeError` for an empty dict.
+    """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{shown(saved)} is not a saved state; pass a dict that state_dict() made")
     if len(saved) == 0:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
-    for name in _TORCHS_KEYS:
-        # A number of another kind than these may take any time to compare, or raise anything.
-        if name in saved and not _is_finite(saved[name]):
+    plain = {name: _item(saved[name]) for name in _TORCHS_KEYS if name in saved}
+    for name, value in plain.items():
+        # An array may take any time to compare.
+        if not _is_number(value) or (isinstance(value, int) and not _is_finite(value)):
             raise CheckpointError(
-                f"{name}={shown(saved[name])} of the saved state must be a number; restore an earlier checkpoint"
+                f"{name}={shown(value)} of the saved state must be a number; restore an earlier checkpoint"
             )
+    return {**saved, **plain}
+
+
+def _item(value: Any) -> Any:
+    """Return the number in an array of shape `()`, or any other value unchanged."""
+    try:
+        return value.item() if getattr(value, "shape", None) == () else value
+    except RuntimeError:  # a tensor of the meta device has none
+        return value
 
 
 def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,7 +70,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     differing = [
         f"{name}={shown(theirs)} and {shown(ours)}"
         for name, theirs, ours in _values_given_twice(saved)
-        if _is_finite(ours) and not math.isclose(theirs, ours, rel_tol=1e-6)
+        if _is_finite(ours) and not (_is_finite(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
     ]
     if not differing:
         return saved
@@ -82,7 +95,7 @@ def _values_given_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, An
     ]
     if "growth_interval" in saved:
         said.append(("growth_interval", reachable_interval(saved["growth_interval"]), config.get("growth_interval")))
-    yield from (each for each in said if None not in each)
+    yield from ((name, theirs, ours) for name, theirs, ours in said if theirs is not None and ours is not None)
 
 
 def _is_number(value: Any) -> bool:
@@ -96,16 +109,16 @@ def _is_finite(value: Any) -> bool:
 
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
     """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
-    if "policy" in saved:
-        try:
-            return policy_from_dict(saved["policy"])
-        except PolicyError as error:
-            raise CheckpointError(f"the saved policy is refused: {error}") from error
-    if "version" in saved:
+    if "policy" not in saved and "version" in saved:
         return policy
-    growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
-    backoff = _factor(saved, "backoff_factor", 2.0**-126, 1.0 - 2.0**-24)
-    return _torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
+    try:
+        if "policy" in saved:
+            return policy_from_dict(saved["policy"])
+        growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
+        backoff = _factor(saved, "backoff_factor", 2.0**-126, 1.0 - 2.0**-24)
+        return _torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
+    except PolicyError as error:
+        raise CheckpointError(f"the saved policy is refused: {error}") from error
 
 
 def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:

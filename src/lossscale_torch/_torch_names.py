@@ -130,8 +130,7 @@ class TorchNames(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        _checkpoint.require_saved_state(state_dict)
-        saved, policy = _checkpoint.torchs_part(state_dict), self.policy
+        saved, policy = _checkpoint.torchs_part(_checkpoint.plain_state(state_dict)), self.policy
         if self._follows_checkpoint:
             policy = _checkpoint.saved_policy(saved, policy)
         state = _checkpoint.saved_state(saved, policy)

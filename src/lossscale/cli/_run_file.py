@@ -136,9 +136,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the lists of an object, or the values of a list of objects, by their names."""
     content = read_data(path, TraceFileError, LARGEST_PARSED)
     if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
-        content = {
-            name: [row.get(name) for row in content] for name in dict.fromkeys(n for row in content for n in row)
-        }
+        names = dict.fromkeys(name for row in content for name in row)
+        if len(names) > _MOST_COLUMNS:
+            raise TraceFileError(f"{path} has more than {_MOST_COLUMNS} columns; pass a file with fewer")
+        content = {name: [row.get(name) for row in content] for name in names}
     if not isinstance(content, dict):
         raise TraceFileError(f"{path} must hold an object with a list for each column, or a list of objects")
     columns = {name: values for name, values in content.items() if isinstance(values, list)}
@@ -154,8 +155,9 @@ def _read_events(path: Path) -> dict[str, Any]:
         raise TraceFileError(
             f"{path} is TensorBoard's, and reading it needs tensorboard; run: pip install tensorboard"
         ) from error
-    if not path.is_dir():
-        open_regular(path, TraceFileError).close()
+    for each in [path, *path.rglob("*tfevents*")] if path.is_dir() else [path]:
+        if not each.is_dir():
+            open_regular(each, TraceFileError).close()
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     series = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}

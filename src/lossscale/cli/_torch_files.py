@@ -3,7 +3,7 @@
 import os
 import zipfile
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from lossscale._install import how_to_install
 from lossscale_core.errors import CheckpointError
@@ -11,7 +11,7 @@ from lossscale_core.files import open_regular
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OLDEST_TORCH = (2, 10)
-_BYTES = b"\nbytearray\n"
+_ARCHIVE = b"PK\x03\x04"  # torch looks at these four bytes
 _SEPARATELY = (
     "save the scaler's part separately: torch.save(scaler.state_dict(), file), or "
     "json.dump(vars(scaler), file, default=str)"
@@ -55,44 +55,27 @@ def _require_safe(path: Path, version: str) -> None:
 
 
 def _require_stored(path: Path, file: BinaryIO) -> None:
-    """Require that a file has no more content than bytes, so that a small file cannot fill the memory.
+    """Require that an archive holds no more than its bytes: torch stores tensors uncompressed, each once.
 
-    torch stores tensors uncompressed, each once. Files of torch before 1.6 are no archive and store them likewise.
+    Files of torch before 1.6 are no archive and store tensors likewise.
     """
-    if zipfile.is_zipfile(file):
+    start = file.read(len(_ARCHIVE))
+    if (start == _ARCHIVE) != zipfile.is_zipfile(file):
+        raise CheckpointError(f"{path} {_unreadable(ValueError())}")
+    if start == _ARCHIVE:
         try:
             with zipfile.ZipFile(file) as zipped:
-                entries = zipped.infolist()
-                _require_size(path, file, entries)
-                pickles = [entry for entry in entries if entry.filename.endswith(".pkl")]
-                makes_bytes = any(_makes_bytes(zipped.open(entry)) for entry in pickles)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+                _require_size(path, file, zipped.infolist())
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
             raise CheckpointError(f"{path} {_unreadable(error)}") from error
-    else:
-        file.seek(0)
-        makes_bytes = _makes_bytes(file)
-    if makes_bytes:
-        raise CheckpointError(f"{path} makes arrays of bytes, which may be of any size; {_SEPARATELY}")
     file.seek(0)
 
 
 def _require_size(path: Path, file: BinaryIO, entries: list[zipfile.ZipInfo]) -> None:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(f"{path} is compressed, which torch.save does not do; save it again")
+        raise CheckpointError(f"{path} is compressed, unlike what torch.save writes; save it again by torch.save")
     if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{path} says that its content is larger than the file; save it again")
-
-
-def _makes_bytes(file: IO[bytes]) -> bool:
-    """Return whether a pickle names `bytearray`, which torch calls with any number and which has as many bytes then."""
-    before = b""
-    while chunk := file.read(2**20):
-        if _BYTES in before + chunk:
-            return True
-        before = chunk[-len(_BYTES) :]
-    return False
 
 
 def _unreadable(error: Exception) -> str:

@@ -115,4 +115,5 @@ def _as_cell(value: Any) -> str:
 
 def _say(line: str) -> None:
     rank, ranks = _rank()
-    print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a log on a full disk, or one that the script has closed
+        print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)
