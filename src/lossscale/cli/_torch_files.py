@@ -23,6 +23,7 @@ def read_pickle(path: Path) -> Any:
 
     Raises `CheckpointError` if the file cannot be read, or if torch is missing or too old, and `OSError`.
     """
+    open_regular(path, CheckpointError).close()  # before torch is imported, which takes seconds
     try:
         import torch  # imported late: only these files need torch
     except ImportError:
