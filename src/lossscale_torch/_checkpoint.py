@@ -29,6 +29,7 @@ _NEW_SCALE = (
 
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _NEVER = 2**31 - 1
+_FACTORS = ("scale", "growth_factor", "backoff_factor")
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -47,8 +48,9 @@ def plain_state(saved: Any) -> dict[str, Any]:
     for name, value in plain.items():
         # An array may take any time to compare.
         if not _is_number(value) or (isinstance(value, int) and not _is_finite(value)):
+            rule = "a positive finite number" if name in _FACTORS else "a number"
             raise CheckpointError(
-                f"{name}={shown(value)} of the saved state must be a number; restore an earlier checkpoint"
+                f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint"
             )
     return {**saved, **plain}
 
