@@ -46,6 +46,7 @@ TOML_END = "\n# end\n"
 _DEEPEST_TOML = 16
 _TEMPORARY = re.compile(r"\.lossscale-[0-9a-f]{16}\.tmp")
 _PIPES = ("/dev/stdin", "/dev/fd/")
+_COMMENTS = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 # Possessive, so that the time grows with the length of the text and not with its square.
 _WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _TOO_DEEP = re.compile(rf"(?<![\w-]){_WORD}(?:[ \t]*+\.[ \t]*+{_WORD}){{{_DEEPEST_TOML},}}")
@@ -194,7 +195,7 @@ def _parse_json(text: str, **options: Any) -> Any:
 def _parse_toml(text: str) -> Any:
     import tomllib
 
-    if _TOO_DEEP.search(text):
+    if _TOO_DEEP.search(_COMMENTS.sub("", text)):
         raise ValueError(f"a key has more than {_DEEPEST_TOML} parts")
     if text.startswith(TOML_START.rstrip()) and TOML_END.strip() not in text.splitlines():
         raise ValueError(f"it was cut, since its last line {TOML_END.strip()!r} is missing; write it again")

@@ -94,6 +94,12 @@ def test_odd_toml_of_64_kib_is_refused_soon(tmp_path, unit):
     _refused_soon(tmp_path, ("policy", "check", "f.toml"))
 
 
+def test_a_comment_with_many_dots_is_no_key(tmp_path):
+    """Such as the number of an object in a standard."""
+    (tmp_path / "f.toml").write_text('# id 1.3.6.1.4.1.311.21.8.1.2.3.4.5.6.7.8\nkind = "dynamic"\n')
+    assert load_policy(tmp_path / "f.toml") == DynamicScaling()
+
+
 def test_toml_above_64_kib_is_refused(tmp_path):
     """A policy has a few hundred bytes."""
     (tmp_path / "f.toml").write_text('kind = "dynamic"\n' + "# more\n" * 10_000)
