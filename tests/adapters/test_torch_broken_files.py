@@ -2,9 +2,6 @@
 
 import json
 import os
-import pickle
-import subprocess
-import sys
 import time
 import warnings
 import zipfile
@@ -18,23 +15,9 @@ from lossscale_core.errors import CheckpointError
 from lossscale_core.messages import shown
 from lossscale_torch import GradScaler
 from tests.command.commanding import run
-from tests.torch_versions import TORCH
+from tests.command.test_pickles import refused_soon
 
 LONGEST = 3000
-SECONDS = 2.0
-reads_pickles = pytest.mark.skipif(TORCH < (2, 10), reason="the command refuses pickles with earlier versions")
-SHOW = """
-import sys, time, torch
-from pathlib import Path
-from lossscale.cli import run
-start = time.perf_counter()
-before = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
-try:
-    run(["checkpoint", *sys.argv[1:]])
-finally:
-    after = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
-    print(f"\\nMEASURED {time.perf_counter() - start} {int(after) - int(before)}")
-"""
 
 
 def _shared(depth):
@@ -77,51 +60,13 @@ FILES = {
 }
 
 
-def _shown_soon(folder, *arguments):
-    """Return what the command says: in one line, soon, and within 300 MB beside those of torch itself."""
-    command = [sys.executable, "-c", SHOW, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=60)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert len(done.stderr) < LONGEST
-    seconds, kilobytes = done.stdout.partition("MEASURED ")[2].split()
-    assert float(seconds) < SECONDS
-    assert int(kilobytes) < 300_000
-    return done.stderr
-
-
-@reads_pickles
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_torch_is_refused_soon(tmp_path, name):
     """Whatever stands in the place of a number."""
     torch.save(FILES[name](), tmp_path / "f.pt")
-    _shown_soon(tmp_path, "show", "f.pt")
+    refused_soon(tmp_path, "checkpoint", "show", "f.pt")
 
 
-@reads_pickles
-def test_many_bytes_in_a_few_hundred_are_refused_soon(tmp_path):
-    """A pickle says how many there are, and none is in the file: torch makes them, and the message shows a few."""
-
-    class Bytes:
-        def __reduce__(self):
-            return bytearray, (2**27,)
-
-    (tmp_path / "f.pt").write_bytes(_archive(tmp_path, pickle.dumps({**OURS, "loss_scale": Bytes()}, protocol=2)))
-    _shown_soon(tmp_path, "show", "f.pt")
-
-
-def _archive(folder, pickled):
-    """Return a file of torch.save with another pickle."""
-    torch.save({}, folder / "empty.pt")
-    with zipfile.ZipFile(folder / "empty.pt") as zipped:
-        parts = {name: zipped.read(name) for name in zipped.namelist()}
-    with zipfile.ZipFile(folder / "made.pt", "w") as zipped:
-        for name, content in parts.items():
-            zipped.writestr(name, pickled if name.endswith("data.pkl") else content)
-    return (folder / "made.pt").read_bytes()
-
-
-@reads_pickles
 @pytest.mark.parametrize("way", ["deflated", "overlapping"])
 def test_a_file_that_grows_when_it_is_read_is_refused(tmp_path, way):
     """torch stores its tensors uncompressed, and each of them once."""
@@ -134,7 +79,7 @@ def test_a_file_that_grows_when_it_is_read_is_refused(tmp_path, way):
             zipped.writestr(name, content)
         if way == "overlapping":
             zipped.infolist()[-1].file_size = zipped.infolist()[-1].compress_size = 2**31
-    said = _shown_soon(tmp_path, "show", "f.pt")
+    said = refused_soon(tmp_path, "checkpoint", "show", "f.pt")
     assert ("compressed" if way == "deflated" else "larger than the file") in said
 
 
@@ -227,7 +172,6 @@ def test_numbers_of_numpy_and_torch_are_taken(name, value):
     assert scaler.state_dict()["_growth_tracker"] == 3
 
 
-@reads_pickles
 def test_files_that_users_have_are_read(tmp_path):
     """Without checksums, and with bytes elsewhere in the checkpoint."""
     before = torch.serialization.get_crc32_options()
@@ -236,8 +180,7 @@ def test_files_that_users_have_are_read(tmp_path):
         torch.save({"scaler": TORCHS, "loader": bytearray(b"abc")}, tmp_path / "f.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    command = [sys.executable, "-c", SHOW, "show", "f.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60)
+    done = run("checkpoint", "show", "f.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the scaler of torch at 'scaler'" in done.stdout
 

@@ -1,5 +1,6 @@
 """torch's scalers against their translations, and the files that `torch.save` writes against the command."""
 
+import argparse
 import dataclasses
 import json
 import warnings
@@ -17,9 +18,6 @@ from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run
-from tests.torch_versions import TORCH
-
-_reads_pickles = pytest.mark.skipif(TORCH < (2, 10), reason="the command refuses pickles with earlier versions")
 
 CONFIGS = st.fixed_dictionaries(
     {"growth_interval": st.integers(-1, 6)},
@@ -181,9 +179,8 @@ def _checkpoint(*arguments, cwd):
     return run("checkpoint", *arguments, cwd=cwd)
 
 
-@_reads_pickles
 def test_the_command_reads_what_torch_saves(tmp_path):
-    """A scaler alone or within a checkpoint, torch's own or ours, read with `weights_only=True`."""
+    """A scaler alone or within a checkpoint, torch's own or ours, in both formats of `torch.save`."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=7)
     scaler.scale(torch.zeros(()))
     for finite in (True, False, True, True):
@@ -191,7 +188,7 @@ def test_the_command_reads_what_torch_saves(tmp_path):
     torch.save({"model": {"weight": torch.ones(3)}, "scaler": scaler.state_dict()}, tmp_path / "checkpoint.pt")
     ours = lossscale_torch.GradScaler("cpu", growth_interval=7)
     ours.load_state_dict(scaler.state_dict())
-    torch.save(ours.state_dict(), tmp_path / "ours.pt")
+    torch.save(ours.state_dict(), tmp_path / "ours.pt", _use_new_zipfile_serialization=False)
     shown = _checkpoint("show", "checkpoint.pt", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "the scaler of torch at 'scaler'" in shown.stdout
@@ -204,20 +201,31 @@ def test_the_command_reads_what_torch_saves(tmp_path):
     assert (mine["loss_scale"], mine["growth_tracker"]) == (32768.0, 2)
 
 
-class _Scaler:
-    """Stands for a scaler that was pickled whole, as DeepSpeed's is."""
+TENSORS = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
 
 
-@_reads_pickles
-def test_the_command_runs_nothing_that_is_in_a_file(tmp_path):
-    """A pickled object, and a file that is no pickle, are one sentence."""
-    torch.save({"loss_scaler": _Scaler()}, tmp_path / "object.pt")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("dtype", TENSORS, ids=str)
+def test_the_command_reads_tensors_of_one_element(tmp_path, dtype, zipped):
+    """Also a part of a larger one, among the weights and other objects of a checkpoint."""
+    scaler = {"scale": torch.tensor([3.0, 8.0], dtype=dtype)[1:], "growth_tracker": 7, "hysteresis_tracker": 1}
+    others = {"model": torch.nn.Linear(3, 2).state_dict(), "weight": torch.nn.Parameter(torch.ones(2).half())}
+    content = {"args": argparse.Namespace(a=1), **others, "optimizer": {"grad_scaler": scaler}}
+    torch.save(content, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
+    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "optimizer", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    state = json.loads(done.stdout)
+    assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
+
+
+def test_the_command_refuses_what_torch_does_not_save(tmp_path):
+    """In a sentence."""
+    torch.save({"scale": 8.0}, tmp_path / "whole.pt")
     for name in ("hello", "no pickle"):
         (tmp_path / f"{name}.pt").write_text(name)
-    (tmp_path / "short.pt").write_bytes((tmp_path / "object.pt").read_bytes()[:200])
-    damaged = dict.fromkeys(("hello.pt", "no pickle.pt", "short.pt"), "is not what torch.save writes, or is damaged")
-    for name, words in {"object.pt": "holds objects that cannot be read without running", **damaged}.items():
+    (tmp_path / "short.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
+    for name in ("hello.pt", "no pickle.pt", "short.pt"):
         done = _checkpoint("show", name, cwd=tmp_path)
         assert done.returncode == 2
-        assert done.stderr.startswith(f"lossscale: {name} {words}")
+        assert done.stderr.startswith(f"lossscale: {name} is not what torch.save writes, or is damaged")
         assert done.stderr.count("\n") == 1

@@ -92,9 +92,10 @@ COMMAND = {
     "__main__": Drawn({"_install", "cli"}, set()),
     "demo": Drawn(set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
     "tracing": Drawn(set(), {"torch", "lossscale_torch"}),
+    "checkpoint_files": Drawn(set(), set()),
     "cli": Drawn(
-        {"_install", "_tried", "demo", "tracing"},
-        {"click", "matplotlib", "numpy", "rich", "torch", "tensorboard"},
+        {"_install", "_tried", "checkpoint_files", "demo", "tracing"},
+        {"click", "matplotlib", "numpy", "rich", "tensorboard"},
     ),
 }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 from rich.table import Table
 
-from lossscale.cli._foreign_files import read_checkpoint
+from lossscale.checkpoint_files import read_checkpoint
 from lossscale.cli._shared import (
     AS_JSON,
     FILE,
@@ -60,7 +60,7 @@ def command(context: click.Context) -> None:
 @_with_options
 @AS_JSON
 def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
-    """Show the saved scaler in FILE: JSON, or what torch.save wrote (needs torch 2.10 or later)."""
+    """Show the saved scaler in FILE: JSON, or what torch.save wrote."""
     found = read_state(file, peer, _loaded(policy_file), key)
     if as_json:
         print_json({"file": str(file), **found.as_dict()})

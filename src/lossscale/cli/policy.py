@@ -5,14 +5,13 @@ import contextlib
 import inspect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
-from lossscale.cli._foreign_files import read_config
 from lossscale.cli._shared import (
     AS_JSON,
     FILE,
@@ -34,7 +33,7 @@ from lossscale_core import (
     policy_to_toml,
 )
 from lossscale_core.errors import PolicyError
-from lossscale_core.files import write_whole
+from lossscale_core.files import read_data, suffix_of, write_whole
 
 
 @click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)
@@ -138,9 +137,19 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
     """
     require_new(out)
     with warnings_as_lines():
-        scaling = dialects.from_peer(peer, read_config(file))
+        scaling = dialects.from_peer(peer, _read_config(file))
     if out is None:
         click.echo(policy_to_toml(scaling), nl=False)
     else:
         dump_policy(scaling, out, overwrite=False)
         click.echo(f"wrote {out}: a policy of kind {policy_to_dict(scaling)['kind']!r}")
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    """Return the dict in another tool's `.json` or `.toml` file."""
+    if suffix_of(path) not in (".json", ".toml"):
+        raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); convert it to one of them")
+    config = read_data(path, PolicyError)
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"{path} holds {type(config).__name__}, but must hold a dict of keys; pass another file")
+    return config

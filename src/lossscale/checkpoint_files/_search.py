@@ -1,14 +1,12 @@
-"""Readers of other tools' files: configs in JSON or TOML, checkpoints in JSON or from `torch.save`."""
+"""The search for the saved scaler in the content of a checkpoint."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli._torch_files import SUFFIXES, read_pickle
 from lossscale_core.dialects import possible_peers
-from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_core.files import LARGEST_PARSED, read_data, suffix_of
+from lossscale_core.errors import CheckpointError
 from lossscale_core.messages import shown, shown_names
 
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter, and a search takes long.
@@ -16,24 +14,12 @@ _DEEPEST = 3
 _MOST_DICTS = 100_000
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Return the dict in a `.json` or `.toml` file. Raises `PolicyError` naming the file; `OSError`."""
-    if suffix_of(path) not in (".json", ".toml"):
-        raise PolicyError(f"{path} must be a config in JSON (.json) or TOML (.toml); convert it to one of them")
-    config = read_data(path, PolicyError)
-    if not isinstance(config, Mapping):
-        raise PolicyError(f"{path} holds {type(config).__name__}, but must hold a dict of keys; pass another file")
-    return config
+def find_scaler(path: Path, content: Any, key: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the path of keys to the saved scaler in the content of a file (`""` for the whole), and the scaler.
 
-
-def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[str, Any]]:
-    """Return the path of keys to the saved scaler in a checkpoint file (`""` for the whole file), and the scaler.
-
-    The file is JSON, or was written by `torch.save`. `key` names the place of the scaler, such as `scaler` or
-    `optimizer.grad_scaler`; without it, the only dict that looks like a scaler is returned. Raises `CheckpointError`
-    with the name of the file, and `OSError`.
+    `key` names the place of the scaler; without it, the only dict that looks like a scaler is returned, or else the
+    content. Raises `CheckpointError` with the name of the file.
     """
-    content = _load(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {type(content).__name__}, but must hold a dict; pass another file")
     if key is not None:
@@ -43,17 +29,6 @@ def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[st
         places = shown_names(where for where, _ in found)
         raise CheckpointError(f"{path} holds several scalers; pass --key with one of {places}")
     return found[0] if found else ("", content)
-
-
-def _load(path: Path) -> Any:
-    suffix = suffix_of(path)
-    if suffix in SUFFIXES:
-        return read_pickle(path)
-    if suffix != ".json":
-        raise CheckpointError(
-            f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)}); save it as one"
-        )
-    return read_data(path, CheckpointError, LARGEST_PARSED)
 
 
 def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

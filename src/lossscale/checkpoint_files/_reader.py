@@ -1,0 +1,105 @@
+"""The process that reads a file of `torch.save` within limits and prints the scaler in it as JSON.
+
+Call it as `python -m lossscale.checkpoint_files._reader FILE [KEY]`. It prints an object with `place` and `scaler`, or
+with `error`; a signal ends it where the file takes too long.
+"""
+
+import gc
+import itertools
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from lossscale.checkpoint_files._search import find_scaler
+from lossscale.checkpoint_files._torch_files import UNREAD, too_large
+from lossscale.checkpoint_files._unpickle import Tensor, TorchFile
+from lossscale_core.errors import CheckpointError
+from lossscale_core.files import open_regular
+from lossscale_core.messages import shown
+
+_SECONDS = 1.0
+_BYTES = 240 * 2**20
+# Of the dict of a scaler, of dicts in it, and of those in these; a scaler of this library holds its policy.
+_MOST_ITEMS = (1000, 50, 10)
+_LONGEST = 5000  # characters of a text, and bits of an integer
+
+
+def main(path: Path, key: str | None = None) -> None:
+    """Print the scaler in a file.
+
+    Args:
+        path: The file.
+        key: The place of the scaler; searched if left out.
+    """
+    gc.disable()  # this process ends soon, and a collection visits every object of a large file
+    _limit()
+    try:
+        answer = _answer(path, key)
+    except CheckpointError as error:
+        answer = {"error": str(error)}
+    except (MemoryError, RecursionError):
+        answer = {"error": str(too_large(path))}
+    json.dump(answer, sys.stdout)
+
+
+def _limit() -> None:
+    """Limit the memory and the processor time of this process, where the system can do so."""
+    try:
+        import resource  # absent on Windows
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    except (ImportError, OSError, ValueError):
+        pass
+    if hasattr(signal, "setitimer"):
+        # The signal ends the process at once, also within a hash or another call that returns to no Python code.
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+
+
+def _answer(path: Path, key: str | None) -> dict[str, Any]:
+    with open_regular(path, CheckpointError) as file:
+        try:
+            torch_file = TorchFile(path, file)
+            place, scaler = find_scaler(path, torch_file.content, key)
+            return {"place": place, "scaler": _plain(torch_file, scaler)}
+        except (CheckpointError, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
+            raise CheckpointError(f"{path} is not what torch.save writes, or is damaged; save it again") from error
+
+
+def _plain(file: TorchFile, value: Any, level: int = 0) -> Any:
+    """Return a value in types of JSON, cut to what a scaler may have; the rest becomes `{UNREAD: text}`."""
+    if isinstance(value, Tensor):
+        number = file.number(value)
+        return {UNREAD: f"Tensor of shape {value.shape}"} if number is None else number
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and value.bit_length() <= _LONGEST:
+        return value
+    if isinstance(value, str) and len(value) <= _LONGEST:
+        return value
+    if isinstance(value, dict) and level < len(_MOST_ITEMS) and (value or not level or type(value) is dict):
+        items = itertools.islice(value.items(), _MOST_ITEMS[level])
+        return {_name(name): _plain(file, each, level + 1) for name, each in items}
+    if isinstance(value, list | tuple) and level < len(_MOST_ITEMS) and len(value) <= _MOST_ITEMS[-1]:
+        return [_plain(file, each, level + 1) for each in value]
+    return {UNREAD: _described(value)}
+
+
+def _name(name: Any) -> str:
+    return name if isinstance(name, str) and name.isprintable() and len(name) <= _LONGEST else shown(name)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, str | bytes | bytearray | int | complex):
+        return shown(value)
+    kind = value if isinstance(value, type) else type(value)
+    return f"<{kind.__name__ if kind.__name__.isprintable() else shown(kind.__name__)}>"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,229 @@
+"""Files of `torch.save` without torch: what is read, and pickles made to run code, to hang or to fill the memory."""
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.command.commanding import refused, run
+
+LONGEST = 3000
+SECONDS = 2.0
+KILOBYTES = 300_000
+MEASURED = """
+import os, sys, threading, time
+from pathlib import Path
+from lossscale.cli import run
+
+def told(process, name):
+    try:
+        return int(Path(f"/proc/{process}/status").read_text().partition(name)[2].split()[0])
+    except (OSError, IndexError):
+        return 0
+
+def watch():
+    while True:
+        started = [each.name for each in Path("/proc").glob("[0-9]*") if told(each.name, "PPid:") == os.getpid()]
+        peaks.extend(told(each, "VmHWM:") for each in started)
+        time.sleep(0.01)
+
+peaks = []
+threading.Thread(target=watch, daemon=True).start()
+start = time.perf_counter()
+try:
+    run(sys.argv[1:])
+finally:
+    print(f"\\nMEASURED {time.perf_counter() - start} {max(peaks, default=0)} {told('self', 'VmHWM:')}")
+"""
+TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
+
+
+def archive(pickled, **parts):
+    """Return a file as `torch.save` writes it."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as zipped:
+        for name, part in {"data.pkl": pickled, "byteorder": b"little", **parts}.items():
+            zipped.writestr(f"archive/{name}", part)
+    return content.getvalue()
+
+
+def shown_soon(folder, *arguments):
+    """Return the status of a command and what it says, which it must say soon and within little memory."""
+    command = [sys.executable, "-c", MEASURED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=60)
+    seconds, *kilobytes = map(float, done.stdout.partition("MEASURED ")[2].split())
+    assert seconds < SECONDS
+    assert max(kilobytes) < KILOBYTES
+    return done
+
+
+def refused_soon(folder, *arguments):
+    """Return the one line in which a command refuses its input."""
+    done = shown_soon(folder, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert len(done.stderr) < LONGEST
+    return done.stderr
+
+
+class Call:
+    """An object whose pickle calls a function with arguments."""
+
+    def __init__(self, function, *arguments):
+        self.called = function, arguments
+
+    def __reduce__(self):
+        return self.called
+
+
+def _tuples(depth):
+    """Return the opcodes of a tuple that holds a tuple twice, and so on."""
+    return b"K\x01K\x02\x86" + b"2\x86" * depth
+
+
+def _body(value):
+    """Return the opcodes of a value, without the first and the last."""
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+SCALER = _body(TORCHS)
+HANGING = {
+    "a key of shared tuples": b"}" + _tuples(34) + b"K\x01s",
+    "a key of shared tuples in the scaler": SCALER + _tuples(40) + b"K\x01s",
+    "a set of shared tuples": b"}U\x05scale(" + _tuples(40) + b"\x91s",
+    "a scale of shared tuples": SCALER + b"U\x05scale" + _tuples(60) + b"s",
+    "a key that is deep": b"}" + b")" + b"\x85" * 1_000_000 + b"K\x01s",
+    "a scale that is deep": SCALER + b"U\x05scale" + b")" + b"\x85" * 1_000_000 + b"s",
+    "a gibibyte": SCALER + b"U\x05scale" + _body(Call(bytearray, 2**30)) + b"s",
+    "a gibibyte that was announced": b"\x8e" + struct.pack("<Q", 2**30) + b"x",
+    "dicts": b"}" * 4_000_000,
+    "sets": b"\x8f" * 4_000_000,
+    "marks": b"(" * 4_000_000,
+    "a place in the memo": b"}r\xff\xff\xff\x7f",
+    "classes": b"".join(b"cm\nn%d\n" % n for n in range(300_000)),
+    "objects": b"cm\nn\nq\x00" + b"h\x00)R" * 1_000_000,
+    "a long integer": SCALER + b"U\x05scale\x8b" + struct.pack("<i", 2**22) + b"\x01" * 2**22 + b"s",
+    "digits": SCALER + b"U\x05scale" + b"I" + b"9" * 4_000_000 + b"\ns",
+}
+
+
+@pytest.mark.parametrize("name", HANGING)
+def test_a_pickle_made_to_hang_or_to_fill_the_memory_is_refused_soon(tmp_path, name):
+    """Also where no exception of Python can end it."""
+    (tmp_path / "f.pt").write_bytes(archive(b"\x80\x02" + HANGING[name] + b"."))
+    refused_soon(tmp_path, "checkpoint", "show", "f.pt")
+
+
+def test_a_search_through_shared_dicts_ends_soon(tmp_path):
+    """Dicts that hold one dict hundreds of times, three deep, have more ways to it than anyone can walk."""
+    level = {"amp": {"loss_scale": 8.0}}
+    for _ in range(3):
+        level = {f"n{n}": level for n in range(400)}
+    (tmp_path / "f.pt").write_bytes(archive(pickle.dumps(level, protocol=2)))
+    refused_soon(tmp_path, "checkpoint", "show", "f.pt")
+
+
+@pytest.mark.parametrize("way", [Call(exec, "open('ran', 'w')"), Call(open, "ran", "w")], ids=["exec", "open"])
+@pytest.mark.parametrize("opcodes", [b"", b"0", b"}b", b"(K\x01a", b"K\x01K\x01s", b"(K\x01K\x01u"])
+def test_nothing_in_a_file_runs(tmp_path, way, opcodes):
+    """A call is read as an object without attributes, and what is done with the object does nothing."""
+    body = SCALER + b"U\x05other" + _body(way) + opcodes + b"s"
+    (tmp_path / "f.pt").write_bytes(archive(b"\x80\x02" + body + b"."))
+    run("checkpoint", "show", "f.pt", cwd=tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_modules_beside_the_file_are_not_imported(tmp_path):
+    """The process that reads a file does not look for modules in the present folder."""
+    for name in ("json", "zipfile", "numpy", "lossscale"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    (tmp_path / "f.pt").write_bytes(archive(pickle.dumps(TORCHS, protocol=2)))
+    assert run("checkpoint", "show", "f.pt", cwd=tmp_path).returncode == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def _made(name, module):
+    return type(name, (), {"__module__": module})
+
+
+def test_pickled_objects_are_dicts_of_their_attributes(tmp_path, monkeypatch):
+    """DeepSpeed saves its scaler whole, and Megatron-LM its arguments beside it: neither is imported."""
+    kind = _made("DynamicLossScaler", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "DynamicLossScaler", kind, raising=False)
+    scaler = kind()
+    scaler.__dict__.update(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9, dtype=None)
+    (tmp_path / "f.pt").write_bytes(archive(pickle.dumps({"loss_scaler": scaler, "a": 1j}, protocol=2)))
+    done = run("checkpoint", "convert", "f.pt", "--from", "deepspeed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    state = json.loads(done.stdout)
+    assert (state["loss_scale"], state["growth_tracker"]) == (8.0, 7)
+
+
+NUMBERS = {"FloatStorage": "<f", "DoubleStorage": "<d", "HalfStorage": "<e", "LongStorage": "<q", "ShortStorage": "<h"}
+
+
+def _with_tensor(kind, code, *, shape=(1,), offset=1, count=2, key="0"):
+    """Return a file whose scale is a tensor with the second number of a storage."""
+    pid = b"(U\x07storagectorch\n%s\nU\x01%sU\x03cpuK%ctQ" % (kind.encode(), key.encode(), count)
+    shapes = _body(shape) + _body((1,) * len(shape))
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K%c" % offset + shapes + b"\x89}tR"
+    body = SCALER + b"U\x05scale" + tensor + b"s"
+    return archive(b"\x80\x02" + body + b".", **{"data/0": struct.pack(f"<{2 * code[1:]}", 3, 16)})
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_tensors_of_one_element_are_numbers(tmp_path, kind, shape):
+    """As Megatron-LM saves its scale."""
+    (tmp_path / "f.pt").write_bytes(_with_tensor(kind, NUMBERS[kind], shape=shape))
+    done = run("checkpoint", "convert", "f.pt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["loss_scale"] == 16.0
+
+
+ODD_TENSORS = {
+    "several elements": {"shape": (2, 1)},
+    "none": {"shape": (0,)},
+    "outside of its storage": {"offset": 9},
+    "a type that is not known": {"kind": "OtherStorage"},
+}
+
+
+@pytest.mark.parametrize("odd", ODD_TENSORS.values(), ids=ODD_TENSORS)
+def test_other_tensors_are_refused_by_their_shape(tmp_path, odd):
+    """Where a number is needed."""
+    (tmp_path / "f.pt").write_bytes(_with_tensor(odd.pop("kind", "FloatStorage"), "<f", **odd))
+    said = refused(run("checkpoint", "show", "f.pt", cwd=tmp_path))
+    assert "scale=Tensor of shape (" in said
+    assert "must be one number" in said
+
+
+@pytest.mark.parametrize("content", [{"key": "7"}, {"count": 0}, {"shape": ("a",)}, {"shape": (1,) * 200}], ids=str)
+def test_odd_storages_are_refused(tmp_path, content):
+    """A storage that is not in the file, one of no elements, shapes of text."""
+    (tmp_path / "f.pt").write_bytes(_with_tensor("FloatStorage", "<f", **content))
+    run("checkpoint", "show", "f.pt", cwd=tmp_path)
+
+
+WHOLE = archive(pickle.dumps({"scaler": TORCHS, "model": {"weight": [1.0, 2.0]}}, protocol=2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_refused_in_one_line(tmp_path_factory, data):
+    """Or read, where the damage is elsewhere."""
+    folder = tmp_path_factory.mktemp("damaged")
+    content = bytearray(WHOLE)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (folder / "f.pt").write_bytes(content[: data.draw(st.sampled_from([None, -1, -30, 100]))])
+    done = run("checkpoint", "show", "f.pt", cwd=folder)
+    assert done.returncode in (0, 2)
+    assert done.stderr.count("\n") == (done.returncode == 2)
