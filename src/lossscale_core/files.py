@@ -16,7 +16,6 @@ except ImportError:  # of Windows
 
 __all__ = [
     "LARGEST_CONFIG",
-    "LARGEST_DATA",
     "LARGEST_PARSED",
     "TOML_END",
     "TOML_START",
@@ -37,8 +36,6 @@ _LARGEST_TOML = 2**16
 """The most bytes that a TOML file may have: its parser takes long for many keys."""
 LARGEST_PARSED = 2**23
 """The most bytes of a checkpoint in JSON, or of a recorded run in JSON or text. JSON takes 25 times that in memory."""
-LARGEST_DATA = 2**26
-"""The most bytes that a recorded run in CSV may have."""
 TOML_START = "# written by lossscale; without its last line this file is incomplete\n"
 """The first line of a TOML file that this library writes."""
 TOML_END = "\n# end\n"
@@ -46,10 +43,18 @@ TOML_END = "\n# end\n"
 _DEEPEST_TOML = 16
 _TEMPORARY = re.compile(r"\.lossscale-[0-9a-f]{16}\.tmp")
 _PIPES = ("/dev/stdin", "/dev/fd/")
-_COMMENTS = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
-# Possessive, so that the time grows with the length of the text and not with its square.
-_WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_TOO_DEEP = re.compile(rf"(?<![\w-]){_WORD}(?:[ \t]*+\.[ \t]*+{_WORD}){{{_DEEPEST_TOML},}}")
+# Tokens of TOML: texts of several lines, comments, and keys or values, whose parts are words joined by dots. All are
+# possessive, and what is not closed ends with its line or the file, so that the time grows with the length of the text.
+_WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n])*+\\?(?:"|(?=\n)|\Z)|'[^'\n]*+(?:'|(?=\n)|\Z))"""
+_DOT_WORD = rf"(?:[ \t]*+\.[ \t]*+{_WORD})"
+_TOML_TOKEN = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\\?\Z)'
+    r"|'''(?:[^']|'(?!''))*+(?:'''|\Z)"
+    r"|#[^\n]*+"
+    rf"|(?P<too_deep>{_WORD}{_DOT_WORD}{{{_DEEPEST_TOML},}})"
+    rf"|{_WORD}{_DOT_WORD}*+",
+    re.DOTALL,
+)
 
 
 def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) -> None:
@@ -195,7 +200,7 @@ def _parse_json(text: str, **options: Any) -> Any:
 def _parse_toml(text: str) -> Any:
     import tomllib
 
-    if _TOO_DEEP.search(_COMMENTS.sub("", text)):
+    if any(token["too_deep"] for token in _TOML_TOKEN.finditer(text)):
         raise ValueError(f"a key has more than {_DEEPEST_TOML} parts")
     if text.startswith(TOML_START.rstrip()) and TOML_END.strip() not in text.splitlines():
         raise ValueError(f"it was cut, since its last line {TOML_END.strip()!r} is missing; write it again")

@@ -23,8 +23,10 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_core.files import read_data
 from lossscale_core.messages import shown
 from tests.command.commanding import refused, run
+from tests.command.test_pickles import refused_soon
 
 LONGEST = 3000
 SECONDS = 2.0
@@ -87,17 +89,25 @@ def test_toml_with_deep_keys_is_refused_soon(tmp_path, form, word):
     assert "more than 16 parts" in _refused_soon(tmp_path, ("policy", "check", "f.toml"))
 
 
-@pytest.mark.parametrize("unit", ["a", '"', "a ", "a.a ", "[", "a.\n"])
+@pytest.mark.parametrize("unit", ["a", '"', "a ", "a.a ", "[", "a.\n", '\\"', "'''", '"""\\', "'.", '"""a'])
 def test_odd_toml_of_64_kib_is_refused_soon(tmp_path, unit):
     """Whatever it repeats."""
     (tmp_path / "f.toml").write_text(unit * (65_000 // len(unit)))
     _refused_soon(tmp_path, ("policy", "check", "f.toml"))
 
 
-def test_a_comment_with_many_dots_is_no_key(tmp_path):
-    """Such as the number of an object in a standard."""
-    (tmp_path / "f.toml").write_text('# id 1.3.6.1.4.1.311.21.8.1.2.3.4.5.6.7.8\nkind = "dynamic"\n')
-    assert load_policy(tmp_path / "f.toml") == DynamicScaling()
+DOTS = "1.3.6.1.4.1.311.21.8.1.2.3.4.5.6.7.8.9"
+NOT_KEYS = ["# id {}\n", "x = 1 # {}\n", 'x = "{}"\n', "x = '{}'\n", 'x = """\n{}\n"""\n', "x = '''\n{}\n'''\n"]
+
+
+@pytest.mark.parametrize("line", NOT_KEYS, ids=str.strip)
+def test_many_dots_outside_of_keys_do_no_harm(tmp_path, line):
+    """Such as the number of an object in a standard, in a comment or a text."""
+    (tmp_path / "f.toml").write_text(line.format(DOTS))
+    read_data(tmp_path / "f.toml", PolicyError)
+    (tmp_path / "f.toml").write_text(line.format(DOTS) + "a." * 20 + "a = 1\n")
+    with pytest.raises(PolicyError, match="more than 16 parts"):
+        read_data(tmp_path / "f.toml", PolicyError)
 
 
 def test_toml_above_64_kib_is_refused(tmp_path):
@@ -110,18 +120,7 @@ def test_toml_above_64_kib_is_refused(tmp_path):
 def test_json_takes_less_than_300_mb(tmp_path, unit):
     """The largest file that is read, of what takes the most memory for each byte."""
     (tmp_path / "f.json").write_text(f'{{"scale":[{unit * (8_380_000 // len(unit))}0]}}')
-    code = """
-from pathlib import Path
-from lossscale.cli import run
-try:
-    run(["checkpoint", "show", "f.json"])
-finally:
-    print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert int(done.stdout) < 300_000
+    refused_soon(tmp_path, "checkpoint", "show", "f.json")
 
 
 def test_json_above_8_mib_is_refused(tmp_path):
@@ -304,18 +303,41 @@ def test_a_row_in_the_middle_that_was_cut_is_refused(tmp_path):
 
 
 ODD = {
-    "columns": "1," * 2_000_000 + "\n",
-    "rows": "1\n" * 500_000,
-    "quote": '"' * 4_000_000,
-    "cells": ("1," * 4000 + "1\n") * 500,
+    "columns": b"1," * 2_000_000 + b"\n",
+    "rows": b"1\n" * 500_000,
+    "quote": b'"' * 4_000_000,
+    "cells": (b"1," * 4000 + b"1\n") * 500,
+    "no scale": b"a,b\n" + b"1,1\n" * 4_000_000,
+    "empty lines": b"step,scale\n" + b"\n" * 2**25,
+    "many rows": b"step,scale\n" + b"1,1\n" * 4_000_000,
+    "not text": b"\xff" * 2**26,
+    "lines that are not text": b"step,scale\n" + (b"\xff" * 1000 + b"\n") * 60_000,
+    "wide rows": b"step,scale" + b",a" * 900 + b"\n" + (b"1,1" + b",1" * 900 + b"\n") * 36_000 + b"1\n",
 }
 
 
-@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
-def test_odd_csv_is_refused_soon(tmp_path, text):
-    """Many columns, many rows without a title, an open quote."""
-    (tmp_path / "f.csv").write_text(text)
-    _refused_soon(tmp_path, ("plot", "f.csv", "-o", "f.svg"))
+@pytest.mark.parametrize("content", ODD.values(), ids=ODD)
+def test_odd_csv_is_refused_soon(tmp_path, content):
+    """Many columns, many rows, an open quote, bytes that are not text."""
+    (tmp_path / "f.csv").write_bytes(content)
+    refused_soon(tmp_path, "plot", "f.csv", "-o", "f.svg")
+
+
+ODD_STEPS = {
+    "flags": ("--overflow", b"0 " * 2_090_000 + b"x"),
+    "digits": ("--overflow", b"01" * 2_090_000 + b"x"),
+    "words": ("--overflow", b"true " * 800_000 + b"x"),
+    "numbers": ("--gradient-max", b"1," * 2_090_000 + b"x"),
+    "not text": ("--gradient-max", b"\xff" * 4_190_000),
+    "nothing": ("--gradient-max", b" " * 4_190_000),
+}
+
+
+@pytest.mark.parametrize(("option", "content"), ODD_STEPS.values(), ids=ODD_STEPS)
+def test_odd_steps_are_refused_soon(tmp_path, option, content):
+    """The largest file that is read, with a bad value at its end."""
+    (tmp_path / "f.txt").write_bytes(content)
+    refused_soon(tmp_path, "simulate", "dynamic", option, "f.txt")
 
 
 def test_rows_of_different_names_are_refused_soon(tmp_path):

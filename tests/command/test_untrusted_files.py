@@ -212,7 +212,7 @@ def test_a_run_of_a_gigabyte_is_refused_without_being_read(tmp_path, within):
     with (tmp_path / "f.txt").open("wb") as file:
         file.truncate(2**30)
     said = refused(within(20.0, lambda: run("simulate", "dynamic", "--overflow", "f.txt", cwd=tmp_path)))
-    assert "more than 8 MiB" in said
+    assert "more than 4 MiB" in said
 
 
 @pytest.mark.parametrize("name", ["[/x].json", "[red]p.json", ":bomb:.json"])

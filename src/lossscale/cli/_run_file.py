@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import LARGEST_DATA, LARGEST_PARSED, open_regular, read_data, read_text, suffix_of
+from lossscale_core.files import LARGEST_PARSED, open_regular, read_data, suffix_of
 from lossscale_core.messages import shown_names
 
 # The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
@@ -25,9 +25,11 @@ _NAMES = {
     "norm": ("norm", "grad_norm", "gradient_norm", "total_norm"),
 }
 _MOST_COLUMNS = 1000
-_MOST_CELLS = 2**24
+_MOST_LINES = 2**20
+_LONGEST_LINE = 2**20
+_LARGEST_CSV = 2**26
 _FLAGS = ("overflowed", "applied", "spiked")
-_WORDS = {"": math.nan, "true": 1.0, "false": 0.0, "none": math.nan, "null": math.nan}
+_WORDS = {"": math.nan, "true": 1.0, "false": 0.0}
 
 
 class RecordedRun(NamedTuple):
@@ -45,15 +47,10 @@ class RecordedRun(NamedTuple):
 
 def read_run(path: Path) -> RecordedRun:
     """Return the run that a CSV, JSON or TensorBoard event file holds. Raises `TraceFileError`; `OSError`."""
-    columns = _reader(path)(path)
-    found = {role: values for role, names in _NAMES.items() if (values := _column(columns, names)) is not None}
+    found = _reader(path)(path)
     for role in _FLAGS:
         if role in found and not {0.0, 1.0}.issuperset(found[role][np.isfinite(found[role])]):
             del found[role]  # a share or a count under the same name
-    if "scale" not in found:
-        raise TraceFileError(
-            f"{path} has no column for the loss scale, such as 'loss_scale'; it has {shown_names(columns) or 'nothing'}"
-        )
     return _run(path, found)
 
 
@@ -83,12 +80,23 @@ def _overflows(found: dict[str, Any], spiked: NDArray[np.bool_]) -> tuple[NDArra
     return np.append(np.diff(found["scale"]) < 0, False), True
 
 
-def _column(columns: dict[str, Any], names: Iterable[str]) -> Any:
+def _roles(path: Path, titles: Iterable[str]) -> dict[str, str]:
+    """Return the title of the column for each role. Raises `TraceFileError` if no column holds the loss scale."""
+    titles = list(titles)
+    found = {role: title for role, names in _NAMES.items() if (title := _title(titles, names)) is not None}
+    if "scale" not in found:
+        raise TraceFileError(
+            f"{path} has no column for the loss scale, such as 'loss_scale'; it has {shown_names(titles) or 'nothing'}"
+        )
+    return found
+
+
+def _title(titles: list[str], names: Iterable[str]) -> str | None:
     for name in names:
-        for title, values in columns.items():
+        for title in titles:
             plain = title.strip().lower()
             if name in (plain, plain.rpartition(" - ")[2], plain.rpartition("/")[2]):
-                return values
+                return title
     return None
 
 
@@ -102,32 +110,41 @@ def _reader(path: Path) -> Callable[[Path], dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
-    text = read_text(path, TraceFileError, LARGEST_DATA, errors="replace")
-    rows = filter(None, csv.reader(_whole_lines(path, text)))
+    rows = filter(None, csv.reader(_whole_lines(path)))
     try:
         titles = next(rows, [])
         if len(titles) > _MOST_COLUMNS:
             raise TraceFileError(f"{path} has more than {_MOST_COLUMNS} columns; pass a file with fewer")
-        columns = [array("d") for _ in titles]
+        roles = _roles(path, titles)
+        places = {title: place for place, title in enumerate(titles)}
+        columns = [(array("d"), places[title]) for title in roles.values()]
         for number, row in enumerate(rows, 2):
             if len(row) != len(titles):
                 raise TraceFileError(f"{path}: row {number} has {len(row)} cells, but the first row has {len(titles)}")
-            if number * len(columns) > _MOST_CELLS:
-                raise TraceFileError(f"{path} holds more than {_MOST_CELLS} cells; pass a file with fewer columns")
-            for column, cell in zip(columns, row, strict=True):
-                column.append(_number(cell))
+            for column, place in columns:
+                column.append(_number(row[place]))
     except csv.Error as error:
         raise TraceFileError(f"{path} is not valid CSV: {error}") from error
-    return {title: np.array(column) for title, column in zip(titles, columns, strict=True)}
+    return {role: np.array(column) for role, (column, _) in zip(roles, columns, strict=True)}
 
 
-def _whole_lines(path: Path, text: str) -> Iterator[str]:
+def _whole_lines(path: Path) -> Iterator[str]:
     """Yield the lines that have an end; the last one may have been cut in the middle of a number."""
-    start = 0
-    while end := text.find("\n", start) + 1:
-        yield text[start:end]
-        start = end
-    if text[start:].strip():
+    with open_regular(path, TraceFileError) as file:
+        size = 0
+        for _ in range(_MOST_LINES):
+            line = file.readline(_LONGEST_LINE)
+            size += len(line)
+            if len(line) == _LONGEST_LINE or size > _LARGEST_CSV:
+                raise TraceFileError(
+                    f"{path} holds more than {_LARGEST_CSV >> 20} MiB, or a line of 1 MiB; pass a smaller file"
+                )
+            if not line.endswith(b"\n"):
+                break
+            yield line.decode("utf-8", errors="replace").removeprefix("\ufeff")
+        else:
+            raise TraceFileError(f"{path} has more than {_MOST_LINES} lines; keep a part of them")
+    if line.strip():
         note = f"{path}: the last row is ignored, since it has no end and may have been cut"
         warnings.warn(note, stacklevel=2)
 
@@ -144,7 +161,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise TraceFileError(f"{path} must hold an object with a list for each column, or a list of objects")
     columns = {name: values for name, values in content.items() if isinstance(values, list)}
     longest = max(map(len, columns.values()), default=0)
-    return {name: _numbers(values) for name, values in columns.items() if len(values) == longest}
+    columns = {name: values for name, values in columns.items() if len(values) == longest}
+    return {role: _numbers(columns[title]) for role, title in _roles(path, columns).items()}
 
 
 def _read_events(path: Path) -> dict[str, Any]:
@@ -168,7 +186,8 @@ def _read_events(path: Path) -> dict[str, Any]:
             tensors = events.Tensors(tag)
             series[tag] = {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in tensors}
     steps = sorted(set().union(*series.values()))
-    columns = {tag: np.array([values.get(step, math.nan) for step in steps]) for tag, values in series.items()}
+    tags_of = _roles(path, series)
+    columns = {role: np.array([series[tag].get(step, math.nan) for step in steps]) for role, tag in tags_of.items()}
     return {**columns, "step": np.array(steps, dtype=float)}
 
 
@@ -178,8 +197,11 @@ def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
 
 def _number(value: Any) -> float:
     """Return a cell as a number; NaN for whatever is not one, since exports have columns of words, too."""
-    word = str(value).strip().lower()
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _WORDS:  # most cells of flags; an exception for each would take longer than all the rest
+            return _WORDS[word]
     try:
-        return _WORDS[word] if word in _WORDS else float(word)
-    except ValueError:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
         return math.nan
