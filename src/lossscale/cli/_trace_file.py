@@ -50,7 +50,7 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 
 
 def _values(path: Path, key: str) -> Iterable[Any]:
-    """Return the values of a JSON list, or the words of a text, one after the other, since a list takes ten times more."""
+    """Return the values of a JSON list, or the words of a text one by one: a list of them would take ten times more."""
     if suffix_of(path) == ".json":
         content = read_data(path, TraceFileError, _LARGEST)
     else:
