@@ -3,7 +3,8 @@
 `lossscale` has the names of `lossscale_core`: policies, states and the five verbs on NumPy. It also finds the class or
 function that trains in each framework: `lossscale.GradScaler` for PyTorch, `lossscale.loss_scaled` for JAX and
 `lossscale.LossScaleOptimizer` for TensorFlow and Keras. Their packages, `lossscale_torch`, `lossscale_jax` and
-`lossscale_tf`, have the rest. `lossscale` is also a command: `python -m lossscale`.
+`lossscale_tf`, have the rest. `lossscale.dialects` reads and writes other tools' configs and checkpoints.
+`lossscale` is also a command: `python -m lossscale`.
 """
 
 import importlib
@@ -24,6 +25,8 @@ def __getattr__(name: str) -> Any:
     # Each of these packages imports its framework, which takes seconds and may not be installed.
     if name in _IN_FRAMEWORKS:
         return getattr(importlib.import_module(_IN_FRAMEWORKS[name]), name)
+    if name == "dialects":
+        return importlib.import_module("lossscale.dialects")
     if name in __all__:
         return getattr(lossscale_core, name)
     raise AttributeError(f"module 'lossscale' has no attribute {name!r}; see dir(lossscale_core) for the public names")
@@ -31,4 +34,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names that need no framework."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "dialects"})

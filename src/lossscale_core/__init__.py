@@ -33,12 +33,12 @@ from lossscale_core._report import (
     step_info,
 )
 from lossscale_core._schema import policy_schema
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import ScaleState, TolerantScaleState
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
+from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, TolerantScaleState
 from lossscale_core._voice import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import dialects, testing
+    from lossscale_core import testing
     from lossscale_core._range import RangeReport
     from lossscale_core._range_records import OperationRange
 
@@ -47,11 +47,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
+    "AnyScaleState",
     "BaseScaling",
     "DynamicScaling",
     "FixedScaling",
     "GradientReport",
     "GuardState",
+    "HostScalar",
     "NoScaling",
     "OnFloor",
     "OperationRange",
@@ -69,9 +71,9 @@ __all__ = [
     "all_finite",
     "as_policy",
     "check_overflow_streak",
+    "check_setting",
     "check_spike_streak",
     "diagnose",
-    "dialects",
     "dump_policy",
     "errors",
     "files",
@@ -98,9 +100,7 @@ __all__ = [
 def __getattr__(name: str) -> _typing.Any:
     # Training needs none of these, and they would add a tenth to the time of the import, which each process of a run
     # pays. The import statements set the names in this module, so that only the first use comes here.
-    if name == "dialects":
-        import lossscale_core.dialects
-    elif name == "testing":
+    if name == "testing":
         import lossscale_core.testing  # noqa: F401
     elif name in ("OperationRange", "RangeReport"):
         from lossscale_core._range import RangeReport

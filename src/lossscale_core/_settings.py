@@ -118,6 +118,25 @@ RULES = {
     "tolerance": SHARE,
 }
 """The rule of each setting, by its name, whichever policy has it."""
+
+
+def check_setting(name: str, value: Any) -> Any:
+    """Check one value by the rule of the setting of this name, without the other settings of a policy.
+
+    Args:
+        name: A setting of the library's policies, such as `"growth_interval"`.
+        value: Any value.
+
+    Returns:
+        The value as a plain Python number or bool, or None where the setting takes it.
+
+    Raises:
+        PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
+        KeyError: There is no such setting.
+    """
+    return RULES[name].validate(name, value)
+
+
 _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 

@@ -1,13 +1,14 @@
 """The policies that TensorFlow's own documents name, under their parameters and defaults."""
 
-from typing import Any, cast
+import math
+from collections.abc import Callable
+from typing import Any
 
-from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.dialects import from_peer
+from lossscale_core import LARGEST_SCALE, DynamicScaling, FixedScaling, ScalingPolicy, as_policy, check_setting
 from lossscale_core.errors import PolicyError
+from lossscale_core.messages import shown
 
-# What a tool's arguments mean is said once, in `lossscale_core.dialects`. These functions are called by the tool's own
-# names, so that what it does wrong is known to their users, and no warning repeats it.
+_LARGEST_COUNT = 2**31 - 1
 
 
 def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
@@ -15,22 +16,26 @@ def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the 
 
     `ValueError` below 1, as there.
     """
-    _require_at_least_one("loss_scale_value", loss_scale_value)
-    return cast(FixedScaling, from_peer("tf-v1", {"loss_scale_value": float(loss_scale_value)}, warn=False))
+    return FixedScaling(_scale("loss_scale_value", loss_scale_value))
 
 
 def DynamicLossScale(  # noqa: N802
     initial_loss_scale: float = 2.0**15, increment_period: float = 2000, multiplier: float = 2.0
 ) -> DynamicScaling:
     """Return the policy of `tf.compat.v1.mixed_precision.DynamicLossScale`."""
-    config = {"initial_loss_scale": float(initial_loss_scale), "increment_period": increment_period}
-    return cast(DynamicScaling, from_peer("tf-v1", {**config, "multiplier": multiplier}, warn=False))
+    growth_factor = _checked("multiplier", multiplier, "growth_factor")
+    return DynamicScaling(
+        init_scale=_scale("initial_loss_scale", initial_loss_scale),
+        growth_interval=_count("increment_period", increment_period, math.floor),
+        growth_factor=growth_factor,
+        backoff_factor=1.0 / growth_factor,
+        max_scale=LARGEST_SCALE,
+    )
 
 
 def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
     """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`; `ValueError` below 1, as there."""
-    _require_at_least_one("loss_scale", loss_scale)
-    return cast(FixedScaling, from_peer("tf-contrib", {"loss_scale": float(loss_scale)}, warn=False))
+    return FixedScaling(_scale("loss_scale", loss_scale))
 
 
 def ExponentialUpdateLossScaleManager(  # noqa: N802
@@ -41,19 +46,47 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
     decr_ratio: float = 0.8,
 ) -> DynamicScaling:
     """Return the policy of `tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager`."""
-    config = {
-        "init_loss_scale": float(init_loss_scale),
-        "incr_every_n_steps": incr_every_n_steps,
-        "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
-        "incr_ratio": float(incr_ratio),
-        "decr_ratio": float(decr_ratio),
-    }
-    return cast(DynamicScaling, from_peer("tf-contrib", config, warn=False))
+    return DynamicScaling(
+        init_scale=_scale("init_loss_scale", init_loss_scale),
+        growth_interval=_count("incr_every_n_steps", incr_every_n_steps, math.ceil),
+        hysteresis=_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf, math.ceil),
+        growth_factor=_checked("incr_ratio", incr_ratio, "growth_factor"),
+        backoff_factor=_checked("decr_ratio", decr_ratio, "backoff_factor"),
+        refill_on_finite=False,
+        refill_on_backoff=True,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-def _require_at_least_one(name: str, value: float) -> None:
-    if not value >= 1.0:
-        raise PolicyError(f"{name}={value!r}: loss scale must be at least 1")
+def _scale(argument: str, value: float) -> float:
+    """Return a first scale, which TensorFlow never lets fall below 1.
+
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
+    """
+    scale = _checked(argument, value, "init_scale")
+    if scale < 1.0:
+        raise PolicyError(f"{argument}={value!r}: loss scale must be at least 1")
+    return scale
+
+
+def _checked(argument: str, value: float, setting: str) -> float:
+    """Return the value of an argument as a setting. Raises `PolicyError` with the name of the argument."""
+    try:
+        checked: float = check_setting(setting, float(value))
+    except PolicyError as reason:
+        raise PolicyError(f"{argument}={shown(value)} cannot be the setting {setting}: {reason}") from None
+    return checked
+
+
+def _count(argument: str, value: float, rounded: Callable[[float], int]) -> int:
+    """Return a count that TensorFlow compares with `>=`, so that anything below 1 acts as 1 does.
+
+    Keras and `tf.compat.v1` cut off a fraction; `tf.contrib` compares with it:
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
+    """
+    if math.isnan(value):
+        raise PolicyError(f"{argument}={value!r} must be a number; pass a whole number such as 2000")
+    return rounded(min(max(value, 1), _LARGEST_COUNT))
 
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> ScalingPolicy:
@@ -69,13 +102,16 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
                     "initial_scale and dynamic_growth_steps go with dynamic scaling; set them in the policy"
                 )
             return as_policy(loss_scale)
-        config = {"initial_scale": initial_scale, "dynamic_growth_steps": growth_steps}
-        return from_peer("keras", config, warn=False)
+        return DynamicScaling(
+            init_scale=2.0**15 if initial_scale is None else _scale("initial_scale", initial_scale),
+            growth_interval=2000 if growth_steps is None else _count("dynamic_growth_steps", growth_steps, math.floor),
+            max_scale=LARGEST_SCALE,
+        )
     if initial_scale is None:
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
     if growth_steps is not None:
         raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
-    return from_peer("keras", {"dynamic": False, "initial_scale": float(initial_scale)}, warn=False)
+    return FixedScaling(_checked("initial_scale", initial_scale, "init_scale"))
 
 
 _BASE_DEFAULTS = {

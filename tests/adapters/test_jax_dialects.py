@@ -12,8 +12,8 @@ from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lossscale.dialects import from_tool, state_from_tool, to_tool
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
 from tests.sweeping import few_examples
@@ -25,11 +25,11 @@ def _assert_alike(name, config, original, step, saved, grads_finite, stop):
     """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DialectWarning)
-        policy = from_peer(name, config)
+        policy = from_tool(name, config)
     states = [policy.init_state()]
     for index, finite in enumerate(grads_finite):
         if index == stop:
-            states.append(state_from_peer(name, saved(original), policy))
+            states.append(state_from_tool(name, saved(original), policy))
         original, scale = step(original, jnp.asarray(finite))
         if not SMALLEST_SCALE < scale < LARGEST_SCALE:
             return
@@ -62,7 +62,7 @@ def test_jmp_loses_its_floor_under_jit():
     scaler = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(4.0))
     adjust = jax.jit(lambda scaler, finite: scaler.adjust(finite))
     with pytest.warns(DialectWarning, match="min_loss_scale is lost under jit"):
-        policy = from_peer("jmp", {"loss_scale": 8.0, "min_loss_scale": 4.0, "jit": True})
+        policy = from_tool("jmp", {"loss_scale": 8.0, "min_loss_scale": 4.0, "jit": True})
     state = policy.init_state()
     for _ in range(5):
         scaler, state = adjust(scaler, jnp.asarray(False)), policy.update(state, False)
@@ -97,9 +97,9 @@ def test_flax(config, grads_finite, stop):
 
 def test_the_fields_of_a_scaler_are_a_config():
     """`vars` of a scaler is read as it is, arrays and all."""
-    policy = from_peer("flax", vars(DynamicScale(growth_interval=5)))
+    policy = from_tool("flax", vars(DynamicScale(growth_interval=5)))
     assert (policy.growth_interval, policy.min_scale) == (6, SMALLEST_SCALE)
-    policy = from_peer("jmp", vars(jmp.DynamicLossScale(jnp.float32(8.0))))
+    policy = from_tool("jmp", vars(jmp.DynamicLossScale(jnp.float32(8.0))))
     assert (policy.init_scale, policy.growth_interval) == (8.0, 2000)
     np.testing.assert_array_equal(policy.init_state().loss_scale, np.float32(8.0))
 
@@ -107,8 +107,8 @@ def test_the_fields_of_a_scaler_are_a_config():
 @pytest.mark.parametrize("config", [{}, {"minimum_scale": 1.0, "growth_interval": 3}])
 def test_what_is_written_makes_a_dynamic_scale(config):
     """flax's class takes it, and its floor holds."""
-    policy = from_peer("flax", config)
-    scaler = DynamicScale(**to_peer("flax", policy)).replace(scale=jnp.float32(2.0 * policy.min_scale))
+    policy = from_tool("flax", config)
+    scaler = DynamicScale(**to_tool("flax", policy)).replace(scale=jnp.float32(2.0 * policy.min_scale))
     for _ in range(3):
         scaler, *_ = scaler.value_and_grad(lambda x: x * jnp.inf)(jnp.float32(1.0))
     assert float(scaler.scale) == policy.min_scale
@@ -117,8 +117,8 @@ def test_what_is_written_makes_a_dynamic_scale(config):
 @pytest.mark.parametrize("min_scale", [SMALLEST_SCALE, 1.0, 4.0])
 def test_what_is_written_makes_a_dynamic_loss_scale(min_scale):
     """jmp's class takes it, and its floor holds."""
-    policy = from_peer("jmp", {"loss_scale": 2.0 * min_scale, "min_loss_scale": min_scale, "period": 3})
-    written = to_peer("jmp", policy)
+    policy = from_tool("jmp", {"loss_scale": 2.0 * min_scale, "min_loss_scale": min_scale, "period": 3})
+    written = to_tool("jmp", policy)
     scaler = jmp.DynamicLossScale(**{k: jnp.float32(v) if "scale" in k else v for k, v in written.items()})
     for _ in range(3):
         scaler = scaler.adjust(jnp.asarray(False))
@@ -129,5 +129,5 @@ def test_what_is_written_makes_a_dynamic_loss_scale(min_scale):
 @pytest.mark.parametrize("place", [jnp.asarray, lambda value: jnp.asarray([value])])
 def test_arrays_in_a_checkpoint(place):
     """Device arrays, of no dimension or of one element, are the numbers they hold."""
-    state = state_from_peer("flax", {"scale": place(8.0), "fin_steps": place(7)})
+    state = state_from_tool("flax", {"scale": place(8.0), "fin_steps": place(7)})
     assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

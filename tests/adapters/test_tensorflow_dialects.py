@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lossscale_tf
+from lossscale.dialects import from_tool, state_from_tool, to_tool
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_tf import v1
@@ -25,11 +25,11 @@ def _assert_alike(name, config, step, saved, grads_finite, stop):
     """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DialectWarning)
-        policy = from_peer(name, config)
+        policy = from_tool(name, config)
     states = [policy.init_state()]
     for index, finite in enumerate(grads_finite):
         if index == stop:
-            states.append(state_from_peer(name, saved(), policy))
+            states.append(state_from_tool(name, saved(), policy))
         scale = float(step(finite))
         if not SMALLEST_SCALE < scale < LARGEST_SCALE:
             return
@@ -106,7 +106,11 @@ def test_compat_v1(config, grads_finite, stop):
         return {f"opt/loss_scale/{name}": value for name, value in loss_scale._weights.items()}
 
     _assert_alike("tf-v1", loss_scale.get_config(), step, lambda: _names(saved()), grads_finite, stop)
-    assert from_peer("keras-experimental", config) == from_peer("tf-v1", loss_scale.get_config())
+    assert from_tool("keras-experimental", config) == from_tool("tf-v1", loss_scale.get_config())
+
+
+def _keras_policy(**arguments):
+    return lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), **arguments).policy
 
 
 INTERVALS = [1, 3, 0, -2, 2.5, 7.0, float("inf"), 10**10]
@@ -115,11 +119,36 @@ INTERVALS = [1, 3, 0, -2, 2.5, 7.0, float("inf"), 10**10]
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_the_drop_ins_take_their_meaning_of_an_interval_from_the_dialects(interval):
     """One policy each for `tf.compat.v1`, `tf.contrib` and Keras, whichever way its arguments come."""
-    assert v1.DynamicLossScale(increment_period=interval) == from_peer("tf-v1", {"increment_period": interval})
+    assert v1.DynamicLossScale(increment_period=interval) == from_tool("tf-v1", {"increment_period": interval})
     contrib = {"init_loss_scale": 8.0, "incr_every_n_steps": interval, "decr_every_n_nan_or_inf": interval}
-    assert v1.ExponentialUpdateLossScaleManager(**contrib) == from_peer("tf-contrib", contrib)
+    assert v1.ExponentialUpdateLossScaleManager(**contrib) == from_tool("tf-contrib", contrib)
     optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), dynamic_growth_steps=interval)
-    assert optimizer.policy == from_peer("keras", {"dynamic_growth_steps": interval})
+    assert optimizer.policy == from_tool("keras", {"dynamic_growth_steps": interval})
+
+
+SAME = [
+    (v1.DynamicLossScale, "tf-v1", {}),
+    (v1.DynamicLossScale, "tf-v1", {"initial_loss_scale": 3.0, "multiplier": 4.0}),
+    (v1.FixedLossScale, "tf-v1", {"loss_scale_value": 24.0}),
+    (v1.ExponentialUpdateLossScaleManager, "tf-contrib", {"init_loss_scale": 8.0, "incr_every_n_steps": 5}),
+    (
+        v1.ExponentialUpdateLossScaleManager,
+        "tf-contrib",
+        {"init_loss_scale": 9, "incr_every_n_steps": 5, "incr_ratio": 3.0, "decr_ratio": 0.25},
+    ),
+    (v1.FixedLossScaleManager, "tf-contrib", {"loss_scale": 128}),
+    (_keras_policy, "keras", {}),
+    (_keras_policy, "keras", {"initial_scale": 64, "dynamic_growth_steps": 3}),
+    (_keras_policy, "keras", {"initial_scale": 64, "dynamic": False}),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "arguments"), SAME)
+def test_the_drop_ins_have_the_policies_of_the_dialects(make, name, arguments):
+    """Each argument, and each default."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DialectWarning)
+        assert make(**arguments) == from_tool(name, arguments)
 
 
 @pytest.mark.parametrize("interval", [2.5, 0])
@@ -158,13 +187,13 @@ def _names(weights):
 
 
 def test_a_checkpoint_on_disk(tmp_path):
-    """What `tf.train.load_checkpoint` lists is what `state_from_peer` reads."""
+    """What `tf.train.load_checkpoint` lists is what `state_from_tool` reads."""
     loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8.0)
     for finite in (True, False, True, True):
         loss_scale.update([_gradient(finite)])
     path = tf.train.Checkpoint(loss_scale=loss_scale).save(tmp_path / "checkpoint")
     reader = tf.train.load_checkpoint(path)
-    state = state_from_peer("tf-v1", {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
+    state = state_from_tool("tf-v1", {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
     assert (state.loss_scale, state.growth_tracker) == (4.0, 2)
 
 
@@ -173,27 +202,27 @@ def test_a_fixed_scale_is_not_checked_there():
     fixed = tf.compat.v1.mixed_precision.FixedLossScale(8.0)
     assert fixed.update([_gradient(False)])[1] is True
     with pytest.warns(DialectWarning, match="applies infinite gradients under a fixed scale"):
-        policy = from_peer("tf-v1", fixed.get_config())
+        policy = from_tool("tf-v1", fixed.get_config())
     assert policy.update(policy.init_state(), False).skipped_steps == 1
 
 
 def test_a_config_as_keras_writes_it():
     """`get_config` of Keras 3 and of tf_keras, inner optimizer and all."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic_growth_steps=7)
-    assert from_peer("keras3", optimizer.get_config()).growth_interval == 7
+    assert from_tool("keras3", optimizer.get_config()).growth_interval == 7
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initial_scale=8.0)
-    assert from_peer("keras", optimizer.get_config()).init_scale == 8.0
+    assert from_tool("keras", optimizer.get_config()).init_scale == 8.0
 
 
 def test_what_is_written_makes_a_loss_scale():
-    """Keras 3's, tf_keras's and TensorFlow's own constructors take what `to_peer` writes."""
-    written = to_peer("keras3", from_peer("keras3", {"initial_scale": 8.0, "dynamic_growth_steps": 3, "dynamic": True}))
+    """Keras 3's, tf_keras's and TensorFlow's own constructors take what `to_tool` writes."""
+    written = to_tool("keras3", from_tool("keras3", {"initial_scale": 8.0, "dynamic_growth_steps": 3, "dynamic": True}))
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **written)
     assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
-    written = to_peer("keras", from_peer("keras", {"initial_scale": 8.0, "dynamic_growth_steps": 3}))
+    written = to_tool("keras", from_tool("keras", {"initial_scale": 8.0, "dynamic_growth_steps": 3}))
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), **written)
     assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
-    written = to_peer("tf-v1", from_peer("tf-v1", {"initial_loss_scale": 8.0, "multiplier": 4.0}))
+    written = to_tool("tf-v1", from_tool("tf-v1", {"initial_loss_scale": 8.0, "multiplier": 4.0}))
     loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(**written)
     assert (loss_scale.initial_loss_scale, loss_scale.multiplier) == (8.0, 4.0)
 
@@ -203,11 +232,11 @@ def test_keras_3_takes_no_fixed_scale():
     with pytest.raises(ValueError, match="dynamic=False"):
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic=False)
     with pytest.raises(PolicyError, match="dynamic=False"):
-        from_peer("keras3", {"dynamic": False})
+        from_tool("keras3", {"dynamic": False})
 
 
 @pytest.mark.parametrize("place", [tf.constant, tf.Variable, lambda value: tf.constant([value])])
 def test_tensors_in_a_checkpoint(place):
     """Tensors and variables are the numbers they hold."""
-    state = state_from_peer("keras", {"current_loss_scale": place(8.0), "good_steps": place(7)})
+    state = state_from_tool("keras", {"current_loss_scale": place(8.0), "good_steps": place(7)})
     assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import lossscale_torch
+from lossscale.dialects import from_tool, state_from_tool, to_tool
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects import from_peer, state_from_peer, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run
@@ -41,7 +41,7 @@ def test_the_drop_in_takes_its_meaning_of_torchs_arguments_from_the_dialect(argu
     """Both have one policy, and the drop-in gives the interval back as it was given, through a checkpoint, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DialectWarning)
-        policy = from_peer("torch", arguments)
+        policy = from_tool("torch", arguments)
     scaler = lossscale_torch.GradScaler("cpu", **arguments)
     again = lossscale_torch.GradScaler("cpu")
     again.load_state_dict(scaler.state_dict())
@@ -67,7 +67,7 @@ def test_what_torch_takes_and_no_policy_can_do_is_refused(arguments):
     """By the name of the argument, in both places, as `docs/migrating.md` lists."""
     (name,) = arguments
     with pytest.raises(PolicyError, match=f"{name}="):
-        from_peer("torch", arguments)
+        from_tool("torch", arguments)
     with pytest.raises(PolicyError, match=f"{name}="):
         lossscale_torch.GradScaler("cpu", **arguments)
 
@@ -95,11 +95,11 @@ def _assert_alike(name, scaler, config, grads_finite, stop):
     """Compare the whole run, and one resumed from the state dict after `stop` steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DialectWarning)
-        policy = from_peer(name, config)
+        policy = from_tool(name, config)
     states = [policy.init_state()]
     for step, finite in enumerate(grads_finite):
         if step == stop:
-            states.append(state_from_peer(name, scaler.state_dict(), policy))
+            states.append(state_from_tool(name, scaler.state_dict(), policy))
         scale = _step(scaler, finite)
         if not SMALLEST_SCALE < scale < LARGEST_SCALE:
             return
@@ -134,22 +134,22 @@ def test_sharded_grad_scaler(process_group):
 def test_grad_scaler_kwargs():
     """Accelerate's own dataclass, with its own defaults, is the config; what is written makes one again."""
     handler = GradScalerKwargs(growth_interval=500)
-    policy = from_peer("accelerate", dataclasses.asdict(handler))
-    assert policy == from_peer("torch", {"growth_interval": 500})
-    assert GradScalerKwargs(**to_peer("accelerate", policy)) == handler
+    policy = from_tool("accelerate", dataclasses.asdict(handler))
+    assert policy == from_tool("torch", {"growth_interval": 500})
+    assert GradScalerKwargs(**to_tool("accelerate", policy)) == handler
 
 
 def test_what_is_written_makes_a_grad_scaler():
-    """`to_peer` writes keywords that torch's constructor takes."""
-    policy = from_peer("paddle", {"init_loss_scaling": 8.0, "incr_every_n_steps": 3})
-    scaler = torch.amp.GradScaler("cpu", **to_peer("torch", policy))
+    """`to_tool` writes keywords that torch's constructor takes."""
+    policy = from_tool("paddle", {"init_loss_scaling": 8.0, "incr_every_n_steps": 3})
+    scaler = torch.amp.GradScaler("cpu", **to_tool("torch", policy))
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 3)
 
 
 def test_tensors_in_a_checkpoint():
     """Megatron saves its scale as a tensor of one element."""
     saved = {"scale": torch.tensor([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
-    state = state_from_peer("megatron", saved)
+    state = state_from_tool("megatron", saved)
     assert (state.loss_scale, state.growth_tracker, state.hysteresis_tracker) == (8.0, 7, 1)
 
 
@@ -159,10 +159,10 @@ def test_the_attributes_of_a_scaler():
     scaler.scale(torch.zeros(()))
     for finite in (True, False, True, True):
         _step(scaler, finite)
-    saved = state_from_peer("torch", scaler.state_dict())
+    saved = state_from_tool("torch", scaler.state_dict())
     assert saved.growth_tracker == 2
-    assert state_from_peer("torch", vars(scaler)) == saved
-    assert state_from_peer("torch", {key: torch.tensor(each) for key, each in scaler.state_dict().items()}) == saved
+    assert state_from_tool("torch", vars(scaler)) == saved
+    assert state_from_tool("torch", {key: torch.tensor(each) for key, each in scaler.state_dict().items()}) == saved
 
 
 def test_the_attributes_of_a_scaler_as_json(tmp_path):

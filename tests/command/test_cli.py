@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lossscale_core
+from lossscale.dialects import from_tool, tools
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -19,7 +20,6 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import from_peer, peers
 from tests.command.commanding import run
 
 
@@ -250,7 +250,7 @@ def test_the_help_of_from_says_where_the_tools_are_listed():
     for command in (("checkpoint", "show"), ("checkpoint", "convert"), ("report",)):
         assert "lossscale policy convert --help" in " ".join(_succeed(*command, "--help").split())
     listed = "".join(_succeed("policy", "convert", "--help").split())  # a line may end at the hyphen of a name
-    assert all(peer.name in listed for peer in peers())
+    assert all(tool.name in listed for tool in tools())
 
 
 COMMANDS = [
@@ -282,7 +282,7 @@ def test_policy_convert_writes_a_policy_file(tmp_path):
     command = ("policy", "convert", "--from", "deepspeed", "ds_config.json")
     printed = _succeed(*command, "--to", "policy.toml", cwd=tmp_path)
     assert "wrote policy.toml: a policy of kind 'dynamic'" in printed
-    assert load_policy(tmp_path / "policy.toml") == from_peer("deepspeed", DEEPSPEED["fp16"])
+    assert load_policy(tmp_path / "policy.toml") == from_tool("deepspeed", DEEPSPEED["fp16"])
     assert _succeed(*command, cwd=tmp_path) == (tmp_path / "policy.toml").read_text()
     assert "a valid policy" in _succeed("policy", "check", "policy.toml", cwd=tmp_path)
 
@@ -297,14 +297,14 @@ def test_policy_convert_reads_toml_and_says_warnings(tmp_path):
 
 
 def test_policy_convert_lists_every_tool():
-    """The help names all that `from_peer` knows."""
+    """The help names all that `from_tool` knows."""
     printed = " ".join(_succeed("policy", "convert", "--help").replace("-\n  ", "-").split())
-    assert all(peer.name in printed for peer in peers())
+    assert all(tool.name in printed for tool in tools())
 
 
 def test_checkpoint_convert_makes_a_state_of_ours(tmp_path):
     """Another tool's saved scaler, guessed or named, becomes the JSON that `state_from_dict` reads."""
-    dump_policy(from_peer("apex", {"scale_window": 500}), tmp_path / "policy.toml")
+    dump_policy(from_tool("apex", {"scale_window": 500}), tmp_path / "policy.toml")
     _write_json(tmp_path / "amp.json", {"epoch": 3, "amp": APEX})
     command = ("checkpoint", "convert", "amp.json", "--policy", "policy.toml")
     assert "the scaler of apex at 'amp', with its policy" in _succeed(*command, "--to", "state.json", cwd=tmp_path)

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
+from lossscale.dialects import guess_tool, state_from_tool, tools
 from lossscale_core import policy_from_dict, state_from_dict
-from lossscale_core.dialects import guess_peer, peers, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from tests.command.commanding import refused, run
 
@@ -46,19 +46,19 @@ def within():
 def _guess(checkpoint):
     """Return whose scaler it is, or what is said where that cannot be told."""
     try:
-        return guess_peer(checkpoint)
+        return guess_tool(checkpoint)
     except CheckpointError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("tangle", TANGLED.values(), ids=TANGLED)
-@pytest.mark.parametrize("peer", ["torch", "apex", "keras", "fairseq"])
-def test_shared_containers_cost_no_more_than_the_file_has(within, tangle, peer):
+@pytest.mark.parametrize("tool", ["torch", "apex", "keras", "fairseq"])
+def test_shared_containers_cost_no_more_than_the_file_has(within, tangle, tool):
     """Tuples, lists and dicts that hold themselves twice, sixty deep, are refused at once and briefly."""
     value = tangle()
     scaler = {"scale": value, "_growth_tracker": value, "loss_scale": value, "unskipped": value, "good_steps": value}
     with pytest.raises(CheckpointError) as caught:
-        within(5.0, state_from_peer, peer, scaler)
+        within(5.0, state_from_tool, tool, scaler)
     assert len(str(caught.value)) < LONGEST
     for checkpoint in (scaler, {"a": scaler}):
         assert len(within(5.0, _guess, checkpoint)) < LONGEST
@@ -76,7 +76,7 @@ def test_a_list_that_holds_itself_is_refused():
     circle = []
     circle.append(circle)
     with pytest.raises(CheckpointError, match="must be one number"):
-        state_from_peer("torch", {"scale": circle, "_growth_tracker": 1})
+        state_from_tool("torch", {"scale": circle, "_growth_tracker": 1})
 
 
 HUGE = "x" * 10_000_000
@@ -106,25 +106,25 @@ HUGE = "x" * 10_000_000
 def test_state_from_peer_and_guess_peer_raise_checkpoint_errors(saved):
     """Whatever a checkpoint holds, the error is of one kind and is short."""
     with pytest.raises(CheckpointError) as caught:
-        state_from_peer("torch", saved)
+        state_from_tool("torch", saved)
     assert len(str(caught.value)) < LONGEST
     assert len(_guess({**saved, "zzz": 1})) < LONGEST
 
 
-@pytest.mark.parametrize("name", [peer.name for peer in peers()])
+@pytest.mark.parametrize("name", [tool.name for tool in tools()])
 def test_no_value_of_a_known_key_raises_another_error(name):
     """Every key of every tool's checkpoint takes any value, or refuses it as a `CheckpointError`."""
-    peer = next(peer for peer in peers() if peer.name == name)
-    keys = {key for saved in peer.saved for key in saved.scale}
+    tool = next(tool for tool in tools() if tool.name == name)
+    keys = {key for saved in tool.saved for key in saved.scale}
     keys |= {
-        key for saved in peer.saved for counter in saved.counters.values() for names in counter.names for key in names
+        key for saved in tool.saved for counter in saved.counters.values() for names in counter.names for key in names
     }
-    keys |= {key for form in peer.forms for one in form.keys for key in one.names}
+    keys |= {key for form in tool.forms for one in form.keys for key in one.names}
     for bad in (None, True, -1, 0, 0.3, 10**400, float("nan"), "x", [], {}, (1, 2), np.ones(2), b"", 1j):
         for key in sorted(keys):
             checkpoint = {**dict.fromkeys(sorted(keys), 8), key: bad}
             try:
-                state_from_peer(name, checkpoint)
+                state_from_tool(name, checkpoint)
             except (CheckpointError, CheckpointWarning):
                 continue
 

@@ -4,16 +4,16 @@ import pytest
 
 from lossscale_core.testing import conformance
 from tests.conformance.backends import BACKENDS
-from tests.core.test_peer_runs import POLICIES, RUNS
+from tests.core.test_tool_runs import POLICIES, RUNS
 
 
 def _recorded():
     """Return each recorded run once, with the policy that stands for the tool it was recorded with."""
     found = {}
-    for peer, policy in POLICIES.items():
-        scenario = conformance.Scenario(policy, [flag == "0" for flag in RUNS[peer]["overflow"]])
+    for tool, policy in POLICIES.items():
+        scenario = conformance.Scenario(policy, [flag == "0" for flag in RUNS[tool]["overflow"]])
         if scenario not in found.values():
-            found[f"as {peer}"] = scenario
+            found[f"as {tool}"] = scenario
     return found
 
 

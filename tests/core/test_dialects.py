@@ -11,14 +11,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lossscale.dialects import from_tool, to_tool, tools
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, FixedScaling, NoScaling, TolerantScaling
-from lossscale_core.dialects import from_peer, markdown, overview, peers, to_peer
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces, policies, simulate
 from tests.core.dialect_models import DRAWN
-from tests.core.test_peer_runs import POLICIES, RUNS
+from tests.core.test_tool_runs import POLICIES, RUNS
 
-PEER_RUNS = {run: record["peer"] for run, record in RUNS.items() if "peer" in record}
+PEER_RUNS = {run: record["tool"] for run, record in RUNS.items() if "tool" in record}
 
 
 def _quietly(function, *arguments):
@@ -41,7 +41,7 @@ def _run_model(model, config, grads_finite):
 
 def test_every_tool_has_a_model():
     """No record is untested, and no model stands for a tool that is not there."""
-    assert DRAWN.keys() == {peer.name for peer in peers()}
+    assert DRAWN.keys() == {tool.name for tool in tools()}
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -52,7 +52,7 @@ def test_the_policy_does_what_the_tool_does(name, data):
     config, grads_finite = data.draw(configs), data.draw(overflow_traces(max_steps=120))
     before = copy.deepcopy(config)
     expected = _run_model(model, config, grads_finite)
-    trace = simulate(_quietly(from_peer, name, config), grads_finite[: len(expected)])
+    trace = simulate(_quietly(from_tool, name, config), grads_finite[: len(expected)])
     assert config == before
     factors = [config.get(key, 2.0) for key in config if "factor" in key or "ratio" in key or key == "multiplier"]
     if all(np.frexp(factor)[0] == 0.5 for factor in factors) and name != "tf-contrib":
@@ -67,7 +67,7 @@ def test_the_policy_does_what_the_tool_does(name, data):
 def test_recorded_runs(run):
     """The keys of a recorded run are read too, and left alone; the run is the original's, to the last bit."""
     config = copy.deepcopy(RUNS[run]["config"])
-    policy = from_peer(PEER_RUNS[run], config)
+    policy = from_tool(PEER_RUNS[run], config)
     assert config == RUNS[run]["config"]
     grads_finite = [flag == "0" for flag in RUNS[run]["overflow"]]
     expected = np.array(RUNS[run]["scale_after"], dtype=np.float32)
@@ -78,11 +78,11 @@ def test_recorded_runs(run):
 @pytest.mark.parametrize("name", DRAWN)
 @given(data=st.data())
 def test_there_and_back(name, data):
-    """What `to_peer` writes reads as a policy that does the same, and writes the same again."""
-    policy = _quietly(from_peer, name, data.draw(DRAWN[name][1]))
-    config = to_peer(name, policy)
-    again = from_peer(name, json.loads(json.dumps(config)))
-    assert to_peer(name, again) == config
+    """What `to_tool` writes reads as a policy that does the same, and writes the same again."""
+    policy = _quietly(from_tool, name, data.draw(DRAWN[name][1]))
+    config = to_tool(name, policy)
+    again = from_tool(name, json.loads(json.dumps(config)))
+    assert to_tool(name, again) == config
     grads_finite = data.draw(overflow_traces(max_steps=60))
     np.testing.assert_array_equal(
         simulate(policy, grads_finite).loss_scale_after, simulate(again, grads_finite).loss_scale_after
@@ -94,11 +94,11 @@ def test_there_and_back(name, data):
 def test_what_is_written_is_exact(name, policy, grads_finite):
     """Any policy of ours is written so that it reads as one that does the same, or a field is named."""
     try:
-        config = to_peer(name, policy)
+        config = to_tool(name, policy)
     except PolicyError as error:
         assert any(word in str(error) for word in (*DynamicScaling.__slots__, "tolerance", "kind"))  # noqa: PT017
         return
-    there, here = simulate(from_peer(name, config), grads_finite), simulate(policy, grads_finite)
+    there, here = simulate(from_tool(name, config), grads_finite), simulate(policy, grads_finite)
     np.testing.assert_array_equal(there.loss_scale_after, here.loss_scale_after)
 
 
@@ -122,7 +122,7 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_an_empty_config_is_the_tools_defaults(name):
     """Nothing said is the tool's default; a bound it lacks is the outermost there is."""
-    assert from_peer(name, {}) == DEFAULTS[name]
+    assert from_tool(name, {}) == DEFAULTS[name]
 
 
 SAYINGS = [
@@ -214,11 +214,11 @@ SAYINGS = [
 def test_what_a_config_says(name, config, policy):
     """Each tool's own ways of saying a thing; the config is left alone."""
     before = copy.deepcopy(config)
-    read = from_peer(name, config)
+    read = from_tool(name, config)
     assert config == before
     trace = [True] * 3 + [False] * 4 + [True] * 2
     assert type(read) is type(policy)
-    assert to_peer(name, read) == to_peer(name, policy)
+    assert to_tool(name, read) == to_tool(name, policy)
     np.testing.assert_array_equal(simulate(read, trace).loss_scale_after, simulate(policy, trace).loss_scale_after)
 
 
@@ -234,7 +234,7 @@ NO_FLOORS = [
 @pytest.mark.parametrize(("name", "config"), NO_FLOORS, ids=lambda value: value if type(value) is str else "")
 def test_a_floor_beyond_ours_is_ours(name, config):
     """A floor below 2**-126, or none at all, is 2**-126."""
-    assert from_peer(name, config).min_scale == SMALLEST_SCALE
+    assert from_tool(name, config).min_scale == SMALLEST_SCALE
 
 
 BUGS = [
@@ -260,7 +260,7 @@ BUGS = [
     ("keras-experimental", {"loss_scale": 8}, "applies infinite gradients under a fixed scale"),
     ("keras3", {"dynamic_growth_steps": 0}, "dynamic_growth_steps=0 never grows"),
     ("jmp", {"loss_scale": 64.0, "min_loss_scale": 4.0, "jit": True}, "min_loss_scale is lost under jit"),
-    ("jmp", {"loss_scale": 64.0, "counter": 3}, "pass it to state_from_peer"),
+    ("jmp", {"loss_scale": 64.0, "counter": 3}, "pass it to state_from_tool"),
     ("paddle", {"decr_every_n_nan_or_inf": 0}, "decr_every_n_nan_or_inf=0 never lowers"),
     ("mindspore", {"loss_scale": 8.0, "drop_overflow_update": False}, "drop_overflow_update=False"),
 ]
@@ -270,7 +270,7 @@ BUGS = [
 def test_a_config_that_runs_into_a_bug_is_told(name, config, words):
     """A warning, not silence; and a policy."""
     with pytest.warns(DialectWarning, match=words):
-        policy = from_peer(name, config)
+        policy = from_tool(name, config)
     assert isinstance(policy, DynamicScaling | FixedScaling | NoScaling)
 
 
@@ -343,7 +343,7 @@ REFUSED = [
 def test_what_cannot_be_expressed_names_the_field(name, config, words):
     """The error names the key of theirs and its value."""
     with pytest.raises(PolicyError, match=words):
-        from_peer(name, config)
+        from_tool(name, config)
 
 
 UNSAYABLE = [
@@ -367,7 +367,7 @@ UNSAYABLE = [
 def test_what_the_tool_cannot_say_names_the_field(name, policy, field):
     """A config that would do something else is never written."""
     with pytest.raises(PolicyError, match=field):
-        to_peer(name, policy)
+        to_tool(name, policy)
 
 
 WRITTEN = [
@@ -381,23 +381,23 @@ WRITTEN = [
 @pytest.mark.parametrize(("name", "config"), WRITTEN, ids=lambda value: value if type(value) is str else "")
 def test_the_outermost_bounds_are_written_as_numbers(name, config):
     """A tool that takes a bound is given ours, so that its scale stays where ours does."""
-    written = to_peer(name, from_peer(name, config))
+    written = to_tool(name, from_tool(name, config))
     assert config.items() <= written.items()
 
 
 def test_megatron_is_written_in_one_vocabulary():
     """Either what its class takes, or what `OptimizerConfig` takes."""
     dynamic = {"initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"}
-    assert to_peer("megatron", from_peer("megatron", {})).keys() == dynamic
-    assert to_peer("megatron", 8.0) == {"initial_loss_scale": 8.0, "loss_scale": 8.0}
+    assert to_tool("megatron", from_tool("megatron", {})).keys() == dynamic
+    assert to_tool("megatron", 8.0) == {"initial_loss_scale": 8.0, "loss_scale": 8.0}
 
 
 def test_policies_are_given_as_anywhere():
-    """`to_peer` takes what `as_policy` takes."""
-    assert to_peer("deepspeed", 128) == {"loss_scale": 128.0, "enabled": True}
-    assert to_peer("colossalai", {"kind": "dynamic"})["growth_interval"] == 2000
+    """`to_tool` takes what `as_policy` takes."""
+    assert to_tool("deepspeed", 128) == {"loss_scale": 128.0, "enabled": True}
+    assert to_tool("colossalai", {"kind": "dynamic"})["growth_interval"] == 2000
     with pytest.raises(PolicyError, match="did you mean 'jmp'"):
-        to_peer("jmpp", "dynamic")
+        to_tool("jmpp", "dynamic")
 
 
 @given(st.floats(0.01, 1000.0), st.sampled_from([2.0, 3.0, 4.0]), overflow_traces(max_steps=80))
@@ -405,7 +405,7 @@ def test_fairseq_stops_above_min_loss_scale(init_scale, factor, grads_finite):
     """Where fairseq would end the run the scale stays at the last value above its limit, never at it."""
     limit = 1e-3
     assume(init_scale > limit)
-    policy = from_peer("fairseq", {"init_scale": init_scale, "scale_factor": factor, "min_loss_scale": limit})
+    policy = from_tool("fairseq", {"init_scale": init_scale, "scale_factor": factor, "min_loss_scale": limit})
     assert np.all(simulate(policy, grads_finite).loss_scale_after > np.float32(limit))
 
 
@@ -422,15 +422,15 @@ THRESHOLDS = [
 @pytest.mark.parametrize(("config", "floor"), THRESHOLDS, ids=str)
 def test_fairseq_falls_to_its_threshold(config, floor):
     """A `threshold` above `min_loss_scale` is the floor; otherwise it never acts."""
-    policy = from_peer("fairseq", config)
+    policy = from_tool("fairseq", config)
     assert policy.min_scale == floor
     assert simulate(policy, [False] * 200).loss_scale_after[-1] == np.float32(floor)
 
 
 def test_an_interval_without_end_is_read():
     """TensorFlow compares with `>=`; ours is the longest there is."""
-    assert from_peer("tf-v1", {"increment_period": float("inf")}).growth_interval == 2**31 - 1
-    assert from_peer("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
+    assert from_tool("tf-v1", {"increment_period": float("inf")}).growth_interval == 2**31 - 1
+    assert from_tool("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
 
 
 TOLERANCES = st.sampled_from([0.33333334, 0.6666667, 0.66666669, 0.33333331, 0.142857145, 0.99999999]) | st.builds(
@@ -445,20 +445,8 @@ def test_fairseqs_tolerance_beside_a_share(tolerance, grads_finite):
     """A tolerance just above a share of overflows tolerates it in float32 too, and one just below does not."""
     config = {"tolerance": tolerance, "scale_window": 5, "min_loss_scale": 0.0}
     expected = _run_model(DRAWN["fairseq"][0], config, grads_finite)
-    trace = simulate(from_peer("fairseq", config), grads_finite[: len(expected)])
+    trace = simulate(from_tool("fairseq", config), grads_finite[: len(expected)])
     assert trace.loss_scale_after.tolist() == expected
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_each_record_is_shown(name):
-    """The table has a row for each key and each counter."""
-    record = next(peer for peer in peers() if peer.name == name)
-    text = markdown(name)
-    assert f"[`{name}`](migrating/" in overview()
-    for form in record.forms:
-        assert all(f"`{one.name}`" in text for one in form.keys)
-    for saved in record.saved:
-        assert all(f"`{field}`" in text for field in saved.counters)
 
 
 @pytest.mark.parametrize(
@@ -474,13 +462,13 @@ def test_each_record_is_shown(name):
 def test_a_config_that_mixes_things_up_is_told_so(name, config, words):
     """By the key that is wrong, of whichever form it is."""
     with pytest.raises(PolicyError, match=words):
-        from_peer(name, config)
+        from_tool(name, config)
 
 
 @pytest.mark.parametrize("factor", [1.0000002, 1.00001, 1.001, 1.5, 2.0])
 def test_a_factor_next_to_one_is_read_at_once(factor):
     """fairseq's floor lies one fall above the scale at which its run would end, however many falls lead there."""
     start = time.perf_counter()
-    policy = from_peer("fairseq", {"scale_factor": factor, "min_loss_scale": 0.3})
+    policy = from_tool("fairseq", {"scale_factor": factor, "min_loss_scale": 0.3})
     assert time.perf_counter() - start < 2.0
     assert 0.3 < policy.min_scale <= 0.3 * factor * (1 + 1e-12)

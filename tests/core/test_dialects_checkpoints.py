@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lossscale.dialects import from_tool, guess_tool, policy_in, possible_tools, state_from_tool, tools
 from lossscale_core import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -17,7 +18,6 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.dialects import from_peer, guess_peer, peers, policy_in, possible_peers, state_from_peer
 from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.core.dialect_models import DRAWN
@@ -52,9 +52,9 @@ def test_a_run_goes_on(name, data):
         tool.step(not finite)
         if not 2.0**-60 < tool.scale < 2.0**60:
             return
-    policy = _quietly(from_peer, name, config)
+    policy = _quietly(from_tool, name, config)
     saved = json.loads(json.dumps(tool.saved()))
-    state = state_from_peer(name, saved, policy)
+    state = state_from_tool(name, saved, policy)
     pairs = _go_on(policy, state, tool, data.draw(overflow_traces(max_steps=60)))
     np.testing.assert_allclose(pairs[:, 0], pairs[:, 1], rtol=1e-6 * (len(pairs) + 1))
 
@@ -67,18 +67,18 @@ def test_without_a_policy_where_the_checkpoint_places_every_counter():
         tool = model(**config)
         for overflow in (False, True, False, False):
             tool.step(overflow)
-        policy = from_peer(name, config)
+        policy = from_tool(name, config)
         saved = tool.saved()
         if name == "deepspeed":
             saved.pop("scale_window")
         needed = {"tf-contrib": "hysteresis", "paddle-static": "hysteresis", "deepspeed": "growth_interval"}.get(name)
         if needed is None:
-            assert state_from_peer(name, saved) == state_from_peer(name, saved, policy), name
+            assert state_from_tool(name, saved) == state_from_tool(name, saved, policy), name
         else:
             with pytest.raises(
-                CheckpointError, match=rf"depends on {needed}; pass policy=from_peer\('{name}', config\)"
+                CheckpointError, match=rf"depends on {needed}; pass policy=from_tool\('{name}', config\)"
             ):
-                state_from_peer(name, saved)
+                state_from_tool(name, saved)
 
 
 PLACED = [
@@ -124,16 +124,16 @@ PLACED = [
 @pytest.mark.parametrize(("name", "saved"), PLACED, ids=lambda value: value if type(value) is str else "")
 def test_counters_are_placed(name, saved):
     """Each layout that a tool saves: this scale, and seven finite steps toward growth."""
-    state = state_from_peer(name, saved)
+    state = state_from_tool(name, saved)
     assert (state.loss_scale, state.growth_tracker) == (8.0, 7)
     assert state_from_dict(json.loads(json.dumps(state_to_dict(state)))) == state
 
 
 def test_iterations_since_a_change():
     """MindSpore's cell renumbers on growth, DeepSpeed counts one step fewer: before the first growth, and after."""
-    policy = from_peer("deepspeed", {"loss_scale_window": 4})
+    policy = from_tool("deepspeed", {"loss_scale_window": 4})
     trackers = [
-        state_from_peer(
+        state_from_tool(
             "deepspeed", {"cur_scale": 8.0, "cur_iter": now, "last_overflow_iter": 9}, policy
         ).growth_tracker
         for now in range(10, 20)
@@ -143,34 +143,34 @@ def test_iterations_since_a_change():
 
 def test_what_a_checkpoint_lacks_starts_fresh():
     """fairseq and ColossalAI save no counters: their own resumed runs count from 0."""
-    tolerant = from_peer("fairseq", {"tolerance": 0.25})
-    assert state_from_peer("fairseq", {"loss_scale": 8.0}, tolerant) == tolerant.init_state()._replace(
+    tolerant = from_tool("fairseq", {"tolerance": 0.25})
+    assert state_from_tool("fairseq", {"loss_scale": 8.0}, tolerant) == tolerant.init_state()._replace(
         loss_scale=np.float32(8.0)
     )
-    state = state_from_peer("colossalai", {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 3})
+    state = state_from_tool("colossalai", {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 3})
     assert (state.growth_tracker, state.hysteresis_tracker) == (0, 3)
 
 
 def test_a_fixed_scale():
     """A static scaler has a scale and nothing to place."""
-    state = state_from_peer("deepspeed", {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}, 128)
+    state = state_from_tool("deepspeed", {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}, 128)
     assert state == FixedScaling(128.0).init_state()
 
 
 def test_another_kind_of_policy_goes_on_with_the_scale():
     """Counters are placed under a policy that has them, and left alone under one that has none."""
     saved = {"scale": 8.0, "_growth_tracker": 7}
-    assert state_from_peer("torch", saved, 8.0) == FixedScaling(8.0).init_state()
-    tolerant = state_from_peer("torch", saved, TolerantScaling())
+    assert state_from_tool("torch", saved, 8.0) == FixedScaling(8.0).init_state()
+    tolerant = state_from_tool("torch", saved, TolerantScaling())
     assert (tolerant.loss_scale, tolerant.growth_tracker, tolerant.steps_since_change) == (8.0, 7, 0.0)
     with pytest.raises(CheckpointError, match=r"TolerantScaling.* has no hysteresis, which places decr_count"):
-        state_from_peer("paddle", {"scale": [8.0], "incr_count": 7, "decr_count": 0}, TolerantScaling())
+        state_from_tool("paddle", {"scale": [8.0], "incr_count": 7, "decr_count": 0}, TolerantScaling())
 
 
 def test_overflows_in_a_row_are_kept_where_they_end_a_run():
     """MindSpore's manager gives up on the 1001st."""
     saved = {"loss_scale": 1.0, "cur_iter": 501, "last_overflow_iter": 500, "bad_step": 500, "scale_window": 2000}
-    state = state_from_peer("mindspore", saved)
+    state = state_from_tool("mindspore", saved)
     assert (state.overflow_streak, state.skipped_steps, state.steps) == (500, 500, 500)
 
 
@@ -178,24 +178,24 @@ def test_settings_of_the_checkpoint_that_differ_are_told():
     """The tool would go on with those it saved."""
     saved = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 3}
     with pytest.warns(CheckpointWarning, match=r"growth_factor was 4.0 .* is 2.0 .*; growth_interval was 10"):
-        state = state_from_peer("torch", saved, from_peer("torch", {}))
+        state = state_from_tool("torch", saved, from_tool("torch", {}))
     assert state.growth_tracker == 3
 
 
 def test_a_count_past_the_interval_is_told():
     """torch would wait for the next overflow; here the scale grows on the next finite step."""
-    policy = from_peer("torch", {"growth_interval": 5})
+    policy = from_tool("torch", {"growth_interval": 5})
     with pytest.warns(CheckpointWarning, match="count 9 is past growth_interval=5"):
-        state = state_from_peer("torch", {"scale": 8.0, "_growth_tracker": 9}, policy)
+        state = state_from_tool("torch", {"scale": 8.0, "_growth_tracker": 9}, policy)
     assert policy.update(state, True).loss_scale == 16.0
-    assert state_from_peer("tf-v1", {"loss_scale": 8.0, "good_steps": 9}, policy).growth_tracker == 9  # `>=` there too
+    assert state_from_tool("tf-v1", {"loss_scale": 8.0, "good_steps": 9}, policy).growth_tracker == 9  # `>=` there too
 
 
 def test_a_scale_outside_the_policys_bounds_is_brought_within():
     """As in every restored state, with a warning."""
     policy = DynamicScaling(init_scale=2.0, max_scale=4.0)
     with pytest.warns(CheckpointWarning, match="loss_scale was 8 and becomes 4"):
-        assert state_from_peer("torch", {"scale": 8.0, "_growth_tracker": 0}, policy).loss_scale == 4.0
+        assert state_from_tool("torch", {"scale": 8.0, "_growth_tracker": 0}, policy).loss_scale == 4.0
 
 
 REFUSED = [
@@ -240,21 +240,21 @@ IMPLAUSIBLE = [
 def test_an_implausible_count_is_refused(name, saved, words):
     """No tool counts like that; the error names the key and its value."""
     with pytest.raises(CheckpointError, match=words):
-        state_from_peer(name, {"scale": 8.0, **saved})
+        state_from_tool(name, {"scale": 8.0, **saved})
 
 
 def test_more_overflows_left_than_the_policy_tolerates():
     """The count is lowered to the policy's, with a warning."""
     saved = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 50}
     with pytest.warns(CheckpointWarning, match="50 overflows were left in the checkpoint, and hysteresis=2 leaves 2"):
-        assert state_from_peer("megatron", saved, from_peer("megatron", {})).hysteresis_tracker == 2
+        assert state_from_tool("megatron", saved, from_tool("megatron", {})).hysteresis_tracker == 2
 
 
 @pytest.mark.parametrize(("name", "saved", "words"), REFUSED, ids=lambda value: value if type(value) is str else "")
 def test_what_no_state_can_hold_is_refused(name, saved, words):
     """The error names the key, the value and what to do."""
     with pytest.raises(CheckpointError, match=words):
-        state_from_peer(name, saved)
+        state_from_tool(name, saved)
 
 
 GUESSED = {
@@ -276,26 +276,26 @@ GUESSED = {
 @pytest.mark.parametrize("name", GUESSED)
 def test_a_saved_scaler_is_recognised(name):
     """By the names it saves; of tools that save the same and mean the same, the first."""
-    assert guess_peer(GUESSED[name]) == name
+    assert guess_tool(GUESSED[name]) == name
 
 
 def test_what_is_not_unmistakable_is_not_guessed():
     """One name is too few, and some tools save the same names with different meanings."""
     for saved in ({}, {"scale": 8.0}, {"epoch": 3}, [1]):
         with pytest.raises(CheckpointError, match="no known tool"):
-            guess_peer(saved)
+            guess_tool(saved)
     saved = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
     with pytest.raises(CheckpointError, match="apex-fp16-utils, deepspeed, megatron-v1 save these names"):
-        guess_peer(saved)
-    assert possible_peers(saved) == ("apex-fp16-utils", "deepspeed", "megatron-v1")
-    assert possible_peers({"epoch": 3}) == ()
+        guess_tool(saved)
+    assert possible_tools(saved) == ("apex-fp16-utils", "deepspeed", "megatron-v1")
+    assert possible_tools({"epoch": 3}) == ()
 
 
 def test_the_policy_within_a_checkpoint():
     """Where it holds every setting; else None."""
-    assert policy_in("torch", GUESSED["torch"]) == from_peer("torch", {"init_scale": 8.0, "growth_interval": 9})
+    assert policy_in("torch", GUESSED["torch"]) == from_tool("torch", {"init_scale": 8.0, "growth_interval": 9})
     assert policy_in("apex", GUESSED["apex"]) is None
-    assert policy_in("jmp", {**GUESSED["jmp"], "period": 5, "factor": 2, "min_loss_scale": 1.0}) == from_peer(
+    assert policy_in("jmp", {**GUESSED["jmp"], "period": 5, "factor": 2, "min_loss_scale": 1.0}) == from_tool(
         "jmp", {"loss_scale": 8.0, "period": 5}
     )
     with pytest.raises(PolicyError, match=r"growth_factor=1\.0"):
@@ -304,9 +304,9 @@ def test_the_policy_within_a_checkpoint():
 
 def test_every_tool_has_a_layout_that_is_told_apart():
     """Each record reads what its model saves."""
-    for peer in peers():
-        model = DRAWN[peer.name][0]
+    for tool in tools():
+        model = DRAWN[tool.name][0]
         required = {"jmp": {"loss_scale": 64.0}, "tf-contrib": {"init_loss_scale": 64.0, "incr_every_n_steps": 5}}
-        tool, policy = model(**required.get(peer.name, {})), from_peer(peer.name, required.get(peer.name, {}))
-        state = state_from_peer(peer.name, tool.saved(), policy)
+        original, policy = model(**required.get(tool.name, {})), from_tool(tool.name, required.get(tool.name, {}))
+        state = state_from_tool(tool.name, original.saved(), policy)
         assert state == policy.init_state()

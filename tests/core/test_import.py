@@ -22,7 +22,7 @@ def test_importing_the_core_loads_no_framework_and_no_extra():
 
 def test_importing_the_core_leaves_out_what_training_does_not_need():
     """Reports, test helpers, other tools' tables and logging are loaded by whoever uses them first."""
-    late = {"lossscale_core._range", "lossscale_core.testing", "lossscale_core.dialects", "logging", "pathlib"}
+    late = {"lossscale_core._range", "lossscale_core.testing", "lossscale", "logging", "pathlib"}
     code = "import numpy, sys; before = {*sys.modules}; import lossscale_core; print(*({*sys.modules} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not late & {*done.stdout.split()}
@@ -40,9 +40,9 @@ def test_using_the_core_on_numpy_loads_no_framework():
 def test_reading_other_tools_loads_no_framework():
     """Their configs and checkpoints are plain dicts; the table is loaded only by who asks for it."""
     loaded = _modules_after(
-        "import lossscale_core as ls; assert 'lossscale_core.dialects' not in sys.modules; "
-        "p = ls.dialects.from_peer('torch', {}); "
-        "ls.dialects.state_from_peer('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
+        "import lossscale as ls; assert 'lossscale.dialects' not in sys.modules; "
+        "p = ls.dialects.from_tool('torch', {}); "
+        "ls.dialects.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
     )
     assert not loaded & (FRAMEWORKS | EXTRAS)
 

@@ -36,7 +36,6 @@ CORE = {
     "_range_search": {"_policy", "_range_records", "_settings"},
     "_range": {"files", "_range_picture", "_range_records", "_range_search"},
     "_strategies": {"_base", "_settings"},
-    "dialects": {"_base", "_checkpoint", "_config", "files", "_settings", "_state", "messages", "errors"},
     "_placement": {"_arrays", "_base", "_config", "_policy", "_state"},
     "testing": {"_base", "_checkpoint", "_config", "_guard", "_policy", "_settings", "_state", "_strategies", "tree"},
     "__main__": set(),
@@ -86,15 +85,16 @@ class Drawn(NamedTuple):
 
 
 COMMAND = {
-    "__init__": Drawn(set(), set()),
+    "__init__": Drawn({"dialects"}, set()),  # imported when it is asked for
     "_install": Drawn(set(), set()),
     "_tried": Drawn(set(), set()),
     "__main__": Drawn({"_install", "cli"}, set()),
     "demo": Drawn(set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
     "tracing": Drawn(set(), {"torch", "lossscale_torch"}),
-    "checkpoint_files": Drawn(set(), set()),
+    "dialects": Drawn(set(), {"numpy"}),
+    "checkpoint_files": Drawn({"dialects"}, set()),
     "cli": Drawn(
-        {"_install", "_tried", "checkpoint_files", "demo", "tracing"},
+        {"_install", "_tried", "checkpoint_files", "demo", "dialects", "tracing"},
         {"click", "matplotlib", "numpy", "rich", "tensorboard"},
     ),
 }

@@ -7,14 +7,15 @@ from typing import Literal, get_origin
 import pytest
 
 import lossscale_core
-from lossscale_core import dialects, errors, testing
+from lossscale import dialects
+from lossscale_core import errors, testing
 from lossscale_core.testing import conformance
 
 STABLE = {
     *("NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy", "ScaleState", "StepInfo"),
     *("init_state", "scale", "all_finite", "unscale", "select"),
     *("as_policy", "policy_to_dict", "policy_from_dict", "load_policy", "dump_policy"),
-    *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "dialects", "errors", "testing"),
+    *("state_to_dict", "state_from_dict", "step_info", "metrics", "diagnose", "errors", "testing"),
 }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import lossscale
+from lossscale import dialects
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -19,7 +20,6 @@ from lossscale_core import (
     as_policy,
     check_overflow_streak,
     diagnose,
-    dialects,
     init_state,
     load_policy,
     metrics,
@@ -96,7 +96,7 @@ def choose_policies(path: str, any_policy: ScalingPolicy) -> list[ScalingPolicy]
     assert_type(init_state(TolerantScaling(), xp=np), TolerantScaleState)
     assert_type(init_state(DynamicScaling(), xp=np), ScaleState)
     assert_type(init_state(path).loss_scale, Any)
-    read = dialects.from_peer("torch", {"growth_interval": 100})
+    read = dialects.from_tool("torch", {"growth_interval": 100})
     return [as_policy(path), as_policy(policy_to_dict(any_policy)), load_policy(path), read]
 
 
@@ -104,7 +104,7 @@ def go_on(saved: dict[str, Any], checkpoint: dict[str, Any]) -> HostState:
     """Restore states of this library and of another tool."""
     assert_type(state_from_dict(saved).loss_scale, np.float32 | np.int32)
     assert_type(state_from_dict(saved, DynamicScaling()), HostState)
-    return dialects.state_from_peer("torch", checkpoint, DynamicScaling())
+    return dialects.state_from_tool("torch", checkpoint, DynamicScaling())
 
 
 def simulate() -> float:

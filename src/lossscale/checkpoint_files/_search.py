@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale_core.dialects import possible_peers
+from lossscale.dialects import possible_tools
 from lossscale_core.errors import CheckpointError
 from lossscale_core.messages import shown, shown_names
 
@@ -72,4 +72,4 @@ def _as_text(name: Any) -> str:
 
 
 def _is_scaler(content: Mapping[str, Any]) -> bool:
-    return ("version" in content and "loss_scale" in content) or bool(possible_peers(content))
+    return ("version" in content and "loss_scale" in content) or bool(possible_tools(content))

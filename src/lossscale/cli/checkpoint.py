@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import click
 from rich.table import Table
 
+from lossscale import dialects
 from lossscale.checkpoint_files import read_checkpoint
 from lossscale.cli._shared import (
     AS_JSON,
@@ -24,7 +25,6 @@ from lossscale.cli._shared import (
 from lossscale_core import (
     ScalingPolicy,
     diagnose,
-    dialects,
     load_policy,
     policy_from_dict,
     policy_to_dict,
@@ -37,7 +37,7 @@ from lossscale_core.messages import shown
 
 _OPTIONS = (
     click.argument("file", type=FILE),
-    click.option("--from", "peer", metavar="TOOL", help=f"Whose checkpoint it is; guessed when left out. {TOOLS_HELP}"),
+    click.option("--from", "tool", metavar="TOOL", help=f"Whose checkpoint it is; guessed when left out. {TOOLS_HELP}"),
     click.option("--policy", "policy_file", type=FILE, help="The policy (.toml or .json) that will go on with it."),
     click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
 )
@@ -59,9 +59,9 @@ def command(context: click.Context) -> None:
 @command.command(epilog=example("lossscale checkpoint show scaler.pt"))
 @_with_options
 @AS_JSON
-def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
+def show(file: Path, tool: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
     """Show the saved scaler in FILE: JSON, or what torch.save wrote."""
-    found = read_state(file, peer, _loaded(policy_file), key)
+    found = read_state(file, tool, _loaded(policy_file), key)
     if as_json:
         print_json({"file": str(file), **found.as_dict()})
         return
@@ -77,13 +77,13 @@ def show(file: Path, peer: str | None, policy_file: Path | None, key: str | None
 @command.command(epilog=example("lossscale checkpoint convert scaler.pt --to state.json"))
 @_with_options
 @click.option("--to", "out", type=FILE, help="A new .json file for the state; printed when left out.")
-def convert(file: Path, peer: str | None, policy_file: Path | None, key: str | None, out: Path | None) -> None:
+def convert(file: Path, tool: str | None, policy_file: Path | None, key: str | None, out: Path | None) -> None:
     """Turn the saved scaler in FILE into the JSON that `state_from_dict` reads in every framework.
 
     The policy is saved too if --policy names it or the checkpoint contains all of it.
     """
     require_new(out)
-    source, state, scaling = read_state(file, peer, _loaded(policy_file), key)
+    source, state, scaling = read_state(file, tool, _loaded(policy_file), key)
     text = json.dumps(state_to_dict(state, scaling), indent=2)
     if out is None:
         click.echo(text)
@@ -123,19 +123,19 @@ class SavedScaler(NamedTuple):
             yield f"policy: {name}", value_text(value)
 
 
-def read_state(file: Path, peer: str | None, scaling: ScalingPolicy | None, key: str | None) -> SavedScaler:
+def read_state(file: Path, tool: str | None, scaling: ScalingPolicy | None, key: str | None) -> SavedScaler:
     """Return what a checkpoint file holds. Raises `LossScaleError`, `UsageError` and `OSError`."""
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         place = f" at {shown(where)}" if where else ""
         # None of the tools in `dialects` saves a version in the dict of its scaler.
-        if peer is None and "version" in saved:
+        if tool is None and "version" in saved:
             scaling = _saved_policy(saved) if scaling is None else scaling
             return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)
-        peer = _guessed(file, saved) if peer is None else peer
-        state = dialects.state_from_peer(peer, saved, scaling)
-        scaling = dialects.policy_in(peer, saved) if scaling is None else scaling
-        return SavedScaler(f"the scaler of {peer}{place}", state, scaling)
+        tool = _guessed(file, saved) if tool is None else tool
+        state = dialects.state_from_tool(tool, saved, scaling)
+        scaling = dialects.policy_in(tool, saved) if scaling is None else scaling
+        return SavedScaler(f"the scaler of {tool}{place}", state, scaling)
 
 
 def _loaded(policy_file: Path | None) -> ScalingPolicy | None:
@@ -148,6 +148,6 @@ def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
 
 def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
     try:
-        return dialects.guess_peer(saved)
+        return dialects.guess_tool(saved)
     except LossScaleError as error:
         raise click.UsageError(f"{file}: {error}; pass --from TOOL, or --key with the place of the scaler") from error

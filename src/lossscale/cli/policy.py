@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from lossscale import dialects
 from lossscale.cli._shared import (
     AS_JSON,
     FILE,
@@ -25,7 +26,6 @@ from lossscale.cli._shared import (
 )
 from lossscale_core import (
     BaseScaling,
-    dialects,
     dump_policy,
     load_policy,
     policy_schema,
@@ -126,9 +126,9 @@ def schema(file: Path | None) -> None:
 
 @command.command(epilog=example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=FILE)
-@click.option("--from", "peer", required=True, metavar="TOOL", help="The tool that reads the config, as listed above.")
+@click.option("--from", "tool", required=True, metavar="TOOL", help="The tool that reads the config, as listed above.")
 @click.option("--to", "out", type=FILE, help="A new .toml or .json file for the policy; printed when left out.")
-def convert(file: Path, peer: str, out: Path | None) -> None:
+def convert(file: Path, tool: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
     TOOL is torch, torch-sharded, accelerate, apex, apex-fp16-utils, apex-hysteresis, deepspeed (the fp16 block, or the
@@ -137,7 +137,7 @@ def convert(file: Path, peer: str, out: Path | None) -> None:
     """
     require_new(out)
     with warnings_as_lines():
-        scaling = dialects.from_peer(peer, _read_config(file))
+        scaling = dialects.from_tool(tool, _read_config(file))
     if out is None:
         click.echo(policy_to_toml(scaling), nl=False)
     else:

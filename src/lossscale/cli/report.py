@@ -20,17 +20,17 @@ _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly
 @click.command("report", epilog=example("lossscale report state.json --policy policy.toml"))
 @click.argument("checkpoint", type=FILE, required=False)
 @click.option("--policy", help="The policy: a .toml or .json file, dynamic, none or a number.")
-@click.option("--from", "peer", metavar="TOOL", help=f"Whose checkpoint it is. {TOOLS_HELP}")
+@click.option("--from", "tool", metavar="TOOL", help=f"Whose checkpoint it is. {TOOLS_HELP}")
 @click.option("--key", help="Where in CHECKPOINT the scaler is.")
 @AS_JSON
-def command(checkpoint: Path | None, policy: str | None, peer: str | None, key: str | None, as_json: bool) -> None:
+def command(checkpoint: Path | None, policy: str | None, tool: str | None, key: str | None, as_json: bool) -> None:
     """Print the versions, the policy, the state and the diagnosis, to paste into a bug report.
 
     CHECKPOINT is a file with a saved scaler, as in `lossscale checkpoint show`. Versions that are older or newer than
     those that lossscale was tried with are marked. The report holds no data, no weights and no paths.
     """
     scaling = None if policy is None else as_policy(number_or_text(policy))
-    saved = None if checkpoint is None else read_state(checkpoint, peer, scaling, key)
+    saved = None if checkpoint is None else read_state(checkpoint, tool, scaling, key)
     if as_json:
         about = {"policy": None if scaling is None else policy_to_dict(scaling)} if saved is None else saved.as_dict()
         versions = dict(_versions())

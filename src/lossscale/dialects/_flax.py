@@ -1,11 +1,11 @@
 """flax, for JAX."""
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count
-from lossscale_core.dialects._readings import UNBOUNDED
-from lossscale_core.dialects._record import Form, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count
+from lossscale.dialects._readings import UNBOUNDED
+from lossscale.dialects._record import Form, Saved, Tool, key
 
-FLAX = Peer(
+FLAX = Tool(
     name="flax",
     title="`flax.training.dynamic_scale.DynamicScale`",
     version="flax 0.12.8",
@@ -30,4 +30,4 @@ FLAX = Peer(
     saved=(Saved(scale=("scale",), counters={"growth_tracker": count("fin_steps", equal=True)}),),
 )
 
-PEERS = (FLAX,)
+TOOLS = (FLAX,)

@@ -1,10 +1,10 @@
 """Megatron-LM: its present scaler, and its first one, which DeepSpeed copied."""
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER, WINDOW_KEYS
-from lossscale_core.dialects._counters import count, left
-from lossscale_core.dialects._readings import FIXED_BUG, HALVES, UNBOUNDED
-from lossscale_core.dialects._record import Form, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._apex import ITERATIONS, STATIC_SCALER, WINDOW_KEYS
+from lossscale.dialects._counters import count, left
+from lossscale.dialects._readings import FIXED_BUG, HALVES, UNBOUNDED
+from lossscale.dialects._record import Form, Saved, Tool, key
 
 SHIFT_KEYS = (
     *WINDOW_KEYS,
@@ -17,7 +17,7 @@ SHIFT_KEYS = (
 # https://github.com/NVIDIA/Megatron-LM/blob/eedfe533a44e/megatron/core/optimizer/grad_scaler.py
 _RULE = {"refill_on_finite": False, "refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]}
 
-MEGATRON = Peer(
+MEGATRON = Tool(
     name="megatron",
     title="Megatron-LM's `DynamicGradScaler`",
     version="Megatron-LM of August 2026, Megatron Core 0.16",
@@ -60,7 +60,7 @@ MEGATRON = Peer(
     within="grad_scaler",
 )
 
-MEGATRON_V1 = Peer(
+MEGATRON_V1 = Tool(
     name="megatron-v1",
     title="`megatron.fp16.loss_scaler.DynamicLossScaler`",
     version="Megatron-LM 1.0",
@@ -77,4 +77,4 @@ MEGATRON_V1 = Peer(
     within="loss_scaler",
 )
 
-PEERS = (MEGATRON, MEGATRON_V1)
+TOOLS = (MEGATRON, MEGATRON_V1)

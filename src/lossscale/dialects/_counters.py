@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lossscale_core.dialects._readings import NEVER
-from lossscale_core.dialects._record import Counter, NoCounterpartError
+from lossscale.dialects._readings import NEVER
+from lossscale.dialects._record import Counter, NoCounterpartError
 
 # Every conversion takes the policy first, and then the saved counts.
 

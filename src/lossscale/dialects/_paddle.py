@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, used
-from lossscale_core.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
-from lossscale_core.dialects._record import Form, Peer, Saved, Settings, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, used
+from lossscale.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
+from lossscale.dialects._record import Form, Saved, Settings, Tool, key
 
 # A finite step and a backoff both set the count of overflows to 0:
 # https://github.com/PaddlePaddle/Paddle/blob/20ffb9f43b99/paddle/phi/kernels/impl/amp_kernel_impl.h
@@ -27,7 +27,7 @@ def _form(title: str, settings: Settings, ignored: str, *defaults: Any) -> Form:
     return Form(title, keys, {**_REFILLS, **settings}, tuple(ignored.split()))
 
 
-PADDLE = Peer(
+PADDLE = Tool(
     name="paddle",
     title="`paddle.amp.GradScaler`",
     version="PaddlePaddle 3.3, eager",
@@ -42,7 +42,7 @@ PADDLE = Peer(
 
 _IGNORED = "optimizer amp_lists use_promote"
 
-PADDLE_STATIC = Peer(
+PADDLE_STATIC = Tool(
     name="paddle-static",
     title="`paddle.static.amp.decorate`",
     version="PaddlePaddle 3.3, static graphs",
@@ -71,4 +71,4 @@ PADDLE_STATIC = Peer(
     ),
 )
 
-PEERS = (PADDLE, PADDLE_STATIC)
+TOOLS = (PADDLE, PADDLE_STATIC)

@@ -1,12 +1,12 @@
 """ColossalAI."""
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, used
-from lossscale_core.dialects._record import Form, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, used
+from lossscale.dialects._record import Form, Saved, Tool, key
 
 # HYSTERESIS_REACHED, since the scaler accepts 0 and compares with >=, so that 0 acts as 1:
 # https://github.com/hpcaitech/ColossalAI/blob/42d7b299cf96/colossalai/amp/naive_amp/grad_scaler/dynamic_grad_scaler.py
-COLOSSALAI = Peer(
+COLOSSALAI = Tool(
     name="colossalai",
     title="ColossalAI's `DynamicGradScaler`",
     version="ColossalAI 0.5, main of April 2026",
@@ -38,4 +38,4 @@ COLOSSALAI = Peer(
     ),
 )
 
-PEERS = (COLOSSALAI,)
+TOOLS = (COLOSSALAI,)

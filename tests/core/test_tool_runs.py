@@ -1,6 +1,6 @@
 """Recorded runs of the originals that a policy can express, reproduced step for step.
 
-Each run in `peer_runs.json` was made by the named tool's own class; here stands the policy that behaves like it. Not
+Each run in `tool_runs.json` was made by the named tool's own class; here stands the policy that behaves like it. Not
 among them: Chainer, whose growth is not a policy of this library, and MXNet, whose scale acts one step late.
 """
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, TolerantScaling
 from lossscale_core.testing import overflow_traces, simulate
 
-RUNS = json.loads((Path(__file__).parent / "peer_runs.json").read_text())
+RUNS = json.loads((Path(__file__).parent / "tool_runs.json").read_text())
 UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 NO_CEILING = {"max_scale": LARGEST_SCALE}
 TENSORFLOW = DynamicScaling(init_scale=1024.0, growth_interval=3, **NO_CEILING)
@@ -72,11 +72,11 @@ def test_every_recorded_run_has_a_policy():
     assert POLICIES.keys() == RUNS.keys()
 
 
-@pytest.mark.parametrize("peer", POLICIES)
-def test_the_policy_reproduces_the_original(peer):
+@pytest.mark.parametrize("tool", POLICIES)
+def test_the_policy_reproduces_the_original(tool):
     """The scale after every step is the original's, to the last bit."""
-    run = RUNS[peer]
-    trace = simulate(POLICIES[peer], [flag == "0" for flag in run["overflow"]])
+    run = RUNS[tool]
+    trace = simulate(POLICIES[tool], [flag == "0" for flag in run["overflow"]])
     np.testing.assert_array_equal(trace.loss_scale_after, np.array(run["scale_after"], dtype=np.float32))
 
 

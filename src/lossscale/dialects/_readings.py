@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
+from lossscale.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
 
 NEVER = 2**31 - 1
 """A count that no run reaches; a scale with this interval never grows."""
@@ -290,5 +290,5 @@ FIXED = Reading(
 
 def left_to_the_state(name: str) -> Reading:
     """Return the reading of a counter among the constructor's arguments."""
-    bug = f"is part of the state; pass it to state_from_peer, since a policy's run starts with {name}=0"
-    return Reading("left to `state_from_peer`", lambda value: Meaning({}, bug if value else ""), lambda _: OMIT)
+    bug = f"is part of the state; pass it to state_from_tool, since a policy's run starts with {name}=0"
+    return Reading("left to `state_from_tool`", lambda value: Meaning({}, bug if value else ""), lambda _: OMIT)

@@ -7,11 +7,17 @@ from numbers import Number
 from types import NoneType
 from typing import Any, NamedTuple
 
-from lossscale_core._base import KINDS, ScalingPolicy
-from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._settings import RULES, rules_of
-from lossscale_core.dialects._peers import find_peer, nearest
-from lossscale_core.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Peer, Settings
+from lossscale.dialects._kinds import SETTINGS, adapts, settings_of
+from lossscale.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Settings, Tool
+from lossscale.dialects._tools import find_tool, nearest
+from lossscale_core import (
+    PolicyLike,
+    ScalingPolicy,
+    as_policy,
+    check_setting,
+    policy_from_dict,
+    policy_to_dict,
+)
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.messages import shown
 
@@ -21,7 +27,7 @@ ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
 
 
-def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
+def from_tool(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
     """Return the policy that behaves like the tool `name` under `config`.
 
     The policy reproduces the scales and the skipped steps of every run in which the original's scale stays between
@@ -29,7 +35,7 @@ def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
     differences.
 
     Args:
-        name: The name of the tool, one of `peers()`.
+        name: The name of the tool, one of `tools()`.
         config: The tool's own names: the keywords of its constructor, or the block of its config file. Keys left out
             take the tool's defaults. The dict is not changed.
         warn: Whether to warn (`DialectWarning`) if the original does something wrong under this config. Replacements
@@ -41,17 +47,17 @@ def from_peer(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
     Raises:
         PolicyError: The tool or a key is unknown, or no policy can express a value; the message names the tool's key.
     """
-    policy, bugs = translate(find_peer(name, PolicyError), config)
+    policy, bugs = translate(find_tool(name, PolicyError), config)
     for bug in bugs if warn else ():
         warnings.warn(bug, DialectWarning, stacklevel=2)
     return policy
 
 
-def to_peer(name: str, policy: PolicyLike) -> dict[str, Any]:
+def to_tool(name: str, policy: PolicyLike) -> dict[str, Any]:
     """Return the config under which the tool `name` behaves like `policy`.
 
     Args:
-        name: The name of the tool, one of `peers()`.
+        name: The name of the tool, one of `tools()`.
         policy: Anything that `as_policy` accepts.
 
     Returns:
@@ -60,45 +66,45 @@ def to_peer(name: str, policy: PolicyLike) -> dict[str, Any]:
     Raises:
         PolicyError: The tool is unknown, or cannot express the policy; the message names the field.
     """
-    peer, scaling = find_peer(name, PolicyError), as_policy(policy)
+    tool, scaling = find_tool(name, PolicyError), as_policy(policy)
     refusals = []
-    for form in (form for form in peer.forms if not form.only_read):
+    for form in (form for form in tool.forms if not form.only_read):
         try:
-            return _written(peer, form, scaling)
+            return _written(tool, form, scaling)
         except NoCounterpartError as refusal:
             refusals.append(str(refusal))
     raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
 
 
-def translate(peer: Peer, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
+def translate(tool: Tool, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
     """Return the policy, and a sentence for each bug of the original that concerns this config."""
     if not isinstance(config, Mapping):
-        raise PolicyError(f"the config of {peer.name} must be a dict of its keys, not {shown(config)}; pass a dict")
+        raise PolicyError(f"the config of {tool.name} must be a dict of its keys, not {shown(config)}; pass a dict")
     try:
-        config = {name: plain(value) for name, value in peer.unwrap(config).items() if name not in _REMARKS}
-        form = form_of(peer, config)
-        entries = list(_entries(peer, form, config))
-        settings, bugs, origins = _settings_of(peer, form, entries)
+        config = {name: plain(value) for name, value in tool.unwrap(config).items() if name not in _REMARKS}
+        form = form_of(tool, config)
+        entries = list(_entries(tool, form, config))
+        settings, bugs, origins = _settings_of(tool, form, entries)
         settings, bug = form.adjust(settings, config)
     except NoCounterpartError as refusal:
-        raise PolicyError(f"{peer.name}: {refusal}") from None
+        raise PolicyError(f"{tool.name}: {refusal}") from None
     bugs += [bug] if bug else []
-    bugs = [f"{peer.name}: {bug}" for bug in [*bugs, *_kind_bugs(peer, settings["kind"])]]
-    return _policy(peer, settings, origins), bugs
+    bugs = [f"{tool.name}: {bug}" for bug in [*bugs, *_kind_bugs(tool, settings["kind"])]]
+    return _policy(tool, settings, origins), bugs
 
 
-def form_of(peer: Peer, config: Mapping[str, Any]) -> Form:
+def form_of(tool: Tool, config: Mapping[str, Any]) -> Form:
     """Return the form with the fewest unknown keys. Raises `PolicyError` if a key is unknown even there."""
-    unknown = {form: [name for name in config if not _knows(form, name)] for form in peer.forms}
+    unknown = {form: [name for name in config if not _knows(form, name)] for form in tool.forms}
     # min takes the first of several forms that fit equally well, so that their order in a record counts.
-    form = min(peer.forms, key=lambda form: len(unknown[form]))
+    form = min(tool.forms, key=lambda form: len(unknown[form]))
     for name in unknown[form]:
-        names = list(dict.fromkeys(name for each in peer.forms for key in each.keys for name in key.names))
+        names = list(dict.fromkeys(name for each in tool.forms for key in each.keys for name in key.names))
         if name in names:
             raise PolicyError(
-                f"{peer.name}: {name} belongs to another form of config than the other keys; pass one form"
+                f"{tool.name}: {name} belongs to another form of config than the other keys; pass one form"
             )
-        raise PolicyError(f"{shown(name)} is not a key of {peer.name}; {nearest(name, names)}known: {', '.join(names)}")
+        raise PolicyError(f"{shown(name)} is not a key of {tool.name}; {nearest(name, names)}known: {', '.join(names)}")
     return form
 
 
@@ -130,22 +136,22 @@ class _Entry(NamedTuple):
     value: Any
 
 
-def _entries(peer: Peer, form: Form, config: Mapping[str, Any]) -> Iterator[_Entry]:
+def _entries(tool: Tool, form: Form, config: Mapping[str, Any]) -> Iterator[_Entry]:
     """Yield an entry for each key of the form."""
     for key in form.keys:
         names = [name for name in key.names if name in config]
         for name in names:
             if not isinstance(config[name], ONE_VALUE):
-                raise PolicyError(f"{peer.name}: {name}={shown(config[name])} must be one number, text or bool")
+                raise PolicyError(f"{tool.name}: {name}={shown(config[name])} must be one number, text or bool")
         if any(config[name] != config[names[0]] for name in names[1:]):
-            raise PolicyError(f"{peer.name}: {' and '.join(names)} are names of one setting but differ; leave one out")
+            raise PolicyError(f"{tool.name}: {' and '.join(names)} are names of one setting but differ; leave one out")
         if not names and key.default is REQUIRED:
-            raise PolicyError(f"{peer.name} has no default for {key.name}; add it to the config")
+            raise PolicyError(f"{tool.name} has no default for {key.name}; add it to the config")
         is_default = not names or (config[names[0]] is None and key.none_is_default)
         yield _Entry(key, (names or [key.name])[0], key.default if is_default else config[names[0]])
 
 
-def _settings_of(peer: Peer, form: Form, entries: list[_Entry]) -> tuple[Settings, list[str], dict[str, str]]:
+def _settings_of(tool: Tool, form: Form, entries: list[_Entry]) -> tuple[Settings, list[str], dict[str, str]]:
     """Return the settings, the bugs of the original that matter, and for each setting the key and value it comes from.
 
     Errors and bugs of other keys are ignored for a fixed scale, which needs its scale only.
@@ -155,50 +161,49 @@ def _settings_of(peer: Peer, form: Form, entries: list[_Entry]) -> tuple[Setting
     bugs, errors = [], []
     for entry in entries:
         try:
-            meaning = _meaning(peer, entry)
+            meaning = _meaning(tool, entry)
         except PolicyError as error:
             errors.append(error)
             continue
         settings.update(meaning.settings)
         origins.update(dict.fromkeys(meaning.settings, f"{entry.name}={shown(entry.value)}"))
         bugs += [f"{entry.name}={shown(entry.value)} {meaning.bug}"] if meaning.bug else []
-    adapts = KINDS[settings["kind"]].adapts
-    if errors and (adapts or (settings["kind"] == "fixed" and "init_scale" not in settings)):
+    if errors and (adapts(settings["kind"]) or (settings["kind"] == "fixed" and "init_scale" not in settings)):
         raise errors[0]
-    return settings, bugs if adapts else [], origins
+    return settings, bugs if adapts(settings["kind"]) else [], origins
 
 
-def _meaning(peer: Peer, entry: _Entry) -> Meaning:
+def _meaning(tool: Tool, entry: _Entry) -> Meaning:
     """Return the meaning of one entry. Raises `PolicyError` if a setting breaks its rule, under the tool's name."""
     try:
         meaning = entry.key.reading.read(entry.value)
-        for name in meaning.settings.keys() & RULES.keys():
-            RULES[name].validate(name, meaning.settings[name])
+        for name in meaning.settings.keys() & SETTINGS:
+            check_setting(name, meaning.settings[name])
     except (NoCounterpartError, PolicyError) as reason:
-        raise PolicyError(f"{peer.name}: {entry.name}={shown(entry.value)} has no counterpart here: {reason}") from None
+        raise PolicyError(f"{tool.name}: {entry.name}={shown(entry.value)} has no counterpart here: {reason}") from None
     return meaning
 
 
-def _policy(peer: Peer, settings: Settings, origins: Mapping[str, str]) -> ScalingPolicy:
+def _policy(tool: Tool, settings: Settings, origins: Mapping[str, str]) -> ScalingPolicy:
     kind = settings["kind"]
-    values = {field.name: settings[field.name] for field, _ in rules_of(KINDS[kind]) if field.name in settings}
+    values = {name: settings[name] for name in settings_of(kind) if name in settings}
     for low, high in _ORDER:
         if low in values and high in values and values[low] > values[high]:
             above, below = (origins.get(name, f"its {name} of {values[name]:g}") for name in (low, high))
             raise PolicyError(
-                f"{peer.name}: {above} is above {below}; "
+                f"{tool.name}: {above} is above {below}; "
                 "there an overflow or growth jumps to the bound, which this library never does; pass them in order"
             )
     return policy_from_dict({"kind": kind, **values})
 
 
-def _kind_bugs(peer: Peer, kind: str) -> list[str]:
+def _kind_bugs(tool: Tool, kind: str) -> list[str]:
     if kind == "none":
         return ["if it is turned off it applies infinite gradients; NoScaling skips the steps that overflow"]
-    return [peer.fixed_bug] if kind == "fixed" and peer.fixed_bug else []
+    return [tool.fixed_bug] if kind == "fixed" and tool.fixed_bug else []
 
 
-def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
+def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     """Return the policy in this form. Raises `NoCounterpartError` if the form, read back, is another policy."""
     wanted = _essence(policy)
     config = {key.name: key.reading.write(policy_to_dict(policy)) for key in form.keys}
@@ -208,7 +213,7 @@ def _written(peer: Peer, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     config = {name: value for name, value in config.items() if value is not OMIT}
     # Reading it back is the whole check: the tool may ignore, cap or round what is written.
     try:
-        back, bugs = translate(peer, config)
+        back, bugs = translate(tool, config)
     except PolicyError as error:
         raise NoCounterpartError(f"the config written for kind={wanted['kind']!r} is refused: {error}") from None
     got = _essence(back)

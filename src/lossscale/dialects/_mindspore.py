@@ -1,9 +1,9 @@
 """MindSpore."""
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, since_change, since_overflow
-from lossscale_core.dialects._readings import FLOOR_OF_ONE
-from lossscale_core.dialects._record import Form, Meaning, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, since_change, since_overflow
+from lossscale.dialects._readings import FLOOR_OF_ONE
+from lossscale.dialects._record import Form, Meaning, Saved, Tool, key
 
 _FIXED_MANAGER = Form(
     "`FixedLossScaleManager`",
@@ -20,7 +20,7 @@ _FIXED_MANAGER = Form(
 
 _KEYS = (key("scale_factor", read.FACTOR, 2), key("scale_window", read.INTERVAL_MODULO, 2000))
 
-MINDSPORE = Peer(
+MINDSPORE = Tool(
     name="mindspore",
     title="MindSpore's `DynamicLossScaleManager`",
     version="MindSpore 2.10",
@@ -60,4 +60,4 @@ MINDSPORE = Peer(
     ),
 )
 
-PEERS = (MINDSPORE,)
+TOOLS = (MINDSPORE,)

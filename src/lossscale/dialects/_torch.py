@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count
-from lossscale_core.dialects._readings import UNBOUNDED
-from lossscale_core.dialects._record import Form, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count
+from lossscale.dialects._readings import UNBOUNDED
+from lossscale.dialects._record import Form, Saved, Tool, key
 
 KEYS = (
     # One record reads both: the state dict says `scale` for what the constructor calls `init_scale`.
@@ -20,7 +20,7 @@ KEYS = (
 
 _SAVED = Saved(scale=("scale",), counters={"growth_tracker": count("_growth_tracker", equal=True)})
 
-TORCH = Peer(
+TORCH = Tool(
     name="torch",
     title="`torch.amp.GradScaler`",
     version="PyTorch 2.13",
@@ -50,4 +50,4 @@ ACCELERATE = dataclasses.replace(
     forms=(Form("`GradScalerKwargs`, or the state dict in `scaler.pt`", KEYS, UNBOUNDED, ("_growth_tracker",)),),
 )
 
-PEERS = (TORCH, TORCH_SHARDED, ACCELERATE)
+TOOLS = (TORCH, TORCH_SHARDED, ACCELERATE)

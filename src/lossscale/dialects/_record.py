@@ -57,12 +57,12 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The name that `to_peer` writes."""
+        """The name that `to_tool` writes."""
         return self.names[0]
 
 
 def key(names: str, reading: Reading, default: Any = REQUIRED, *, none_is_default: bool = False) -> Key:
-    """Return a key; `names` are separated by spaces, and `to_peer` writes the first."""
+    """Return a key; `names` are separated by spaces, and `to_tool` writes the first."""
     return Key(tuple(names.split()), reading, default, none_is_default)
 
 
@@ -84,7 +84,7 @@ class Form:
     adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _unchanged
     """Returns the final settings where several keys interact, given the settings so far and the config."""
     only_read: bool = False
-    """Whether `to_peer` never writes this form."""
+    """Whether `to_tool` never writes this form."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Peer:
+class Tool:
     """One tool's configs and checkpoints as data; `docs/migrating.md` describes the differences."""
 
     name: str

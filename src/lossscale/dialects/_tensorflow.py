@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, used
-from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE
-from lossscale_core.dialects._record import Form, Peer, Saved, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, used
+from lossscale.dialects._readings import FIXED_BUG, FLOOR_OF_ONE
+from lossscale.dialects._record import Form, Saved, Tool, key
 
 SAVED = Saved(
     scale=("current_loss_scale", "loss_scale"),
@@ -41,7 +41,7 @@ LOSS_SCALE_FORMS = (
     ),
 )
 
-TF_V1 = Peer(
+TF_V1 = Tool(
     name="tf-v1",
     title="`tf.compat.v1.mixed_precision`",
     version="TensorFlow 1.14 to 2.21",
@@ -51,7 +51,7 @@ TF_V1 = Peer(
     unwrap=loss_scale_object,
 )
 
-TF_CONTRIB = Peer(
+TF_CONTRIB = Tool(
     name="tf-contrib",
     title="`tf.contrib.mixed_precision`",
     version="TensorFlow 1.15",
@@ -77,4 +77,4 @@ TF_CONTRIB = Peer(
     ),
 )
 
-PEERS = (TF_V1, TF_CONTRIB)
+TOOLS = (TF_V1, TF_CONTRIB)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count
-from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
-from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
-from lossscale_core.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_scale_object
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count
+from lossscale.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
+from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Saved, Settings, Tool, key
+from lossscale.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_scale_object
 
 
 def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -23,7 +23,7 @@ def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
 
 # INTERVAL_CUT, since Keras converts the interval by int(), and compares with >=:
 # https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/src/mixed_precision/loss_scale_optimizer.py#L144
-KERAS = Peer(
+KERAS = Tool(
     name="keras",
     title="`tf.keras.mixed_precision.LossScaleOptimizer`",
     version="TensorFlow 2.4 to 2.15, and tf_keras",
@@ -45,7 +45,7 @@ KERAS = Peer(
     fixed_bug=FIXED_BUG,
 )
 
-KERAS_EXPERIMENTAL = Peer(
+KERAS_EXPERIMENTAL = Tool(
     name="keras-experimental",
     title="`tf.keras.mixed_precision.experimental.LossScaleOptimizer`",
     version="TensorFlow 2.1 to 2.3",
@@ -67,7 +67,7 @@ _KERAS_3_BASE = (
     "gradient_accumulation_steps",
 )
 
-KERAS_3 = Peer(
+KERAS_3 = Tool(
     name="keras3",
     title="`keras.optimizers.LossScaleOptimizer`",
     version="Keras 3.15",
@@ -89,4 +89,4 @@ KERAS_3 = Peer(
     saved=(Saved(scale=("dynamic_scale",), counters={"growth_tracker": count("step_counter", equal=True)}),),
 )
 
-PEERS = (KERAS, KERAS_EXPERIMENTAL, KERAS_3)
+TOOLS = (KERAS, KERAS_EXPERIMENTAL, KERAS_3)

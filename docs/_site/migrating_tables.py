@@ -1,15 +1,17 @@
-"""Markdown tables of the records."""
+"""Draw the tables of `docs/migrating.md` and `docs/migrating/`: `python docs/_site/migrating_tables.py`."""
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from lossscale_core._config import policy_to_dict
-from lossscale_core.dialects._peers import PAGES, find_page, find_peer
-from lossscale_core.dialects._policies import translate
-from lossscale_core.dialects._record import REQUIRED, Form, Peer, Saved
-from lossscale_core.errors import PolicyError
+from lossscale.dialects import Form, Saved, Tool, from_tool
+from lossscale.dialects._tools import PAGES
+from lossscale_core import policy_to_dict
+from lossscale_core.files import write_whole
 
+DOCS = Path(__file__).parents[1]
+MARK = "<!-- drawn by python docs/_site/migrating_tables.py -->\n"
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "jmp": {"loss_scale": 2.0**15},
     "tf-contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 2000},
@@ -21,61 +23,41 @@ _KEY_BY_KEY = '<a id="key-by-key"></a>The page of each tool lists its keys with 
 
 
 def tables(page: str = "") -> str:
-    """Return the generated part of a page of the documentation.
-
-    Args:
-        page: The name of a file in `docs/migrating/`, such as "megatron"; without it, the overview of all tools.
-
-    Returns:
-        A text in Markdown.
-
-    Raises:
-        PolicyError: There is no such page.
-    """
+    """Return the drawn part of a page in `docs/migrating/`, such as "megatron", or of the overview of all tools."""
     if page:
-        sections = [f"### {peer.name}\n\n{markdown(peer.name)}\n" for peer in find_page(page)]
+        sections = [f"### {tool.name}\n\n{_tables_of(tool)}\n" for tool in PAGES[page]]
         return "\n".join(["\n## Keys and checkpoints\n", *sections])
     without = " and ".join(f"`{name}`" for name in _EXAMPLES)
     note = f"{without} have no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
-    return f"\n## Every tool at a glance\n\n{overview()}\n\n{note}\n"
+    return f"\n## Every tool at a glance\n\n{_overview()}\n\n{note}\n"
 
 
-def overview() -> str:
-    """Return a table that compares the tools' rules under their own defaults, with a link to the page of each.
+def draw(path: Path, text: str) -> None:
+    """Replace what stands below the mark."""
+    write_whole(path, path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + text, overwrite=True)
 
-    Returns:
-        A table in Markdown.
-    """
+
+def _overview() -> str:
+    """Return a table that compares the tools' rules under their own defaults, with a link to the page of each."""
     head = "| | first scale | grows on finite step | by | falls on overflow | by | floor | ceiling |"
-    rows = [_defaults(peer, page) for page, tools in PAGES.items() for peer in tools]
+    rows = [_defaults(tool, page) for page, tools in PAGES.items() for tool in tools]
     return "\n".join([head, "|---|---|---|---|---|---|---|---|", *rows])
 
 
-def markdown(name: str) -> str:
-    """Return the tables of one tool: its keys and its checkpoints.
-
-    Args:
-        name: The name of the tool, one of `peers()`.
-
-    Returns:
-        A text in Markdown.
-
-    Raises:
-        PolicyError: The tool is unknown.
-    """
-    peer = find_peer(name, PolicyError)
-    parts = [f"{peer.title} ({peer.version})."]
-    parts += ["\n".join(_form_table(form)) for form in peer.forms]
-    parts += [_saved_table(saved) for saved in peer.saved]
+def _tables_of(tool: Tool) -> str:
+    """Return the tables of one tool: its keys and its checkpoints."""
+    parts = [f"{tool.title} ({tool.version})."]
+    parts += ["\n".join(_form_table(form)) for form in tool.forms]
+    parts += [_saved_table(saved) for saved in tool.saved]
     return "\n\n".join(parts)
 
 
-def _defaults(peer: Peer, page: str) -> str:
-    policy = policy_to_dict(translate(peer, _EXAMPLES.get(peer.name, {}))[0])
+def _defaults(tool: Tool, page: str) -> str:
+    policy = policy_to_dict(from_tool(tool.name, _EXAMPLES.get(tool.name, {}), warn=False))
     later = policy.get("cooldown", 0)
     grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
     cells = [
-        f'<a id="{peer.name}"></a>[`{peer.name}`](migrating/{page}.md#{peer.name})',
+        f'<a id="{tool.name}"></a>[`{tool.name}`](migrating/{page}.md#{tool.name})',
         _scale_text(policy["init_scale"]),
         grows,
         f"{policy['growth_factor']:g}",
@@ -114,8 +96,6 @@ def _form_table(form: Form) -> Iterator[str]:
 
 
 def _default_text(value: Any) -> str:
-    if value is REQUIRED:
-        return "required"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return _scale_text(value) if is_number and value >= 2**15 else str(value)
 
@@ -134,3 +114,9 @@ def _counter_rows(saved: Saved) -> Iterator[str]:
 
 def _names(names: tuple[str, ...]) -> str:
     return " or ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    draw(DOCS / "migrating.md", tables())
+    for name in PAGES:
+        draw(DOCS / f"migrating/{name}.md", tables(name))

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count
-from lossscale_core.dialects._readings import UNBOUNDED
-from lossscale_core.dialects._record import Form, Meaning, Peer, Saved, Settings, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count
+from lossscale.dialects._readings import UNBOUNDED
+from lossscale.dialects._record import Form, Meaning, Saved, Settings, Tool, key
 
 
 def _under_jit(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -18,7 +18,7 @@ def _under_jit(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return Meaning(settings)
 
 
-JMP = Peer(
+JMP = Tool(
     name="jmp",
     title="`jmp.DynamicLossScale`",
     version="jmp 0.0.4",
@@ -40,4 +40,4 @@ JMP = Peer(
     saved=(Saved(scale=("loss_scale",), counters={"growth_tracker": count("counter", equal=True)}),),
 )
 
-PEERS = (JMP,)
+TOOLS = (JMP,)

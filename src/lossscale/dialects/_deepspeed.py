@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._apex import ITERATIONS, STATIC_SCALER
-from lossscale_core.dialects._megatron import SHIFT_KEYS
-from lossscale_core.dialects._readings import HALVES, UNBOUNDED
-from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Saved, Settings, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._apex import ITERATIONS, STATIC_SCALER
+from lossscale.dialects._megatron import SHIFT_KEYS
+from lossscale.dialects._readings import HALVES, UNBOUNDED
+from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Saved, Settings, Tool, key
 from lossscale_core.messages import shown
 
 # The first finite step after an overflow does not count: stable_interval = cur_iter - last_overflow_iter - 1.
@@ -68,7 +68,7 @@ _STATIC_SCALE = dataclasses.replace(
     read.number("static_loss_scale"), text="the scale where `dynamic_loss_scale` is false"
 )
 
-DEEPSPEED = Peer(
+DEEPSPEED = Tool(
     name="deepspeed",
     title="DeepSpeed's `fp16` block",
     version="DeepSpeed 0.19.8, ZeRO stages 1 to 3",
@@ -117,4 +117,4 @@ DEEPSPEED = Peer(
     unwrap=_block,
 )
 
-PEERS = (DEEPSPEED,)
+TOOLS = (DEEPSPEED,)

@@ -5,17 +5,24 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
-from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
-from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._settings import rules_of
-from lossscale_core._state import AnyScaleState, HostScalar, StateT
-from lossscale_core.dialects._peers import PEERS, find_peer
-from lossscale_core.dialects._policies import ONE_VALUE, plain, translate
-from lossscale_core.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
-from lossscale_core.dialects._record import REQUIRED, Counter, NoCounterpartError, Peer, Saved, Settings
+from lossscale.dialects._kinds import settings_of
+from lossscale.dialects._policies import ONE_VALUE, plain, translate
+from lossscale.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
+from lossscale.dialects._record import REQUIRED, Counter, NoCounterpartError, Saved, Settings, Tool
+from lossscale.dialects._tools import TOOLS, find_tool
+from lossscale_core import (
+    AnyScaleState,
+    BaseScaling,
+    HostScalar,
+    PolicyLike,
+    ScalingPolicy,
+    as_policy,
+    policy_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.messages import shown, shown_names
 
@@ -24,24 +31,26 @@ _ENDING = re.compile(r"(:\d+|_\d+)$")
 # tf.train.Checkpoint ends the key of every variable with this: https://www.tensorflow.org/guide/checkpoint
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
+StateT = TypeVar("StateT", bound=AnyScaleState[Any])
+
 
 @overload
-def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
+def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
 @overload
-def state_from_peer(
+def state_from_tool(
     name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None
 ) -> AnyScaleState[HostScalar]: ...
-def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
     """Return the state with which a run continues where another tool's run stopped.
 
     No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
     checkpoint that differ from the policy's, and the counts that exceed the policy's limits.
 
     Args:
-        name: The name of the tool, one of `peers()`.
+        name: The name of the tool, one of `tools()`.
         checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
             arrays of one element, and names may be paths of variables.
-        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_peer` returns.
+        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_tool` returns.
             It may be left out if the checkpoint alone determines every counter.
 
     Returns:
@@ -51,41 +60,41 @@ def state_from_peer(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
         CheckpointError: The tool is unknown, a name is missing from the checkpoint, or a value does not fit the state.
         PolicyError: `policy` is not a policy.
     """
-    peer = find_peer(name, CheckpointError)
-    values = _plain_values(peer, checkpoint)
-    saved = _layout(peer, values)
-    known = _known_settings(peer, values)
+    tool = find_tool(name, CheckpointError)
+    values = _plain_values(tool, checkpoint)
+    saved = _layout(tool, values)
+    known = _known_settings(tool, values)
     given = policy is not None
-    scaling = BaseScaling.of(_stand_in(peer, known) if policy is None else as_policy(policy))
-    fields: dict[str, Any] = {"loss_scale": _number(peer, values, saved.scale)}
+    scaling = BaseScaling.of(_stand_in(tool, known) if policy is None else as_policy(policy))
+    fields: dict[str, Any] = {"loss_scale": _number(tool, values, saved.scale)}
     for field, counter in saved.counters.items():
         if field in scaling.state_type._fields and not scaling.is_constant():
-            placed = _placed(peer, values, counter, scaling, None if given else known)
+            placed = _placed(tool, values, counter, scaling, None if given else known)
             fields.update({} if placed is None else {field: placed})
     notes = _differences(known, scaling) if given else []
     notes += _refilled(fields, scaling) if given else []
     notes += _late(saved, fields, scaling) if given or "growth_interval" in known else []
     if notes:
-        warnings.warn(f"{peer.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
+        warnings.warn(f"{tool.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
     # A streak needs as many skipped steps, or else state_from_dict refuses the state as inconsistent.
     streak = fields.get("overflow_streak", 0)
     start = state_to_dict(scaling.init_state())
     return state_from_dict({**start, "steps": streak, "skipped_steps": streak, **fields}, scaling)
 
 
-def guess_peer(checkpoint: Any) -> str:
+def guess_tool(checkpoint: Any) -> str:
     """Return the name of the tool that saved a scaler.
 
     Args:
         checkpoint: The dict that a tool saved.
 
     Returns:
-        The name of the tool; if several tools save the same names with the same meaning, the first of `peers()`.
+        The name of the tool; if several tools save the same names with the same meaning, the first of `tools()`.
 
     Raises:
         CheckpointError: No tool saves these names, or several do with different meanings.
     """
-    best = possible_peers(checkpoint)
+    best = possible_tools(checkpoint)
     if not best:
         raise CheckpointError(
             "no known tool saves its scaler under these names; name the tool, or pass the scaler's own part"
@@ -95,7 +104,7 @@ def guess_peer(checkpoint: Any) -> str:
     return best[0]
 
 
-def possible_peers(checkpoint: Any) -> tuple[str, ...]:
+def possible_tools(checkpoint: Any) -> tuple[str, ...]:
     """Return the names of the tools that may have saved a scaler.
 
     Args:
@@ -105,9 +114,9 @@ def possible_peers(checkpoint: Any) -> tuple[str, ...]:
         The names of all tools that save these names, possibly none.
     """
     found: dict[str, int] = {}
-    for peer in PEERS.values() if _may_hold_scaler(checkpoint) else ():
+    for tool in TOOLS.values() if _may_hold_scaler(checkpoint) else ():
         with contextlib.suppress(CheckpointError):
-            found[peer.name] = _recognised(peer, checkpoint)
+            found[tool.name] = _recognised(tool, checkpoint)
     # One name alone, such as `scale`, occurs in dicts that have nothing to do with loss scaling.
     return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
 
@@ -116,7 +125,7 @@ def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
     """Return the policy that a tool's checkpoint contains.
 
     Args:
-        name: The name of the tool, one of `peers()`.
+        name: The name of the tool, one of `tools()`.
         checkpoint: The dict that the tool saved.
 
     Returns:
@@ -126,22 +135,22 @@ def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
         CheckpointError: The tool is unknown, or the dict is not a checkpoint of the tool.
         PolicyError: No policy can express a setting.
     """
-    peer = find_peer(name, CheckpointError)
-    values = _plain_values(peer, checkpoint)
+    tool = find_tool(name, CheckpointError)
+    values = _plain_values(tool, checkpoint)
     config: dict[str, Any] = {}
-    for key in peer.forms[peer.saved_form].keys:
+    for key in tool.forms[tool.saved_form].keys:
         saved_as = _find(values, key.names)
         if key.reading is INIT_SCALE:
-            config[key.name] = _number(peer, values, _layout(peer, values).scale)
+            config[key.name] = _number(tool, values, _layout(tool, values).scale)
         elif saved_as is not None:
             config[key.name] = values[saved_as]
         elif key.default is REQUIRED or key.reading.read(key.default).settings:
             return None
-    return translate(peer, config)[0]
+    return translate(tool, config)[0]
 
 
-_SCALES = {name for peer in PEERS.values() for saved in peer.saved for name in saved.scale}
-_WITHIN = sorted({peer.within for peer in PEERS.values()} - {""})
+_SCALES = {name for tool in TOOLS.values() for saved in tool.saved for name in saved.scale}
+_WITHIN = sorted({tool.within for tool in TOOLS.values()} - {""})
 
 
 def _may_hold_scaler(checkpoint: Any) -> bool:
@@ -159,35 +168,35 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _recognised(peer: Peer, checkpoint: Any) -> int:
+def _recognised(tool: Tool, checkpoint: Any) -> int:
     """Return how many names in a checkpoint this tool saves. Raises `CheckpointError` if no layout fits."""
-    values = _scaler_part(peer, checkpoint)
-    layout = _layout(peer, values)
+    values = _scaler_part(tool, checkpoint)
+    layout = _layout(tool, values)
     known = {name for counter in layout.counters.values() for names in counter.names for name in names}
-    known |= {*layout.scale, *(name for key in peer.forms[peer.saved_form].keys for name in key.names)}
+    known |= {*layout.scale, *(name for key in tool.forms[tool.saved_form].keys for name in key.names)}
     return len(known & values.keys())
 
 
 def _read_alone(name: str, checkpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
     try:
         with warnings.catch_warnings(action="ignore"):
-            return tuple(state_from_peer(name, checkpoint))
+            return tuple(state_from_tool(name, checkpoint))
     except CheckpointError:
         return None
 
 
-def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
+def _scaler_part(tool: Tool, checkpoint: Any) -> dict[str, Any]:
     """Return the scaler's own dict in a checkpoint, with the last part of each name as the key."""
     if not isinstance(checkpoint, Mapping):
-        raise CheckpointError(f"a checkpoint of {peer.name} must be a dict, not {type(checkpoint).__name__}")
+        raise CheckpointError(f"a checkpoint of {tool.name} must be a dict, not {type(checkpoint).__name__}")
     parts = [
         name
         for name, value in checkpoint.items()
-        if peer.within and isinstance(name, str) and isinstance(value, Mapping) and fnmatchcase(name, peer.within)
+        if tool.within and isinstance(name, str) and isinstance(value, Mapping) and fnmatchcase(name, tool.within)
     ]
     if len(parts) > 1:
         raise CheckpointError(
-            f"this checkpoint of {peer.name} holds {len(parts)} scalers; pass one: {shown_names(parts)}"
+            f"this checkpoint of {tool.name} holds {len(parts)} scalers; pass one: {shown_names(parts)}"
         )
     values: dict[str, Any] = {}
     for name, value in (checkpoint[parts[0]] if parts else checkpoint).items():
@@ -196,15 +205,15 @@ def _scaler_part(peer: Peer, checkpoint: Any) -> dict[str, Any]:
     return values
 
 
-def _plain_values(peer: Peer, checkpoint: Any) -> dict[str, Any]:
+def _plain_values(tool: Tool, checkpoint: Any) -> dict[str, Any]:
     """Return the scaler's own dict, with plain numbers instead of arrays and lists of one element."""
-    values = _without_underscores(peer, _scaler_part(peer, checkpoint))
+    values = _without_underscores(tool, _scaler_part(tool, checkpoint))
     return {name: plain(value) for name, value in values.items()}
 
 
-def _without_underscores(peer: Peer, values: dict[str, Any]) -> dict[str, Any]:
+def _without_underscores(tool: Tool, values: dict[str, Any]) -> dict[str, Any]:
     """Return the underscored attributes of a scaler under the names with which its tool saves them."""
-    if any(not _missing(saved, values) for saved in peer.saved):
+    if any(not _missing(saved, values) for saved in tool.saved):
         return values
     return {**{name.lstrip("_"): value for name, value in values.items()}, **values}
 
@@ -214,13 +223,13 @@ def _last_part(name: str) -> str:
     return _ENDING.sub("", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
 
 
-def _layout(peer: Peer, values: Mapping[str, Any]) -> Saved:
+def _layout(tool: Tool, values: Mapping[str, Any]) -> Saved:
     """Return the first layout whose names are all in the checkpoint. Raises `CheckpointError` if none is."""
-    for saved in peer.saved:
+    for saved in tool.saved:
         if not _missing(saved, values):
             return saved
     raise CheckpointError(
-        f"this is not a checkpoint of {peer.name}'s scaler: it has no {', '.join(_missing(peer.saved[0], values))}"
+        f"this is not a checkpoint of {tool.name}'s scaler: it has no {', '.join(_missing(tool.saved[0], values))}"
         f"{'' if values else ', and is empty, like that of a disabled scaler'}; pass the scaler's own part"
     )
 
@@ -235,44 +244,44 @@ def _find(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in values), None)
 
 
-def _number(peer: Peer, values: Mapping[str, Any], names: tuple[str, ...]) -> float:
+def _number(tool: Tool, values: Mapping[str, Any], names: tuple[str, ...]) -> float:
     name = _find(values, names) or names[0]
     value = values[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {peer.name} must be a number")
+        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {tool.name} must be a number")
     return value
 
 
-def _known_settings(peer: Peer, values: Mapping[str, Any]) -> Settings:
+def _known_settings(tool: Tool, values: Mapping[str, Any]) -> Settings:
     """Return the settings in the checkpoint, with which the tool itself would continue."""
     settings: Settings = {}
-    for key in peer.forms[peer.saved_form].keys:
+    for key in tool.forms[tool.saved_form].keys:
         name = _find(values, key.names)
         if name is not None:
             if not isinstance(values[name], ONE_VALUE):
                 raise CheckpointError(
-                    f"{name}={shown(values[name])} in the checkpoint of {peer.name} must be one number, text or bool"
+                    f"{name}={shown(values[name])} in the checkpoint of {tool.name} must be one number, text or bool"
                 )
             try:
                 settings.update(key.reading.read(values[name]).settings)
             except NoCounterpartError as reason:
                 raise CheckpointError(
-                    f"{name}={shown(values[name])} in the checkpoint of {peer.name}: {reason}"
+                    f"{name}={shown(values[name])} in the checkpoint of {tool.name}: {reason}"
                 ) from None
     return {name: value for name, value in settings.items() if name not in ("init_scale", "kind")}
 
 
-def _stand_in(peer: Peer, known: Settings) -> Any:
+def _stand_in(tool: Tool, known: Settings) -> Any:
     """Return a policy for the conversion of counters if none was given: the tool's rule, without bounds."""
-    rule = {**peer.forms[peer.saved_form].settings, **known, **UNBOUNDED}
-    kind = KINDS[rule.get("kind", "dynamic")]
+    rule = {**tool.forms[tool.saved_form].settings, **known, **UNBOUNDED}
+    kind = rule.get("kind", "dynamic")
     try:
-        return kind(**{field.name: rule[field.name] for field, _ in rules_of(kind) if field.name in rule})
+        return policy_from_dict({"kind": kind, **{name: rule[name] for name in settings_of(kind) if name in rule}})
     except PolicyError as reason:
-        raise CheckpointError(f"a setting in the checkpoint of {peer.name} is invalid: {reason}") from None
+        raise CheckpointError(f"a setting in the checkpoint of {tool.name} is invalid: {reason}") from None
 
 
-def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
+def _placed(tool: Tool, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
     """Return a counter converted for `policy`, or None if the checkpoint lacks it.
 
     `known` holds the settings in the checkpoint if no policy was given, else it is None.
@@ -282,23 +291,23 @@ def _placed(peer: Peer, values: Mapping[str, Any], counter: Counter, policy: Any
         return None
     if known is not None and counter.needs and counter.needs not in known:
         raise CheckpointError(
-            f"the checkpoint of {peer.name} alone does not place {' and '.join(map(str, names))}, which depends on "
-            f"{counter.needs}; pass policy=from_peer({peer.name!r}, config), or --policy FILE to the command"
+            f"the checkpoint of {tool.name} alone does not place {' and '.join(map(str, names))}, which depends on "
+            f"{counter.needs}; pass policy=from_tool({tool.name!r}, config), or --policy FILE to the command"
         )
     if counter.needs and counter.needs not in policy.settings():
         raise CheckpointError(f"{shown(policy)} has no {counter.needs}, which places {' and '.join(map(str, names))}")
-    counts = {str(name): _count(peer, values, str(name)) for name in names}
+    counts = {str(name): _count(tool, values, str(name)) for name in names}
     try:
         return counter.place(policy, *counts.values())
     except NoCounterpartError as reason:
         given = ", ".join(f"{name}={shown(value)}" for name, value in counts.items())
-        raise CheckpointError(f"{given} in the checkpoint of {peer.name}: {reason}; pass what the tool saved") from None
+        raise CheckpointError(f"{given} in the checkpoint of {tool.name}: {reason}; pass what the tool saved") from None
 
 
-def _count(peer: Peer, values: Mapping[str, Any], name: str) -> int:
-    value = _number(peer, values, (name,))
+def _count(tool: Tool, values: Mapping[str, Any], name: str) -> int:
+    value = _number(tool, values, (name,))
     if isinstance(value, float) and not value.is_integer():
-        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {peer.name} must be a whole number")
+        raise CheckpointError(f"{name}={shown(value)} in the checkpoint of {tool.name} must be a whole number")
     return int(value)
 
 

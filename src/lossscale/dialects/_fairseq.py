@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, since_change, since_overflow
-from lossscale_core.dialects._readings import HALVES, UNBOUNDED
-from lossscale_core.dialects._record import Form, Meaning, NoCounterpartError, Peer, Reading, Saved, Settings, key
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, since_change, since_overflow
+from lossscale.dialects._readings import HALVES, UNBOUNDED
+from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Reading, Saved, Settings, Tool, key
 from lossscale_core.messages import shown
 
 _MOST_FALLS = 10_000
@@ -71,7 +71,7 @@ _STOP_AT = Reading(
 
 _RULE: Settings = {"kind": "tolerant", "max_scale": UNBOUNDED["max_scale"]}
 
-FAIRSEQ = Peer(
+FAIRSEQ = Tool(
     name="fairseq",
     title="fairseq's `DynamicLossScaler`",
     version="fairseq of September 2025, 0.12.2",
@@ -115,4 +115,4 @@ FAIRSEQ = Peer(
     ),
 )
 
-PEERS = (FAIRSEQ,)
+TOOLS = (FAIRSEQ,)

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale_core.dialects import _readings as read
-from lossscale_core.dialects._counters import count, left, left_to_one, since_overflow
-from lossscale_core.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
-from lossscale_core.dialects._record import Form, Meaning, Peer, Saved, Settings, key
-from lossscale_core.dialects._torch import KEYS
+from lossscale.dialects import _readings as read
+from lossscale.dialects._counters import count, left, left_to_one, since_overflow
+from lossscale.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
+from lossscale.dialects._record import Form, Meaning, Saved, Settings, Tool, key
+from lossscale.dialects._torch import KEYS
 
 
 def _start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -19,7 +19,7 @@ def _start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
     return Meaning({**settings, "init_scale": min(settings["init_scale"], settings["max_scale"])})
 
 
-APEX = Peer(
+APEX = Tool(
     name="apex",
     title="`apex.amp`",
     version="apex 25.05, the last with `apex.amp`",
@@ -70,7 +70,7 @@ WINDOW_KEYS = (
     key("scale_window", read.INTERVAL_MODULO, 1000),
 )
 
-APEX_FP16_UTILS = Peer(
+APEX_FP16_UTILS = Tool(
     name="apex-fp16-utils",
     title="`apex.fp16_utils.DynamicLossScaler`",
     version="apex 25.05",
@@ -86,7 +86,7 @@ APEX_FP16_UTILS = Peer(
     fixed_bug=FIXED_BUG,
 )
 
-APEX_HYSTERESIS = Peer(
+APEX_HYSTERESIS = Tool(
     name="apex-hysteresis",
     title="`amp_C.update_scale_hysteresis`",
     version="apex 25.05; NeMo's `GradScaler` is built on it",
@@ -120,4 +120,4 @@ APEX_HYSTERESIS = Peer(
     ),
 )
 
-PEERS = (APEX, APEX_FP16_UTILS, APEX_HYSTERESIS)
+TOOLS = (APEX, APEX_FP16_UTILS, APEX_HYSTERESIS)
