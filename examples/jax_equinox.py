@@ -17,7 +17,7 @@ import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, diagnose, metrics
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
 from lossscale_jax import get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
@@ -61,10 +61,12 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(seed))
     opt_state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
-    rng = np.random.default_rng(seed)
-    for _ in range(steps):
+    watch, rng = ScaleWatch(), np.random.default_rng(seed)
+    for n in range(steps):
         rows = rng.integers(0, len(images), BATCH_SIZE)
         model, opt_state = step((images[rows], labels[rows]), model, opt_state)
+        if n % 50 == 0:
+            watch.log(POLICY, get_scale_state(opt_state))
     accuracy = float((predict(model, test_images).argmax(axis=1) == test_labels).mean())
     scale_state = get_scale_state(opt_state)
     applied_steps = metrics(scale_state)["applied_steps"]

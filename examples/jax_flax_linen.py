@@ -19,7 +19,7 @@ from flax.training import train_state
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, diagnose, metrics, step_info
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics, step_info
 from lossscale_jax import get_scale_state, loss_scaled, scale, select
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
@@ -82,10 +82,12 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     state = init(seed)
-    rng = np.random.default_rng(seed)
-    for _ in range(steps):
+    watch, rng = ScaleWatch(), np.random.default_rng(seed)
+    for n in range(steps):
         rows = rng.integers(0, len(images), BATCH_SIZE)
         state = step(state, images[rows], labels[rows])
+        if n % 50 == 0:
+            watch.log(POLICY, get_scale_state(state.opt_state))
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, test_images, is_training=False)
     accuracy = float((logits.argmax(axis=1) == test_labels).mean())

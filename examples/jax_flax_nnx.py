@@ -17,7 +17,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, diagnose, metrics
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
 from lossscale_jax import get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
@@ -62,10 +62,12 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     network = Network(nnx.Rngs(seed))
     optimizer = nnx.Optimizer(network, loss_scaled(optax.adam(1e-2), POLICY), wrt=nnx.Param)
-    rng = np.random.default_rng(seed)
-    for _ in range(steps):
+    watch, rng = ScaleWatch(), np.random.default_rng(seed)
+    for n in range(steps):
         rows = rng.integers(0, len(images), BATCH_SIZE)
         step(network, optimizer, images[rows], labels[rows])
+        if n % 50 == 0:
+            watch.log(POLICY, get_scale_state(optimizer.opt_state))
     accuracy = float((network(test_images).argmax(axis=1) == test_labels).mean())
     scale_state = get_scale_state(optimizer.opt_state)
     applied_steps = metrics(scale_state)["applied_steps"]

@@ -17,7 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 from sklearn.datasets import load_digits
 
-from lossscale_core import DynamicScaling, ScaleState, SpikeGuard, diagnose
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, SpikeGuard, diagnose
 from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=20)
@@ -61,7 +61,7 @@ def step(training: Training, images: jax.Array, labels: jax.Array) -> Training:
 def main(steps: int = 200, seed: int = 0, resumes: bool = True) -> Result:
     """Train, say how it went in a line, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
-    training, rng = begin(), np.random.default_rng(seed)
+    training, watch, rng = begin(), ScaleWatch(), np.random.default_rng(seed)
     for n in range(steps):
         if resumes and n == steps // 2:
             with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
@@ -70,6 +70,8 @@ def main(steps: int = 200, seed: int = 0, resumes: bool = True) -> Result:
                 training = checkpointer.restore(f"{folder}/checkpoint", begin())  # as another process would
         rows = rng.integers(0, 1347, 128)
         training = step(training, images[rows] / 16, labels[rows])
+        if n % 50 == 0:
+            watch.log(POLICY, get_scale_state(training.opt_state))
     accuracy = float(((images[1347:] @ training.weights).argmax(axis=1) == labels[1347:]).mean())
     scale_state = get_scale_state(training.opt_state)
     print(f"accuracy {accuracy:.3f}; {diagnose(POLICY, scale_state)}")

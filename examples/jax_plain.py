@@ -16,7 +16,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, diagnose, metrics
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
 from lossscale_jax import init_state, select, value_and_grad
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
@@ -83,10 +83,12 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     params = init_params(jax.random.key(seed))
     training = Training(params, jax.tree.map(jnp.zeros_like, params), params, jnp.int32(0))
     scale_state = init_state(POLICY)
-    rng = np.random.default_rng(seed)
-    for _ in range(steps):
+    watch, rng = ScaleWatch(), np.random.default_rng(seed)
+    for n in range(steps):
         rows = rng.integers(0, len(images), BATCH_SIZE)
         training, scale_state = step(training, scale_state, images[rows], labels[rows])
+        if n % 50 == 0:
+            watch.log(POLICY, scale_state)
     guesses = forward(training.average, jnp.asarray(test_images)).argmax(axis=1)
     accuracy = float((guesses == test_labels).mean())
     applied_steps = metrics(scale_state)["applied_steps"]

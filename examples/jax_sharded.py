@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 from jax import NamedSharding, P
 from sklearn.datasets import load_digits
 
-from lossscale_core import DynamicScaling, ScaleState, diagnose, step_info
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, step_info
 from lossscale_jax import get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
@@ -69,9 +69,12 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     of_state = jax.tree.map(lambda leaf: split if leaf.ndim else whole, jax.eval_shape(init, key))
     state = jax.jit(init, out_shardings=of_state)(key)
     compiled = jax.jit(step, in_shardings=(of_state, of_data, of_data), out_shardings=of_state, donate_argnums=0)
-    for rows in rng.integers(0, 1347, (steps, MICRO_BATCHES, MICRO_BATCH_SIZE)):
+    watch = ScaleWatch()
+    for n, rows in enumerate(rng.integers(0, 1347, (steps, MICRO_BATCHES, MICRO_BATCH_SIZE))):
         state = compiled(state, images[rows] / 16, labels[rows])
         jax.block_until_ready(state)  # else virtual devices, which share a CPU, may wait for each other forever
+        if n % 50 == 0:
+            watch.log(POLICY, get_scale_state(state.opt_state))
     accuracy = float((forward(state.params, images[1347:] / 16).argmax(axis=1) == labels[1347:]).mean())
     result = Result(accuracy, get_scale_state(state.opt_state), state)
     print(f"accuracy {accuracy:.3f} on {mesh.size} devices; {diagnose(POLICY, result.scale_state)}")

@@ -1,6 +1,5 @@
 """Draw the tables of `docs/migrating.md` and `docs/migrating/`: `python docs/_site/migrating_tables.py`."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from lossscale.dialects import Form, Saved, Tool, from_tool
 from lossscale.dialects._tools import PAGES
 from lossscale_core import policy_to_dict
 from lossscale_core.files import write_whole
+from lossscale_core.messages import shown_number
 
 DOCS = Path(__file__).parents[1]
 MARK = "<!-- drawn by python docs/_site/migrating_tables.py -->\n"
@@ -58,13 +58,13 @@ def _defaults(tool: Tool, page: str) -> str:
     grows = f"{policy['growth_interval'] + later}{', then every ' + str(policy['growth_interval']) if later else ''}"
     cells = [
         f'<a id="{tool.name}"></a>[`{tool.name}`](migrating/{page}.md#{tool.name})',
-        _scale_text(policy["init_scale"]),
+        shown_number(policy["init_scale"]),
         grows,
         f"{policy['growth_factor']:g}",
         _falls(policy),
         f"{policy['backoff_factor']:g}",
-        _scale_text(policy["min_scale"]),
-        _scale_text(policy["max_scale"]),
+        shown_number(policy["min_scale"]),
+        shown_number(policy["max_scale"]),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -77,12 +77,6 @@ def _falls(policy: dict[str, Any]) -> str:
     return f"no. {policy['hysteresis']} since {start}{later}"
 
 
-def _scale_text(value: Any) -> str:
-    """Return a number as text, as a power of two if that is shorter."""
-    mantissa, exponent = math.frexp(value)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and not 0 <= exponent - 1 <= 3 else f"{value:g}"
-
-
 def _form_table(form: Form) -> Iterator[str]:
     yield f"| {form.title} | default | here |"
     yield "|---|---|---|"
@@ -91,13 +85,13 @@ def _form_table(form: Form) -> Iterator[str]:
         yield f"| {names} | {_default_text(key.default)} | {key.reading.text} |"
     for setting, value in form.settings.items():
         if setting != "kind":
-            text = _scale_text(value) if setting in ("min_scale", "max_scale") else str(value)
+            text = shown_number(value) if setting in ("min_scale", "max_scale") else str(value)
             yield f"| (always) | {text} | `{setting}` |"
 
 
 def _default_text(value: Any) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _scale_text(value) if is_number and value >= 2**15 else str(value)
+    return shown_number(value) if is_number and value >= 2**15 else str(value)
 
 
 def _saved_table(saved: Saved) -> str:

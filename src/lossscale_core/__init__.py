@@ -35,7 +35,7 @@ from lossscale_core._report import (
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, TolerantScaleState
-from lossscale_core._voice import OnFloor, ScaleWatch
+from lossscale_core._watch import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import testing

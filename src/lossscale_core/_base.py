@@ -153,7 +153,6 @@ class _WithDefaults(BaseScaling):
         self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
 
     def __repr__(self) -> str:
-        # The memory of what a run has logged is found by this text; the address of a view is not that of the next one.
         return repr(self._policy)
 
     def settings(self) -> dict[str, Any]:

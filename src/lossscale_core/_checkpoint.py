@@ -13,12 +13,11 @@ from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
-from lossscale_core._voice import log_arrays
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.messages import shown
 
 VERSION = 1
-_MEND = "pass a dict that state_to_dict returned, or start a new state with init_state"
+_HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
 _LARGEST_NORM = float(np.finfo(np.float32).max)
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
@@ -28,8 +27,7 @@ def state_to_dict(
 ) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
-    Synchronises with the host. With the policy of a state on a device it also logs what is worth saying, as a
-    `ScaleWatch` does.
+    Synchronises with the host.
 
     Args:
         state: A state of any framework.
@@ -48,7 +46,6 @@ def state_to_dict(
     saved.update(_plain_numbers(state))
     if policy is not None:
         policy = as_policy(policy)
-        log_arrays(BaseScaling.of(policy), state)
         if (config := _config_of(policy)) is not None:
             saved["policy"] = config
     if guard is not None:
@@ -85,7 +82,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     start: Any = _start_for(saved, policy)
     missing = [name for name in ScaleState._fields if name not in saved]
     if missing:
-        raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_MEND}")
+        raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_HINT}")
     fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
     _require_consistent(fields)
     notes = [] if policy is None else _policy_differences(saved.get("policy"), policy)
@@ -120,7 +117,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
         return start
     missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
     if missing:
-        raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_MEND}")
+        raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_HINT}")
     fields = {name: _restored(name, numbers[name], initial, _LARGEST_NORM) for name, initial in start._asdict().items()}
     state: GuardState[HostScalar] = GuardState(**fields)
     if state.streak > state.spikes:
@@ -174,10 +171,10 @@ def _plain_number(value: Any) -> int | float:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{shown(saved)} is not a saved state; {_MEND}")
+        raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
     version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_MEND}")
+        raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_HINT}")
     if version > VERSION:
         raise CheckpointError(
             f"version={shown(version)} of the saved state is newer than {VERSION}, the newest this release reads; "

@@ -1,4 +1,4 @@
-"""The verdicts on a run of loss scaling, each with the mend that it calls for."""
+"""The verdicts on a run of loss scaling, each with what to do about it."""
 
 import numpy as np
 
@@ -6,10 +6,11 @@ from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState
+from lossscale_core.messages import shown_number
 
 _FEW = 5
 _OFTEN = 0.05
-LIMIT_MEND = (
+STREAK_HINT = (
     "look for a NaN or infinity in the loss, or raise max_overflow_streak where init_scale is known to be far too large"
 )
 
@@ -30,16 +31,35 @@ class Numbers:
         self.at_floor = policy.adapts and self.scale <= np.float32(low)
         self.at_ceiling = policy.adapts and self.scale >= np.float32(high)
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
+        self.shown_scale = shown_number(self.scale)
+
+    @property
+    def has_fallen_below_one(self) -> bool:
+        """Whether overflows have brought the scale below 1, where finite losses hardly ever overflow."""
+        return self.scale < min(1.0, self.start)
 
 
 def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
     """Return what `lossscale_core.diagnose` says of the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
-    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _pressing):
+    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, _pressing):
         if sentence := verdict(policy, numbers):
             return sentence + spikes
-    return f"{'spiking' if is_spiking else 'healthy'}: {numbers.counts}; the loss scale is {numbers.scale:g}.{spikes}"
+    scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
+    return f"{'spiking' if is_spiking else 'healthy'}: {numbers.counts}{scale}.{spikes}"
+
+
+def forward_pass(policy: BaseScaling, scale: float) -> str:
+    """Return where to look for the cause of overflows that a smaller scale than this would hardly remove."""
+    if not policy.scales_losses:
+        return "Look for a NaN or infinity in the inputs, the forward pass and the loss."
+    if scale > 1.0:
+        return "Lower min_scale, or look for a NaN or infinity in the forward pass."
+    return (
+        "The cause is usually not the scale but a NaN or infinity in the forward pass: "
+        "look at the loss and the inputs first."
+    )
 
 
 def _spikes(guard: GuardState) -> tuple[str, bool]:
@@ -47,13 +67,12 @@ def _spikes(guard: GuardState) -> tuple[str, bool]:
     spikes, streak = int(guard.spikes), int(guard.streak)
     if not spikes:
         return "", False
-    counts = (
-        f" The guard refused {spikes} {'spike' if spikes == 1 else 'spikes'}; the mean norm is {float(guard.mean):g}."
-    )
+    refused = f"{spikes} {'spike' if spikes == 1 else 'spikes'}"
+    counts = f" The guard refused {refused}; the mean norm is {float(guard.mean):g}."
     if streak < _FEW:
         return counts, False
-    mend = "Look for a change of the data or a learning rate that is too large."
-    return f"{counts} The last {streak} norms in a row were spikes. {mend}", True
+    hint = "Look for a change of the data or a learning rate that is too large."
+    return f"{counts} The last {streak} norms in a row were spikes. {hint}", True
 
 
 def _broken(_: BaseScaling, numbers: Numbers) -> str | None:
@@ -62,8 +81,12 @@ def _broken(_: BaseScaling, numbers: Numbers) -> str | None:
     return f"broken: the loss scale is {numbers.scale:g}, which no policy reaches. Restore an earlier checkpoint."
 
 
-def _not_started(_: BaseScaling, numbers: Numbers) -> str | None:
-    return f"not started: no step yet; the first is scaled by {numbers.scale:g}." if numbers.steps == 0 else None
+def _not_started(policy: BaseScaling, numbers: Numbers) -> str | None:
+    if numbers.steps:
+        return None
+    return (
+        f"not started: no step yet{f'; the first is scaled by {numbers.shown_scale}' if policy.scales_losses else ''}."
+    )
 
 
 def _at_limit(policy: BaseScaling, numbers: Numbers) -> str | None:
@@ -72,7 +95,7 @@ def _at_limit(policy: BaseScaling, numbers: Numbers) -> str | None:
         return None
     return (
         f"skipping too often: {numbers.streak} overflows in a row reach max_overflow_streak={limit} "
-        f"({numbers.counts}). {LIMIT_MEND[0].upper()}{LIMIT_MEND[1:]}."
+        f"({numbers.counts}). {STREAK_HINT[0].upper()}{STREAK_HINT[1:]}."
     )
 
 
@@ -81,16 +104,17 @@ def _stuck(policy: BaseScaling, numbers: Numbers) -> str | None:
         return None
     return (
         f"stuck at min_scale: the last {numbers.streak} steps in a row overflowed and the loss scale cannot go below "
-        f"{policy.min_scale:g}. {forward_pass(policy.min_scale)}"
+        f"{shown_number(policy.min_scale)}. {forward_pass(policy, policy.min_scale)}"
     )
 
 
 def _calibrating(policy: BaseScaling, numbers: Numbers) -> str | None:
-    if not policy.adapts or numbers.applied or numbers.at_floor or _is_too_low(numbers):
+    is_long = numbers.has_fallen_below_one and numbers.streak >= _FEW
+    if not policy.adapts or numbers.applied or numbers.at_floor or is_long:
         return None
     return (
-        f"calibrating: {numbers.counts} while the loss scale comes down from {numbers.start:g}, now {numbers.scale:g}. "
-        "This is normal at the start; a smaller init_scale shortens it."
+        f"calibrating: {numbers.counts} while the loss scale comes down from {shown_number(numbers.start)}, now "
+        f"{numbers.shown_scale}. This is normal at the start; a smaller init_scale shortens it."
     )
 
 
@@ -103,13 +127,23 @@ def _skipping(policy: BaseScaling, numbers: Numbers) -> str | None:
         what = f"{numbers.counts}, the last one at min_scale"
     else:
         return None
-    if policy.adapts and not numbers.at_floor and not _is_too_low(numbers):
-        mend = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
-    elif policy.is_constant() and numbers.scale > 1.0:
-        mend = f"A scale of {numbers.scale:g} is too large for these gradients: lower it, or use DynamicScaling."
-    else:
-        mend = forward_pass(numbers.scale)
-    return f"skipping too often: {what}. {mend}"
+    return f"skipping too often: {what}. {_hint(policy, numbers)}"
+
+
+def _unapplied(policy: BaseScaling, numbers: Numbers) -> str | None:
+    if numbers.applied:
+        return None
+    return f"no step applied yet: {numbers.counts}. {_hint(policy, numbers)}"
+
+
+def _hint(policy: BaseScaling, numbers: Numbers) -> str:
+    """Return what to do about many skipped steps."""
+    is_low = numbers.has_fallen_below_one and numbers.streak >= _FEW
+    if policy.adapts and not numbers.at_floor and not is_low:
+        return "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
+    if policy.is_constant() and numbers.scale > 1.0:
+        return f"A scale of {numbers.shown_scale} is too large for these gradients: lower it, or use DynamicScaling."
+    return forward_pass(policy, numbers.scale)
 
 
 def _pressing(policy: BaseScaling, numbers: Numbers) -> str | None:
@@ -117,41 +151,26 @@ def _pressing(policy: BaseScaling, numbers: Numbers) -> str | None:
         return None
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
     return (
-        f"pressing against max_scale: the loss scale is {numbers.scale:g} and could grow further ({numbers.counts}). "
-        f"If small gradients still flush to zero, {room}."
-    )
-
-
-def _is_too_low(numbers: Numbers) -> bool:
-    """Return whether overflows in a row have brought the scale below 1, where finite losses hardly ever overflow."""
-    return numbers.streak >= _FEW and numbers.scale < min(1.0, numbers.start)
-
-
-def forward_pass(scale: float) -> str:
-    """Say where to look for overflows that a smaller scale than this would hardly mend."""
-    if scale > 1.0:
-        return "Lower min_scale, or look for a NaN or infinity in the forward pass."
-    return (
-        "The cause is usually not the scale but a NaN or infinity in the forward pass: "
-        "look at the loss and the inputs first."
+        f"pressing against max_scale: the loss scale is {numbers.shown_scale} and could grow further "
+        f"({numbers.counts}). If small gradients still flush to zero, {room}."
     )
 
 
 def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
     """Return the skips beyond those that lowered the scale from `init_scale`.
 
-    Those are subtracted once a run of finite steps, or many of them in all, shows that the scale has settled.
+    Those are subtracted once the scale is known to have settled: it has grown since, or there is a run of finite steps,
+    or there are many of them in all.
     """
     if not policy.adapts:
         return numbers.skipped
     if numbers.applied == numbers.finite_in_a_row:
         return 0  # every overflow came before the first applied step
-    has_settled = numbers.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
-    if not has_settled and 2 * _OFTEN * numbers.applied < numbers.skipped:
-        return numbers.skipped
-    if numbers.scale >= numbers.start:
-        return numbers.skipped
-    return max(0.0, numbers.skipped - policy.overflows_down_to(numbers.scale))
+    calibration = policy.overflows_down_to(numbers.scale) if numbers.scale < numbers.start else 0.0
+    has_grown = numbers.skipped > calibration and numbers.applied >= policy.growth_interval
+    has_run = numbers.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
+    has_many = 2 * _OFTEN * numbers.applied >= numbers.skipped
+    return numbers.skipped - calibration if has_grown or has_run or has_many else numbers.skipped
 
 
 def _tolerable_share(policy: BaseScaling) -> float:

@@ -1,16 +1,19 @@
 """Per-step information, metrics for logging, and a plain-text diagnosis."""
 
 from collections.abc import Iterable
-from typing import Generic, NamedTuple
+from typing import Generic, Literal, NamedTuple
+
+import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._diagnosis import LIMIT_MEND, Numbers, diagnosis
+from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_COUNT
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co
-from lossscale_core._voice import OnFloor, choose_on_floor, log_arrays, require_above_floor
-from lossscale_core.errors import OverflowStreakError
+from lossscale_core._watch import require_above_floor
+from lossscale_core.errors import OverflowStreakError, PolicyError
+from lossscale_core.messages import shown_number
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):
@@ -61,12 +64,12 @@ class OverflowReport(list[GradientReport]):
     def verdict(self) -> str:
         """A recommendation in one or two clauses; without the loss, the gradients do not show the cause."""
         if self.loss_finite is False:
-            return "the loss itself is not finite: no scale mends this; look at the inputs and the forward pass"
+            return "the loss itself is not finite: no loss scale fixes this; look at the inputs and the forward pass"
         if not self:
             return "every gradient is finite"
         if self.loss_finite is None:
             return "pass loss= to learn whether the scale or the loss is the cause"
-        return "finite loss: a smaller scale mends this"
+        return "finite loss: a smaller loss scale fixes this"
 
     def __str__(self) -> str:
         lines = (
@@ -114,54 +117,59 @@ def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | N
 
     Returns:
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
-        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`. A guard adds `spikes`,
-        `spike_streak` and `norm_mean`.
+        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
+            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
     """
     numbers = state._asdict()
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
-    return numbers
+    # NumPy's scalars on the host become Python's, which `json.dumps` takes.
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
 
 
-def check_overflow_streak(policy: PolicyLike, state: AnyScaleState, *, on_floor: OnFloor = "warn") -> None:
+def check_overflow_streak(
+    policy: PolicyLike, state: AnyScaleState, *, on_floor: Literal["raise"] | None = None
+) -> None:
     """Raise an error if the state has reached the policy's `max_overflow_streak`, or its floor if `on_floor` says so.
 
-    Reads the state only where it may raise: the policy has such a limit, or `on_floor` is `"raise"`. Reading it from a
-    device synchronises; it then also logs what is worth saying, as a `ScaleWatch` does.
+    Logs nothing. Reads the state only where it may raise: the policy has such a limit, or `on_floor` is `"raise"`.
+    Reading it from a device synchronises.
 
     Args:
         policy: Anything that `as_policy` accepts.
         state: The state after a step.
-        on_floor: `"raise"` makes an overflow that leaves the scale at `min_scale` an error. `"ignore"` logs nothing
-            while the scale of a run under this policy is there.
+        on_floor: `"raise"` makes an overflow that leaves the scale at `min_scale` an error.
 
     Raises:
         OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
         ScaleFloorError: `on_floor` is `"raise"`, and the last step overflowed and left the scale at `min_scale`.
-        PolicyError: `policy` is not a policy, or `on_floor` is none of the three.
+        PolicyError: `policy` is not a policy, or `on_floor` is another value.
     """
     members = BaseScaling.of(as_policy(policy))
+    if on_floor not in (None, "raise"):
+        raise PolicyError(
+            f"on_floor={on_floor!r} must be 'raise' or None here; to log, pass it to ScaleWatch(on_floor=)"
+        )
     limit = members.max_overflow_streak
-    # Before the first return, so that a wrong on_floor is refused whatever the limit is.
-    choose_on_floor(members, on_floor)
-    if limit is None and on_floor != "raise":
+    if limit is None and on_floor is None:
         return
-    log_arrays(members, state)
     if on_floor == "raise":
         require_above_floor(members, state)
     streak = int(state.overflow_streak)
     if limit is not None and streak >= limit:
+        scale = (
+            f", and the loss scale is down to {shown_number(float(state.loss_scale))}" if members.scales_losses else ""
+        )
         raise OverflowStreakError(
-            f"overflow_streak={streak} has reached max_overflow_streak={limit}, and the loss scale is down to "
-            f"{float(state.loss_scale):g}; {LIMIT_MEND}"
+            f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; {STREAK_HINT}"
         )
 
 
 def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | None = None) -> str:
     """Describe in one or two sentences how loss scaling is doing, and recommend what to do.
 
-    Synchronises with the host. Of a state on a device it also logs what is worth saying, as a `ScaleWatch` does.
+    Logs nothing. Synchronises with the host.
 
     Args:
         policy: Anything that `as_policy` accepts.
@@ -169,12 +177,12 @@ def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | No
         guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
 
     Returns:
-        A text that begins with `not started`, `calibrating`, `stuck at min_scale`, `skipping too often`,
-            `pressing against max_scale`, `spiking`, `healthy`, or, for a scale that no policy reaches, `broken`.
+        A text that begins with `not started`, `calibrating`, `no step applied yet`, `stuck at min_scale`,
+            `skipping too often`, `pressing against max_scale`, `spiking`, `healthy`, or, for a scale that no policy
+            reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.
     """
     members = BaseScaling.of(as_policy(policy))
-    log_arrays(members, state)
     return diagnosis(members, Numbers(members, state), guard)

@@ -23,7 +23,7 @@ class Rule:
 
     type: type[float] | type[int] | type[bool]
     text: str
-    mend: str
+    hint: str
     minimum: float = 0.0
     maximum: float = 0.0
     optional: bool = False
@@ -35,19 +35,19 @@ class Rule:
         # np.int64 and np.float32 are neither int nor float, and json could not write them.
         value = value.item() if isinstance(value, np.generic) else value
         if not self._accepts(value):
-            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._mend_of(value)}")
+            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._hint_for(value)}")
         return self.type(value)
 
-    def _mend_of(self, value: Any) -> str:
+    def _hint_for(self, value: Any) -> str:
         """Return what to pass in the place of a value: what was probably meant, if that can be told."""
         if isinstance(value, str):
             try:
                 return f"pass {self.validate('', float(value))} without quotes"
             except (PolicyError, ValueError, OverflowError):
-                return self.mend
+                return self.hint
         if self.type is int and isinstance(value, float) and self.minimum < value < self.maximum:
             return f"pass {round(value)}"
-        return self.mend
+        return self.hint
 
     def _accepts(self, value: Any) -> bool:
         """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
@@ -91,7 +91,7 @@ COUNT_OR_ZERO = Rule(
     int, "a whole number from 0 to 2**31 - 1", "pass 0 to turn it off", minimum=0, maximum=LARGEST_COUNT
 )
 COUNT_OR_NONE = dataclasses.replace(
-    COUNT, text="None or a whole number from 1 to 2**31 - 1", mend="pass None for no limit", optional=True
+    COUNT, text="None or a whole number from 1 to 2**31 - 1", hint="pass None for no limit", optional=True
 )
 FLAG = Rule(bool, "True or False", "pass True or False")
 NUMBER = Rule(
@@ -112,8 +112,8 @@ RULES = {
     "refill_on_finite": FLAG,
     "refill_on_backoff": FLAG,
     "cooldown": COUNT_OR_ZERO,
-    "min_scale": dataclasses.replace(SCALE, mend="pass 1.0 or less, or leave it out for 2**-126"),
-    "max_scale": dataclasses.replace(SCALE, mend="pass a power of two such as 2.0**24, or leave it out for 2**126"),
+    "min_scale": dataclasses.replace(SCALE, hint="pass 1.0 or less, or leave it out for 2**-126"),
+    "max_scale": dataclasses.replace(SCALE, hint="pass a power of two such as 2.0**24, or leave it out for 2**126"),
     "max_overflow_streak": COUNT_OR_NONE,
     "tolerance": SHARE,
 }

@@ -1,4 +1,4 @@
-"""Values and names in messages: on one line, escaped, and short even for a large value."""
+"""Values, names and numbers in messages: on one line, escaped, and short even for a large value."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["shown", "shown_names"]
+__all__ = ["shown", "shown_names", "shown_number"]
 
 _LONGEST = 500
 _MOST_NAMES = 12
@@ -98,6 +98,19 @@ def shown_names(names: Iterable[Any]) -> str:
     words = [_name(name) for name in listed[:_MOST_NAMES]]
     more = len(listed) - len(words)
     return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+def shown_number(number: float) -> str:
+    """Return a number as text, a power of two from 2**10 up or from 2**-10 down as `2**n`.
+
+    Args:
+        number: A loss scale or another number, possibly not finite.
+
+    Returns:
+        The text, in six digits where it is not such a power.
+    """
+    mantissa, exponent = math.frexp(number)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
 
 
 def _name(name: Any) -> str:

@@ -270,14 +270,14 @@ def _mend(loop: Any, moved: Iterable[str]) -> str:
     model = getattr(loop, "model", None)
     buffers = {f"model.{name}" for name, _ in model.named_buffers()} if isinstance(model, torch.nn.Module) else set()
     others = set(moved) - buffers
-    mends = []
+    hints = []
     if any(name.startswith(("model.", "optimizer.")) for name in others):
-        mends.append("call scaler.step(optimizer) and not optimizer.step()")
+        hints.append("call scaler.step(optimizer) and not optimizer.step()")
     if others:
-        mends.append("follow applied steps only (info.applied)")
+        hints.append("follow applied steps only (info.applied)")
     if not buffers.isdisjoint(moved):
-        mends.append("make the scaler with GradScaler(protect=[model]); in this check the loop says protect = [model]")
-    return ", and ".join(mends)
+        hints.append("make the scaler with GradScaler(protect=[model]); in this check the loop says protect = [model]")
+    return ", and ".join(hints)
 
 
 def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:

@@ -743,7 +743,7 @@ def test_nan_without_infinity_may_be_a_scale_that_is_too_large():
         GradScaler("cpu", init_scale=init_scale).scale(loss).backward()
         reports[init_scale] = overflow_report(model.named_parameters(), loss=loss)
     assert reports[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
-    assert reports[4096.0].verdict == "finite loss: a smaller scale mends this"
+    assert reports[4096.0].verdict == "finite loss: a smaller loss scale fixes this"
     assert reports[2048.0] == []
     assert reports[2048.0].verdict == "every gradient is finite"
 

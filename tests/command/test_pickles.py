@@ -36,11 +36,14 @@ def watch():
 
 peaks = []
 threading.Thread(target=watch, daemon=True).start()
-start = time.perf_counter()
+def used():
+    return sum(os.times()[:4])
+
+start = used()
 try:
     run(sys.argv[1:])
 finally:
-    print(f"\\nMEASURED {time.perf_counter() - start} {max(peaks, default=0)} {told('self', 'VmHWM:')}")
+    print(f"\\nMEASURED {used() - start} {max(peaks, default=0)} {told('self', 'VmHWM:')}")
 """
 TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
 
@@ -55,7 +58,7 @@ def archive(pickled, **parts):
 
 
 def shown_soon(folder, *arguments):
-    """Return the status of a command and what it says, which it must say soon and within little memory."""
+    """Return what a command did, which it must do within so many seconds of the processor, and within little memory."""
     command = [sys.executable, "-c", MEASURED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=60)
     seconds, *kilobytes = map(float, done.stdout.partition("MEASURED ")[2].split())

@@ -1,5 +1,7 @@
 """What a step did, in numbers and in a sentence."""
 
+import json
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from lossscale_core import (
     DynamicScaling,
     FixedScaling,
     NoScaling,
+    SpikeGuard,
     TolerantScaling,
     as_policy,
     check_overflow_streak,
@@ -93,8 +96,24 @@ CASES = {
     "alternating": (DynamicScaling(), [False, True] * 16, "skipping too often"),
     "a few at the start": (DynamicScaling(), [True] + [False] * 4, "healthy"),
     "all the way down, then fine": (DynamicScaling(), [False] * 17 + [True], "healthy"),
-    "nowhere to come down from": (DynamicScaling(init_scale=1.0), [False] * 4, "healthy"),
-    "one overflow without scaling": (NoScaling(), [False], "healthy"),
+    "nowhere to come down from": (DynamicScaling(init_scale=1.0), [False] * 4, "no step applied yet"),
+    "one overflow without scaling": (NoScaling(), [False], "no step applied yet"),
+    "three overflows under a fixed scale": (FixedScaling(1024.0), [False] * 3, "no step applied yet"),
+    "a normal back-off after the calibration": (
+        DynamicScaling(init_scale=2.0**24, growth_interval=50),
+        [False] * 6 + [True] * 50 + [False],
+        "healthy",
+    ),
+    "back-offs after growth, and a step": (
+        DynamicScaling(init_scale=2.0**24, growth_interval=50),
+        [False] * 6 + ([True] * 50 + [False]) * 3 + [True],
+        "healthy",
+    ),
+    "a fall in short runs under a short interval": (
+        DynamicScaling(init_scale=2.0**24, growth_interval=50),
+        ([True] * 5 + [False]) * 20,
+        "skipping too often",
+    ),
     "by design every other step": (DynamicScaling(growth_interval=1), [True, False] * 100, "healthy"),
     "beyond a generous tolerance": (TolerantScaling(tolerance=0.5), ([False] * 3 + [True]) * 50, "skipping too often"),
     "beyond the default tolerance": (TolerantScaling(), ([True] * 7 + [False]) * 50, "skipping too often"),
@@ -134,6 +153,28 @@ def test_diagnoses_name_the_cause_and_the_mend():
     assert "DynamicScaling" in diagnose(FixedScaling(8.0), _after(FixedScaling(8.0), STREAK))
 
 
+@pytest.mark.parametrize("flags", [[], [True] * 9, [True, False], [False] * 3, [False] * 30])
+def test_without_scaling_no_scale_is_mentioned(flags):
+    """A run in bfloat16 has none."""
+    assert "scale" not in diagnose(NoScaling(), _after(NoScaling(), flags))
+
+
+def test_scales_are_written_as_powers_of_two():
+    """2**20 rather than 1.04858e+06; a small or an odd one as it is."""
+    for scale, text in ((2.0**20, "2**20"), (2.0**-126, "2**-126"), (256.0, "256"), (2.0**20 + 1, "1.04858e+06")):
+        policy = DynamicScaling(init_scale=scale, min_scale=2.0**-126)
+        assert diagnose(policy, _after(policy, [True])).endswith(f"the loss scale is {text}.")
+
+
+def test_metrics_on_the_host_are_plain_numbers():
+    """`json.dumps` takes them; arrays stay arrays."""
+    for policy in (DynamicScaling(), TolerantScaling(), NoScaling()):
+        numbers = metrics(_after(policy, [True, False]), guard=SpikeGuard().init_state())
+        assert json.loads(json.dumps(numbers)) == numbers
+        assert {type(value) for value in numbers.values()} == {int, float}
+    assert isinstance(metrics(init_state(DynamicScaling(), xp=np))["steps"], np.ndarray)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
 def test_a_scale_no_policy_reaches_is_called_broken(scale):
     """A corrupted state is answered, not crashed on."""
@@ -145,7 +186,7 @@ def test_the_overflow_streak_is_limited_by_the_policy():
     """The error comes with the limit's last overflow, not before, and carries the diagnosis."""
     policy = DynamicScaling(max_overflow_streak=3)
     check_overflow_streak(policy, _after(policy, [True, False, False]))
-    with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3, .*8192;"):
+    with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3, .*2\*\*13;"):
         check_overflow_streak(policy, _after(policy, [False] * 3))
     with pytest.raises(FloatingPointError):
         check_overflow_streak(policy, _after(policy, [True] + [False] * 4))

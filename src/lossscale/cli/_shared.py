@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from typing import Any
 
 import click
 from rich.console import Console
+
+from lossscale_core.messages import shown_number
 
 FILE = click.Path(path_type=Path)
 _PICTURES = (".png", ".pdf", ".svg")
@@ -30,12 +31,12 @@ def help_if_alone(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def require_new(*paths: Path | None, mend: str = "name a new file") -> None:
+def require_new(*paths: Path | None, hint: str = "name a new file") -> None:
     """Refuse to overwrite a file before the work begins; a broken symbolic link counts as a file."""
     for path in paths:
         # Not `exists`, which is False for a broken link; the write would then fail after all the work.
         if path is not None and os.path.lexists(path):
-            raise click.UsageError(f"{path} exists and is not overwritten; {mend}")
+            raise click.UsageError(f"{path} exists and is not overwritten; {hint}")
 
 
 def require_picture(path: Path, option: str, overwrite: bool) -> None:
@@ -43,7 +44,7 @@ def require_picture(path: Path, option: str, overwrite: bool) -> None:
     if path.suffix.lower() not in _PICTURES:
         raise click.UsageError(f"{option} {path} must end in {', '.join(_PICTURES)}")
     if not overwrite:
-        require_new(path, mend=f"name another file with {option}, or pass --overwrite")
+        require_new(path, hint=f"name another file with {option}, or pass --overwrite")
 
 
 def console() -> Console:
@@ -64,15 +65,9 @@ def print_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=2))
 
 
-def number_text(number: float) -> str:
-    """Return a number as text, a power of two from 2**10 up or from 2**-10 down as `2**n`."""
-    mantissa, exponent = math.frexp(number)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
-
-
 def value_text(value: Any) -> str:
     """Return the value of a setting or counter as text."""
-    return number_text(value) if isinstance(value, float) else str(value)
+    return shown_number(value) if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager

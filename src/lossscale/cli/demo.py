@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lossscale._install import how_to_install
-from lossscale.cli._shared import FILE, OVERWRITE, console, example, number_text, require_new
+from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new
 from lossscale_core import load_policy, policy_to_toml
 from lossscale_core.files import write_whole
+from lossscale_core.messages import shown_number
 
 _ADAPTERS = {
     "numpy": "lossscale_core",
@@ -65,7 +66,7 @@ def command(
 
     results = [out / name for name in _RESULTS if not _is_same_file(policy_file, out / name)]
     if not overwrite:
-        require_new(*results, mend="name another folder, or pass --overwrite")
+        require_new(*results, hint="name another folder, or pass --overwrite")
     policy = demo.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
     settings = demo.Settings(framework, policy, weight, seed, steps)
     out.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def _results_table(experiment: Any, is_narrow: bool) -> Table:
         table.add_column(column, justify="left" if is_narrow else "right", no_wrap=True)
     for name, run in experiment.runs.items():
         flushed, skipped = f"{run.flushed:.1%}", str(run.skipped_steps)
-        results = (f"{run.accuracy:.1%}", flushed, skipped, number_text(run.final_scale))
+        results = (f"{run.accuracy:.1%}", flushed, skipped, shown_number(run.final_scale))
         if is_narrow:
             table.add_row(name, "\n".join(map(" ".join, zip(_COLUMNS, results, strict=True))), end_section=True)
         else:

@@ -49,7 +49,7 @@ def _make_room(trace: Path, overwrite: bool) -> None:
     own = re.compile(rf"{re.escape(trace.stem)}(\.rank\d+)?(\.process\d+\.\d+)?{re.escape(trace.suffix)}")
     earlier = sorted(each for each in trace.absolute().parent.iterdir() if own.fullmatch(each.name))
     if not overwrite:
-        require_new(*earlier, mend="name another file with --trace, or pass --overwrite")
+        require_new(*earlier, hint="name another file with --trace, or pass --overwrite")
     for each in earlier:
         each.unlink()
 

@@ -19,13 +19,13 @@ from lossscale.cli._shared import (
     console,
     example,
     number_or_text,
-    number_text,
     print_json,
     require_picture,
 )
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
 from lossscale_core import BaseScaling, ScalingPolicy, as_policy, diagnose, policy_to_dict, testing
 from lossscale_core.files import write_whole
+from lossscale_core.messages import shown_number
 
 _MOST_ROWS = 40
 _PICTURE = Path("simulation.png")
@@ -122,7 +122,7 @@ def _print(stretches: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     table = Table("steps", "loss scale", "applied", "skipped", "then")
     for row in stretches[:_MOST_ROWS]:
         steps = f"{row['first_step']}–{row['last_step']}"
-        table.add_row(steps, number_text(row["loss_scale"]), str(row["applied"]), str(row["skipped"]), row["then"])
+        table.add_row(steps, shown_number(row["loss_scale"]), str(row["applied"]), str(row["skipped"]), row["then"])
     if len(stretches) > _MOST_ROWS:
         table.caption = f"{len(stretches) - _MOST_ROWS} more changes of the scale are not shown"
     terminal = console()
@@ -137,7 +137,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
         yield f"max_overflow_streak={summary['max_overflow_streak']} is reached at step {reached}: training may stop"
     yield f"skipped: {summary['skipped_steps'] / summary['steps']:.1%} of {summary['steps']} steps"
     yield f"first applied step: {'none' if first is None else first}"
-    yield f"final scale: {number_text(summary['final_loss_scale'])}"
+    yield f"final scale: {shown_number(summary['final_loss_scale'])}"
     yield summary["diagnosis"]
 
 

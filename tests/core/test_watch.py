@@ -63,7 +63,7 @@ def _events(policy, flags, **how):
 
 FINE = [True] * 50
 CASES = {
-    "two hundred NaNs in torch's rule": (TORCHS, [False] * 200, [("streak", 20), ("floor", 142)]),
+    "two hundred NaNs in torch's rule": (TORCHS, [False] * 200, [("below_one", 17), ("floor", 142)]),
     "two hundred NaNs in ours": (DynamicScaling(), [False] * 200, [("floor", 16), ("streak", 160)]),
     "coming down at the start": (DynamicScaling(), [False] * 12 + FINE, [("calibrated", 13)]),
     "from far above": (
@@ -90,6 +90,12 @@ CASES = {
         [("streak", 20), ("streak", 1050)],
     ),
     "tolerant": (TolerantScaling(), [False] * 200, [("floor", 16), ("streak", 160)]),
+    "through 1, slowly": (
+        DynamicScaling(init_scale=2.0, min_scale=2.0**-9),
+        ([True] * 99 + [False]) * 5,
+        [("below_one", 200)],
+    ),
+    "begun below 1": (DynamicScaling(init_scale=0.5, min_scale=2.0**-9), [False, *FINE], [("calibrated", 2)]),
     "with a cooldown": (DynamicScaling(cooldown=5), [False] * 3 + FINE, [("calibrated", 4)]),
 }
 
@@ -102,8 +108,8 @@ def test_what_a_run_says_and_when(name):
 
 
 def test_a_look_now_and_then_says_the_same_later():
-    """A watch that looks after every 16th step misses neither the streak nor the floor."""
-    assert _events(TORCHS, [False] * 200, every=16) == [("streak", 32), ("floor", 144)]
+    """A watch that looks after every 16th step misses neither the fall through 1 nor the floor."""
+    assert _events(TORCHS, [False] * 200, every=16) == [("below_one", 32), ("floor", 144)]
     assert _events(DynamicScaling(), [False] * 12 + FINE, every=16) == [("calibrated", 16)]
 
 
@@ -134,7 +140,7 @@ def test_any_run_says_each_event_once_and_streaks_seldom(policy, flags, every):
     """Whatever the policy: at most one line for each event, and in 250 steps at most two for streaks."""
     events = [event for event, _ in _events(policy, flags, every=every)]
     assert events.count("streak") <= 2
-    assert all(events.count(event) <= 1 for event in ("calibrated", "floor", "ceiling"))
+    assert all(events.count(event) <= 1 for event in ("calibrated", "floor", "below_one", "ceiling"))
     assert "broken" not in events
     if all(flags):
         assert set(events) <= {"ceiling"}
@@ -180,7 +186,7 @@ def test_raise_stops_at_the_floor():
 def test_ignore_is_silent_at_the_floor():
     """Nothing is said while the scale is there; other streaks are."""
     assert _events(DynamicScaling(), [False] * 200, on_floor="ignore") == []
-    assert _events(TORCHS, [False] * 200, on_floor="ignore") == [("streak", 20)]
+    assert _events(TORCHS, [False] * 200, on_floor="ignore") == [("below_one", 17)]
 
 
 @pytest.mark.parametrize("on_floor", ["stop", None, "", 1])
@@ -188,8 +194,23 @@ def test_another_word_for_on_floor_is_refused(on_floor):
     """What is allowed is listed."""
     with pytest.raises(PolicyError, match="must be 'warn', 'raise' or 'ignore'"):
         ScaleWatch(on_floor)
-    with pytest.raises(PolicyError, match="must be 'warn', 'raise' or 'ignore'"):
+
+
+@pytest.mark.parametrize("on_floor", ["warn", "ignore", "", 1])
+def test_a_pure_check_can_raise_only(on_floor):
+    """What is logged, and what is ignored, is for a `ScaleWatch` to say."""
+    with pytest.raises(PolicyError, match=r"must be 'raise' or None here; to log, pass it to ScaleWatch"):
         check_overflow_streak("dynamic", DynamicScaling().init_state(), on_floor=on_floor)
+
+
+@pytest.mark.parametrize("policy", [DynamicScaling(init_scale=1.0), TORCHS.__class__(init_scale=4.0, min_scale=4.0)])
+def test_raise_stops_at_the_first_overflow_at_the_floor(policy):
+    """Also where the run begins there."""
+    state = policy.update(policy.init_state(), False)
+    with pytest.raises(ScaleFloorError, match="1 of 1 steps skipped"):
+        ScaleWatch("raise").check(policy, state)
+    with pytest.raises(ScaleFloorError, match="1 of 1 steps skipped"):
+        check_overflow_streak(policy, state, on_floor="raise")
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda watch: pickle.loads(pickle.dumps(watch))])
@@ -203,53 +224,33 @@ def test_a_copy_remembers_what_was_said(duplicate):
     assert len(records) == 1
 
 
-@pytest.mark.parametrize("read", [diagnose, lambda policy, state: state_to_dict(state, policy)])
-def test_reading_a_state_of_arrays_logs(read):
-    """A pure loop has no facade that speaks: what reads its state does; a state of host scalars is passed over."""
-    policy = FixedScaling(float(2 + [diagnose].count(read)))  # a memory of its own
-    state = init_state(policy, xp=array_api_strict)
-    for _ in range(30):
-        state = policy.update(state, array_api_strict.asarray(False))
-    on_host = _run(policy, [False] * 25)[1]
+@pytest.mark.parametrize("xp", [None, array_api_strict])
+def test_pure_functions_log_nothing(xp):
+    """`diagnose`, `state_to_dict` and `check_overflow_streak` keep no memory between calls."""
+    policy = DynamicScaling(init_scale=2.0, min_scale=1.0)
+    state = policy.init_state() if xp is None else init_state(policy, xp=xp)
     with _heard() as records:
-        for each in (on_host, state, state, on_host):
-            read(policy, each)
-    assert [(record.event, record.steps) for record in records] == [("streak", 30)]
-
-
-def test_two_policies_of_a_users_own_have_a_memory_each():
-    """Each says once what it has to say, although neither has a config by which the library could tell it."""
-
-    class Own:
-        def init_state(self):
-            return FixedScaling(2.0).init_state()
-
-        def update(self, state, grads_finite, *, xp=None):
-            return FixedScaling(2.0).update(state, grads_finite, xp=xp)
-
-    first, second = Own(), Own()
-    state = init_state(first, xp=array_api_strict)
-    for _ in range(30):
-        state = first.update(state, array_api_strict.asarray(False))
-    with _heard() as records:
-        for policy in (first, first, second, second):
+        for _ in range(30):
+            state = policy.update(state, False if xp is None else xp.asarray(False))
             diagnose(policy, state)
-    assert len(records) == 2
+            state_to_dict(state, policy)
+            check_overflow_streak(policy, state)
+    assert records == []
 
 
-def test_a_check_of_a_state_of_arrays_can_raise_at_the_floor():
-    """`on_floor` of `check_overflow_streak` serves loops without a facade; without a limit to check nothing is read."""
+def test_a_watch_reads_a_state_of_arrays():
+    """Any framework's; and without a limit to check the pure check reads nothing."""
     policy = DynamicScaling(init_scale=2.0, backoff_factor=0.375)
     state = init_state(policy, xp=array_api_strict)
     state = policy.update(state, array_api_strict.asarray(False))
+    check_overflow_streak(policy, None)
     with _heard() as records:
-        check_overflow_streak(policy, state, on_floor="ignore")
-        check_overflow_streak(policy, None)
-        assert records == []
         for _ in range(2):
-            with pytest.raises(ScaleFloorError, match="min_scale=1"):
-                check_overflow_streak(policy, state, on_floor="raise")
-    assert [record.event for record in records] == ["floor"]
+            ScaleWatch().log(policy, state)
+    assert [record.event for record in records] == ["floor", "floor"]
+    for _ in range(2):
+        with pytest.raises(ScaleFloorError, match="min_scale=1"):
+            check_overflow_streak(policy, state, on_floor="raise")
 
 
 def test_the_switch_is_that_of_logging():
@@ -272,32 +273,20 @@ def test_a_floor_is_said_also_where_no_look_falls_on_an_overflow():
 
 
 def test_runs_under_equal_policies_are_kept_apart():
-    """Two states of arrays in turn, as of two networks, say each thing once."""
+    """What one run ignores, another one under the same policy still says."""
     policy = DynamicScaling(init_scale=4.0, min_scale=1.0)
-    states = [init_state(policy, xp=array_api_strict) for _ in range(2)]
+    watches, state = [ScaleWatch("ignore"), ScaleWatch()], policy.init_state()
     with _heard() as records:
-        for step in range(10):
-            for place in range(2):
-                for _ in range(1 + 2 * place if step == 0 else 1):
-                    states[place] = policy.update(states[place], array_api_strict.asarray(False), xp=array_api_strict)
-                diagnose(policy, states[place])
-    assert sorted(record.event for record in records) == ["floor", "floor"]
+        for _ in range(10):
+            state = policy.update(state, False)
+            for watch in watches:
+                watch.log(policy, state)
+    assert [(record.event, record.steps) for record in records] == [("floor", 2)]
 
 
-def test_ignore_does_not_outlive_its_run():
-    """The next run under an equal policy is heard; and a scale that no policy reaches is never ignored."""
-    policy = DynamicScaling(init_scale=4.0, min_scale=1.0, growth_interval=1999)
-    state = init_state(policy, xp=array_api_strict)
-    for _ in range(9):
-        state = policy.update(state, array_api_strict.asarray(False), xp=array_api_strict)
+def test_a_broken_scale_is_never_ignored():
+    """No policy reaches it."""
+    state = DynamicScaling().init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0))
     with _heard() as records:
-        check_overflow_streak(policy, state, on_floor="ignore")
-        assert records == []
-        ScaleWatch("ignore").log(policy, policy.init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0)))
-        assert [record.event for record in records] == ["broken"]
-        check_overflow_streak(policy, policy.init_state())
-        state = init_state(policy, xp=array_api_strict)
-        for _ in range(8):
-            state = policy.update(state, array_api_strict.asarray(False), xp=array_api_strict)
-        diagnose(policy, state)
-    assert [record.event for record in records] == ["broken", "floor"]
+        ScaleWatch("ignore").log(DynamicScaling(), state)
+    assert [record.event for record in records] == ["broken"]

@@ -47,7 +47,7 @@ def _events(caplog):
 def test_two_hundred_nans_are_heard(make, caplog):
     """A plain loop on a CPU, which reads nothing, says that overflows do not end, and that the floor is reached."""
     _run(GradScaler("cpu"), NAN * 200, make)
-    assert _events(caplog) == [("streak", 32), ("floor", 160)]
+    assert _events(caplog) == [("below_one", 32), ("floor", 160)]
     assert all("look at the loss and the inputs first" in record.getMessage() for record in caplog.records)
 
 
@@ -91,7 +91,7 @@ def test_a_state_on_a_device_is_heard_of_where_it_is_read(read, caplog):
     assert caplog.records == []
     for _ in range(3):
         read(scaler)
-    assert _events(caplog) == [("streak", 40)]
+    assert _events(caplog) == [("below_one", 40)]
 
 
 def test_raise_stops_at_the_floor(caplog):
@@ -133,7 +133,7 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
     scaler = _run(GradScaler("cpu"), NAN * 40)
     _run(duplicate(scaler), NAN * 160)
     _run(scaler, NAN * 120)
-    assert _events(caplog) == [("streak", 32), ("floor", 160), ("floor", 160)]
+    assert _events(caplog) == [("below_one", 32), ("floor", 160), ("floor", 160)]
 
 
 def test_a_subclass_may_replace_update(caplog):
@@ -147,7 +147,7 @@ def test_a_subclass_may_replace_update(caplog):
             return super().update(*args)
 
     assert _run(Counting("cpu"), NAN * 40).updates == 40
-    assert _events(caplog) == [("streak", 32)]
+    assert _events(caplog) == [("below_one", 32)]
     _run(GradScaler("cpu", enabled=False), NAN * 40)
     assert len(caplog.records) == 1
 

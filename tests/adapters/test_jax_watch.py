@@ -45,14 +45,17 @@ def _stuck(policy, transform):
 
 
 @pytest.mark.parametrize("transform", [jax.jit, lambda step: step], ids=["jit", "eager"])
-def test_reading_the_state_logs_once(transform, caplog):
-    """The steps are pure and say nothing; `diagnose`, a saved state and a check that reads do, once for a policy."""
-    policy = DynamicScaling(growth_interval=3 + (transform is jax.jit), max_overflow_streak=1000)
+def test_a_pure_loop_logs_through_its_own_watch_alone(transform, caplog):
+    """The steps are pure and say nothing, nor do `diagnose`, a saved state and a check; a `ScaleWatch` says it once."""
+    policy, watch = DynamicScaling(max_overflow_streak=1000), ScaleWatch()
     state = _stuck(policy, transform)
+    check_overflow_streak(policy, state)
+    diagnose(policy, state)
+    state_to_dict(state, policy)
     assert _events(caplog) == []
-    for read in (check_overflow_streak, diagnose, lambda policy, state: state_to_dict(state, policy)):
-        read(policy, state)
-        assert _events(caplog) == [("floor", 30)]
+    for _ in range(2):
+        watch.log(policy, state)
+    assert _events(caplog) == [("floor", 30)]
 
 
 def test_a_check_raises_at_the_floor_if_asked_to():

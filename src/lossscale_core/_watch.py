@@ -1,0 +1,179 @@
+"""What a run logs about its loss scale, through the logger `lossscale`, and the error at the floor."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import numpy as np
+
+from lossscale_core._base import BaseScaling
+from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._diagnosis import Numbers, diagnosis, forward_pass
+from lossscale_core._state import AnyScaleState, ScaleState
+from lossscale_core.errors import PolicyError, ScaleFloorError
+from lossscale_core.messages import shown_number
+
+OnFloor = Literal["warn", "raise", "ignore"]
+"""What an overflow does that brings the loss scale down to `min_scale`."""
+
+_OF_THE_HOST = (np.generic, np.ndarray, float, int)
+_LONG = 20
+_TIMES_AS_LONG = 10
+_APART = 1000
+
+
+class ScaleWatch:
+    """The log of one run, through `logging.getLogger("lossscale")`.
+
+    ```python
+    watch = ScaleWatch()
+    ...
+    watch.log(policy, state)  # every so often, where the loop logs
+    ```
+
+    `GradScaler` and the `LossScaleOptimizer`s have one each. An `INFO` line says that the calibration has ended. A
+    `WARNING` says once that the scale has come down to `min_scale`, has fallen below 1 or is pressing against
+    `max_scale`, and, from 20 overflows in a row, that there is a streak; a streak is said again when it has become ten
+    times as long. Each line ends with what `diagnose` recommends. A log record has the attributes `event`
+    (`calibrated`, `floor`, `below_one`, `ceiling`, `broken` or `streak`), `steps`, `loss_scale` and `overflow_streak`.
+    A state with fewer steps than the last one begins another run.
+
+    Args:
+        on_floor: What an overflow does that leaves the scale at `min_scale`: `"warn"` logs, `"raise"` makes `check`
+            raise an error, and `"ignore"` says nothing while the scale is there.
+
+    Raises:
+        PolicyError: `on_floor` is none of the three.
+    """
+
+    def __init__(self, on_floor: OnFloor = "warn") -> None:
+        if on_floor not in get_args(OnFloor):
+            raise PolicyError(f"on_floor={on_floor!r} must be 'warn', 'raise' or 'ignore'")
+        self.on_floor = on_floor
+        self._steps = 0
+        self._start_over()
+
+    def log(self, policy: PolicyLike, state: AnyScaleState) -> None:
+        """Log what is worth saying and was not said yet. Synchronises with the host.
+
+        Args:
+            policy: Anything that `as_policy` accepts.
+            state: A state of any framework.
+
+        Raises:
+            PolicyError: `policy` is not a policy.
+        """
+        members, state = BaseScaling.of(as_policy(policy)), _on_host(state)
+        steps = int(state.steps)
+        if steps < self._steps:
+            self._start_over()
+        self._steps = steps
+        if self._is_quiet(members, state):
+            self._only_skipped = False
+            return
+        numbers = Numbers(members, state)
+        found = {event: text for event, text in self._events(members, numbers) if event not in self._said}
+        if found.keys() <= {"calibrated"} and self._is_long_streak(members, numbers):
+            found["streak"] = diagnosis(members, numbers)
+        self._remember(numbers, found)
+        if self.on_floor == "ignore" and numbers.at_floor:
+            found = {event: text for event, text in found.items() if event == "broken"}
+        if found:
+            _log(numbers, found)
+
+    def check(self, policy: PolicyLike, state: AnyScaleState) -> None:
+        """Log as `log` does, and raise an error if `on_floor` says so. Synchronises with the host.
+
+        Args:
+            policy: Anything that `as_policy` accepts.
+            state: A state of any framework.
+
+        Raises:
+            ScaleFloorError: `on_floor` is `"raise"`, and the last step overflowed and left the scale at `min_scale`.
+            PolicyError: `policy` is not a policy.
+        """
+        if self.on_floor == "raise":
+            require_above_floor(BaseScaling.of(as_policy(policy)), _on_host(state))
+        self.log(policy, state)
+
+    def _start_over(self) -> None:
+        self._said: frozenset[str] = frozenset()  # the events that are said once
+        self._only_skipped = False  # whether all steps so far were skipped
+        self._streak_began = -1  # of the last warning: the step at which its streak began, its length, and its step
+        self._streak = 0
+        self._warned_at = -_APART
+
+    def _is_quiet(self, policy: BaseScaling, state: AnyScaleState) -> bool:
+        """Return whether a state is in the middle of a healthy run, which needs no diagnosis."""
+        if "calibrated" not in self._said or state.overflow_streak:
+            return False
+        floor, ceiling = policy.bounds() if policy.adapts else (0.0, math.inf)
+        is_within = floor < state.loss_scale < ceiling  # compared in float32
+        return bool(is_within and (state.loss_scale >= 1.0 or "below_one" in self._said))
+
+    def _events(self, policy: BaseScaling, numbers: Numbers) -> Iterator[tuple[str, str]]:
+        """Yield the events that a state shows, each with its sentence."""
+        sentence = diagnosis(policy, numbers)
+        if sentence.startswith("broken"):
+            yield "broken", sentence
+            return
+        if sentence.startswith("pressing"):
+            yield "ceiling", sentence
+        is_first_run = self._only_skipped or numbers.applied == numbers.finite_in_a_row
+        if policy.adapts and numbers.applied and numbers.skipped and is_first_run:
+            yield "calibrated", f"calibration has ended; {sentence}"
+        if numbers.at_floor and numbers.skipped and not sentence.startswith(("healthy", "no step")):
+            yield "floor", sentence
+        elif numbers.at_floor and numbers.skipped and numbers.start > numbers.scale:
+            low = f"down to min_scale={numbers.shown_scale}: {numbers.counts}."
+            yield "floor", f"{low} {forward_pass(policy, numbers.scale)}"
+        elif policy.adapts and numbers.scale < 1.0 <= numbers.start:
+            low = f"the loss scale has fallen below 1, to {numbers.shown_scale}, and makes gradients smaller"
+            yield "below_one", f"{low}: {numbers.counts}. {forward_pass(policy, numbers.scale)}"
+
+    def _is_long_streak(self, policy: BaseScaling, numbers: Numbers) -> bool:
+        if numbers.streak < _LONG or diagnosis(policy, numbers).startswith("calibrating"):
+            return False
+        if numbers.steps - numbers.streak == self._streak_began:
+            return numbers.streak >= _TIMES_AS_LONG * self._streak
+        return numbers.steps - self._warned_at >= _APART
+
+    def _remember(self, numbers: Numbers, found: dict[str, str]) -> None:
+        self._said |= found.keys() - {"streak"}
+        if numbers.applied:
+            self._said |= {"calibrated"}  # from here on, this line would come late
+        self._only_skipped = bool(numbers.skipped and not numbers.applied)
+        if found.keys() - {"calibrated"}:
+            self._streak_began, self._streak = numbers.steps - numbers.streak, numbers.streak
+            self._warned_at = numbers.steps
+
+
+def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
+    """Raise `ScaleFloorError` if the last step overflowed and left the scale at the policy's floor."""
+    if not state.overflow_streak:
+        return
+    numbers = Numbers(policy, state)
+    if numbers.at_floor:
+        raise ScaleFloorError(
+            f"loss_scale={numbers.shown_scale} has reached min_scale={shown_number(policy.min_scale)}, and on_floor is "
+            f"'raise': {numbers.counts}. {forward_pass(policy, numbers.scale)} To train on, pass on_floor='warn'."
+        )
+
+
+def _on_host(state: AnyScaleState) -> AnyScaleState:
+    """Return the first fields of a state as host scalars, each read once, if it is not on the host."""
+    if isinstance(state.loss_scale, _OF_THE_HOST):
+        return state
+    return ScaleState(
+        np.float32(float(state.loss_scale)), *(int(getattr(state, name)) for name in ScaleState._fields[1:])
+    )
+
+
+def _log(numbers: Numbers, found: dict[str, str]) -> None:
+    import logging  # most processes say nothing, and it would add a twentieth to the time of importing the core
+
+    facts = {"steps": numbers.steps, "loss_scale": numbers.scale, "overflow_streak": numbers.streak}
+    for event, sentence in found.items():
+        level = logging.INFO if event == "calibrated" else logging.WARNING
+        text = "loss scaling, step %d: %s"
+        logging.getLogger("lossscale").log(level, text, numbers.steps, sentence, extra={"event": event, **facts})
