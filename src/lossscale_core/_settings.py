@@ -82,7 +82,12 @@ BACKOFF_FACTOR = Rule(
     maximum=1.0 - 2.0**-24,
 )
 SHARE = Rule(
-    float, "a fraction from 0 to 1", "pass 0.05 to tolerate one overflow in twenty steps", minimum=0.0, maximum=1.0
+    float,
+    # After one finite step the share of overflows never reaches 1 again, so that the scale would never back off.
+    "a fraction from 0 to below 1 (at most 1 - 2**-24, the largest float32 below 1)",
+    "pass 0.05 to tolerate one overflow in twenty steps",
+    minimum=0.0,
+    maximum=1.0 - 2.0**-24,
 )
 COUNT = Rule(
     int, "a whole number from 1 to 2**31 - 1", "pass 1 for the smallest count", minimum=1, maximum=LARGEST_COUNT

@@ -441,7 +441,7 @@ DRAWN = {
             init_scale=_SCALE,
             scale_factor=_FACTOR,
             scale_window=_WINDOW,
-            tolerance=st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 1.0]),
+            tolerance=st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 0.75]),
             threshold=st.sampled_from([None, 0.25, 0.3, 1e-3]),
             min_loss_scale=st.sampled_from([0.0, 1e-4, 1e-2, 0.28]),
         ),

@@ -320,6 +320,7 @@ REFUSED = [
     ("megatron", {"initial_loss_scale": 0.5}, "min_scale=1.0 is above initial_loss_scale=0.5"),
     ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": -1.0}, "init_loss_scaling=-1.0"),
     ("fairseq", {"tolerance": 1.5}, "tolerance=1.5"),
+    ("fairseq", {"tolerance": 1.0}, "tolerance=1.0"),
     ("fairseq", {"threshold": 2.0**20}, "threshold=1048576.0"),
     ("fairseq", {"init_scale": 1e-5}, "min_loss_scale"),
     ("fairseq", {"scale_factor": 1.0}, "scale_factor=1.0"),
@@ -433,9 +434,9 @@ def test_an_interval_without_end_is_read():
     assert from_tool("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
 
 
-TOLERANCES = st.sampled_from([0.33333334, 0.6666667, 0.66666669, 0.33333331, 0.142857145, 0.99999999]) | st.builds(
-    lambda share, off: min(share * (1 + off), 1.0),
-    st.sampled_from([1 / 3, 2 / 3, 1 / 7, 3 / 7, 0.1, 1.0]),
+TOLERANCES = st.sampled_from([0.33333334, 0.6666667, 0.66666669, 0.33333331, 0.142857145, 0.9999999]) | st.builds(
+    lambda share, off: min(share * (1 + off), 1.0 - 2.0**-24),
+    st.sampled_from([1 / 3, 2 / 3, 1 / 7, 3 / 7, 0.1, 15 / 16]),
     st.floats(-1e-7, 1e-7),
 )
 

@@ -123,7 +123,7 @@ SMALL_POLICIES = [
     ),
     *(
         TolerantScaling(init_scale=8.0, growth_interval=interval, tolerance=tolerance, min_scale=2.0, max_scale=32.0)
-        for interval, tolerance in itertools.product((1, 2, 4), (0.0, 0.25, 0.5, 1.0))
+        for interval, tolerance in itertools.product((1, 2, 4), (0.0, 0.25, 0.5, 0.9))
     ),
 ]
 
@@ -343,9 +343,9 @@ def test_an_unchanging_share_is_kept_when_the_counters_are_halved():
 
 
 @pytest.mark.parametrize("gap", [1, 2, 5])
-def test_a_tolerance_of_one_backs_off_under_an_endless_run_of_overflows(gap):
-    """Overflows alone reach a share of 1 in the end, however many finite steps there were before them."""
-    policy = TolerantScaling(tolerance=1.0)
+def test_the_largest_tolerance_backs_off_under_an_endless_run_of_overflows(gap):
+    """Overflows alone reach a share next to 1 in the end, however many finite steps there were before them."""
+    policy = TolerantScaling(tolerance=1.0 - 2.0**-24)
     state = _tolerant_start(policy, 2**24 - 2, 2**24 - 2 - gap)
     for _ in range(gap.bit_length() + 1):  # overflows from one halving of the counters to the next, left out in between
         for _ in range(8):

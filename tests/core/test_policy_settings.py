@@ -91,10 +91,10 @@ def test_a_policy_error_is_a_value_error():
     assert issubclass(PolicyError, LossScaleError)
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("tolerance", [-0.1, 1.0, 1.5, float("nan")])
 def test_tolerance_is_a_fraction(tolerance):
-    """A fraction is from 0 to 1."""
-    with pytest.raises(PolicyError, match="fraction from 0 to 1"):
+    """From 0 to below 1: after one finite step a share of 1 is never reached, so that the scale would never fall."""
+    with pytest.raises(PolicyError, match="fraction from 0 to below 1"):
         TolerantScaling(tolerance=tolerance)
 
 

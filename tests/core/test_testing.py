@@ -53,7 +53,7 @@ def test_a_policy_with_trackers_of_its_own_has_them_in_the_trace():
 
 def test_simulate_gradients_overflows_beyond_the_largest_number():
     """scale × max |gradient| may reach the dtype's largest number and no further."""
-    trace = simulate_gradients(FixedScaling(2.0), [65504.0 / 2, 32760.0, -40000.0, np.nan, np.inf, 0.0])
+    trace = simulate_gradients(FixedScaling(2.0), [65504.0 / 2, 32760.0, 40000.0, np.nan, np.inf, 0.0])
     assert trace.skipped.tolist() == [False, True, True, True, True, False]
     assert simulate_gradients(NoScaling(), [1e38], "bfloat16").skipped.tolist() == [False]
     assert simulate_gradients(FixedScaling(4.0), [1e38], "bfloat16").skipped.tolist() == [True]
@@ -78,6 +78,12 @@ def test_unknown_kinds_and_text_are_refused():
     for odd in (None, "x", float("nan"), 0.5):
         with pytest.raises(TypeError, match="which is not a bool"):
             simulate("dynamic", [True, odd])
+
+
+def test_simulate_gradients_refuses_negative_magnitudes():
+    """With the step and the value: its absolute value is probably what is meant, and nobody knows."""
+    with pytest.raises(ValueError, match=r"gradient_max of step 1 is -3, but a magnitude is 0 or above; pass abs"):
+        simulate_gradients(NoScaling(), [0.0, -3.0, -4.0])
 
 
 def test_simulate_gradients_finds_the_level():

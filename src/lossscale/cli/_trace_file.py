@@ -74,9 +74,12 @@ def _require_steps(path: Path, count: int) -> None:
 
 def _number(path: Path, step: int, value: Any) -> float:
     try:
-        return math.nan if value is None else abs(float(value))
+        number = math.nan if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
         raise _refusal(path, step, value, "a number") from None
+    if number < 0.0:
+        raise _refusal(path, step, value, "a magnitude, 0 or above")
+    return number
 
 
 def _refusal(path: Path, step: int, value: Any, rule: str) -> TraceFileError:

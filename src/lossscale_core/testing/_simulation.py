@@ -100,14 +100,19 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Raises:
         PolicyError: `policy` is not a policy.
-        ValueError: `dtype` is another dtype, or `gradient_max` has another shape.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative element.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(LARGEST_NUMBER)}; pass the gradients' own dtype")
-    magnitudes = np.abs(np.asarray(gradient_max, dtype=np.float64))
+    magnitudes = np.asarray(gradient_max, dtype=np.float64)
     if magnitudes.ndim != 1:
         raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
+    if (magnitudes < 0.0).any():
+        step = int(np.argmax(magnitudes < 0.0))
+        raise ValueError(
+            f"gradient_max of step {step} is {magnitudes[step]:g}, but a magnitude is 0 or above; pass abs()"
+        )
     return _run(
         as_policy(policy),
         len(magnitudes),

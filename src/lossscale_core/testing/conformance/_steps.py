@@ -80,7 +80,7 @@ def full_counters_stay_full(trial: Trial) -> None:
     full, most = 2**31 - 1, np.float32(2**24)
     counts = {name: np.int32(full - 1) for name in ("growth_tracker", "steps", "skipped_steps", "overflow_streak")}
     shares = {"steps_since_change": most, "overflows_since_backoff": most - 1}
-    for policy in (NoScaling(), DynamicScaling(growth_interval=full), TolerantScaling(tolerance=1.0)):
+    for policy in (NoScaling(), DynamicScaling(growth_interval=full), TolerantScaling(tolerance=1.0 - 2.0**-24)):
         start: Any = policy.init_state()
         expected = start._replace(**{name: v for name, v in {**counts, **shares}.items() if name in start._fields})
         step = trial.run(trial.update(policy))
