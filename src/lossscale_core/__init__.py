@@ -22,7 +22,7 @@ from lossscale_core._config import (
 )
 from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
 from lossscale_core._placement import init_state
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
 from lossscale_core._report import (
     GradientReport,
     OverflowReport,
@@ -34,7 +34,7 @@ from lossscale_core._report import (
 )
 from lossscale_core._schema import policy_schema
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
-from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, TolerantScaleState
+from lossscale_core._state import AnyScaleState, HostScalar, ScaleState
 from lossscale_core._watch import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:

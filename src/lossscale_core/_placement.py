@@ -5,8 +5,8 @@ from typing import Any, Literal, overload
 from lossscale_core._arrays import Namespace
 from lossscale_core._base import ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
-from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT, TolerantScaleState
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
+from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 
 
 @overload

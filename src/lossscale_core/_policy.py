@@ -8,14 +8,14 @@ framework, eagerly or traced. It has no `if` on an array, and no dtype or shape 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._settings import SMALLEST_SCALE
-from lossscale_core._state import Array, HostScalar, ScaleState, StateT, TolerantScaleState, one_more
+from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -168,6 +168,25 @@ class DynamicScaling(BaseScaling):
             tolerance = xp.where(backs_off, self.hysteresis, tolerance)
         skipped_steps, overflow_streak = one_more(state.skipped_steps), one_more(state.overflow_streak)
         return ScaleState(loss_scale, growth_tracker, tolerance, steps, skipped_steps, overflow_streak)
+
+
+class TolerantScaleState(NamedTuple, Generic[ArrayT_co]):
+    """A `ScaleState` with the two counters of `TolerantScaling`.
+
+    They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
+    when `steps_since_change` exceeds 2**24, the largest count that float32 can increment; their ratio is unchanged.
+    """
+
+    loss_scale: ArrayT_co
+    growth_tracker: ArrayT_co
+    hysteresis_tracker: ArrayT_co
+    steps: ArrayT_co
+    skipped_steps: ArrayT_co
+    overflow_streak: ArrayT_co
+    steps_since_change: ArrayT_co
+    """float32: steps since the scale last grew or backed off."""
+    overflows_since_backoff: ArrayT_co
+    """float32: overflows since the scale last backed off."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,25 +49,6 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """int32: overflows in a row up to now; 0 after a finite step."""
 
 
-class TolerantScaleState(NamedTuple, Generic[ArrayT_co]):
-    """A `ScaleState` with the two counters of `TolerantScaling`.
-
-    They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
-    when `steps_since_change` exceeds 2**24, the largest count that float32 can increment; their ratio is unchanged.
-    """
-
-    loss_scale: ArrayT_co
-    growth_tracker: ArrayT_co
-    hysteresis_tracker: ArrayT_co
-    steps: ArrayT_co
-    skipped_steps: ArrayT_co
-    overflow_streak: ArrayT_co
-    steps_since_change: ArrayT_co
-    """float32: steps since the scale last grew or backed off."""
-    overflows_since_backoff: ArrayT_co
-    """float32: overflows since the scale last backed off."""
-
-
 class AnyScaleState(Protocol[ArrayT_co]):
     """The members that every policy's state has; a policy may add fields of its own.
 

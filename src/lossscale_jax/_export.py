@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.export import register_namedtuple_serialization
 
-from lossscale_core import GuardState, ScaleState, TolerantScaleState
+from lossscale_core import BaseScaling, GuardState
 from lossscale_jax._accumulation import Window
 from lossscale_jax._autodiff import ScaledGradients
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState
@@ -13,8 +13,7 @@ from lossscale_jax._state import GuardedLossScaledState, LossScaledState
 
 def register_state_types() -> None:
     """Register every state type once; a registration of the user's own stands."""
-    of_the_core: tuple[Any, ...] = (ScaleState, TolerantScaleState, GuardState)
-    kinds = (*of_the_core, LossScaledState, GuardedLossScaledState, Window, ScaledGradients)
-    for kind in kinds:
+    of_the_core: set[Any] = {GuardState, *(policy.state_type for policy in BaseScaling.__subclasses__())}
+    for kind in (*of_the_core, LossScaledState, GuardedLossScaledState, Window, ScaledGradients):
         with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported anew
             register_namedtuple_serialization(kind, serialized_name=f"lossscale.{kind.__name__}")

@@ -198,11 +198,12 @@ VALUES = {
     "refill_on_finite": st.sampled_from([True, False, 0, 1, None]),
     "refill_on_backoff": st.booleans(),
     "max_overflow_streak": st.sampled_from([None, 0, 1, 7.0, 7.5]),
-    "tolerance": st.floats(-0.5, 1.5) | st.sampled_from([0, 1, None]),
     "growth_intervall": st.just(3),
 }
+OTHER_VALUES = st.floats(-0.5, 1.5) | st.integers(-2, 3) | st.booleans() | st.none()
+KINDS = policy_schema()["properties"]["kind"]["enum"]
 ANY_CONFIG = st.fixed_dictionaries(
-    {}, optional={"kind": st.sampled_from(["none", "fixed", "dynamic", "tolerant", "static", 3]), **VALUES}
+    {}, optional={"kind": st.sampled_from([*KINDS, "static", 3]), **VALUES, "tolerance": OTHER_VALUES}
 )
 
 
@@ -215,7 +216,7 @@ def nearly_valid_configs(draw):
         del config[draw(st.sampled_from(sorted(config)))]
     elif change == "set":
         name = draw(st.sampled_from(sorted({*config, "max_overflow_streak"} - {"kind"})))
-        config[name] = draw(VALUES[name])
+        config[name] = draw(VALUES.get(name, OTHER_VALUES))
     return config
 
 

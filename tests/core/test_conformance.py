@@ -328,13 +328,8 @@ def test_the_suite_is_imported_when_asked_for_and_needs_no_pytest():
 
 
 def test_scenarios_take_every_branch():
-    """Together they grow, back off, meet both bounds, use up and refill a tolerance, and cool down."""
-    assert {scenario.policy.__class__.__name__ for scenario in conformance.SCENARIOS.values()} == {
-        "NoScaling",
-        "FixedScaling",
-        "DynamicScaling",
-        "TolerantScaling",
-    }
+    """Of every kind of policy; together they reach the smallest and the largest scale."""
+    assert {scenario.policy.kind for scenario in conformance.SCENARIOS.values()} >= {"none", "fixed", "dynamic"}
     for scenario in conformance.SCENARIOS.values():
         assert any(scenario.grads_finite)
         assert not all(scenario.grads_finite)

@@ -3,9 +3,9 @@
 import random
 from typing import NamedTuple
 
-from lossscale_core._base import ScalingPolicy
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._base import KINDS, ScalingPolicy
+from lossscale_core._policy import LIBRARY_KINDS, DynamicScaling, TolerantScaling
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, rules_of
 
 
 class Scenario(NamedTuple):
@@ -24,10 +24,17 @@ def _flags(seed: int, share_finite: float, steps: int = 120) -> list[bool]:
 _DOWN_AND_UP = [False] * 145 + [True] * 255
 """Flags that lower a scale to the smallest of any policy, and then raise it to the largest."""
 
+_SMALL = {"init_scale": 1024.0, "growth_interval": 3}
+
+
+def _of_kind(kind: str) -> ScalingPolicy:
+    """Return a policy of this kind whose scale soon grows, if it ever does."""
+    names = {field.name for field, _ in rules_of(KINDS[kind])}
+    return KINDS[kind](**{name: value for name, value in _SMALL.items() if name in names})
+
+
 SCENARIOS = {
-    "none": Scenario(NoScaling(), _flags(0, 0.7)),
-    "fixed": Scenario(FixedScaling(1024.0), _flags(1, 0.7)),
-    "dynamic": Scenario(DynamicScaling(growth_interval=3), _flags(2, 0.7)),
+    **{kind: Scenario(_of_kind(kind), _flags(n, 0.7)) for n, kind in enumerate(LIBRARY_KINDS)},
     "rare overflows": Scenario(DynamicScaling(growth_interval=3), _flags(3, 0.95)),
     "unbounded": Scenario(
         DynamicScaling(growth_interval=1, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE), _DOWN_AND_UP
@@ -45,6 +52,6 @@ SCENARIOS = {
         DynamicScaling(growth_interval=3, hysteresis=3, refill_on_finite=False, refill_on_backoff=True), _flags(8, 0.7)
     ),
     "cooldown": Scenario(DynamicScaling(growth_interval=3, cooldown=2, min_scale=2.0**10), _flags(9, 0.8)),
-    "tolerant": Scenario(TolerantScaling(growth_interval=3, tolerance=0.25), _flags(10, 0.7)),
+    "tolerant of many": Scenario(TolerantScaling(growth_interval=3, tolerance=0.25), _flags(10, 0.7)),
 }
-"""Runs that together cover every branch of every policy; all factors are powers of two."""
+"""A run of each kind of policy, and runs that cover the other branches; all factors are powers of two."""
