@@ -34,7 +34,7 @@ LARGEST_CONFIG = 2**20
 """The most bytes that a policy or another tool's config may have."""
 _LARGEST_TOML = 2**16
 """The most bytes that a TOML file may have: its parser takes long for many keys."""
-LARGEST_PARSED = 2**23
+LARGEST_PARSED = 2**22
 """The most bytes of a checkpoint in JSON, or of a recorded run in JSON or text. JSON takes 25 times that in memory."""
 TOML_START = "# written by lossscale; without its last line this file is incomplete\n"
 """The first line of a TOML file that this library writes."""
@@ -48,8 +48,8 @@ _PIPES = ("/dev/stdin", "/dev/fd/")
 _WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n])*+\\?(?:"|(?=\n)|\Z)|'[^'\n]*+(?:'|(?=\n)|\Z))"""
 _DOT_WORD = rf"(?:[ \t]*+\.[ \t]*+{_WORD})"
 _TOML_TOKEN = re.compile(
-    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\\?\Z)'
-    r"|'''(?:[^']|'(?!''))*+(?:'''|\Z)"
+    r'"""(?:[^"\\]|\\.|"(?!""))*+(?:"{3,5}|\\?\Z)'
+    r"|'''(?:[^']|'(?!''))*+(?:'{3,5}|\Z)"
     r"|#[^\n]*+"
     rf"|(?P<too_deep>{_WORD}{_DOT_WORD}{{{_DEEPEST_TOML},}})"
     rf"|{_WORD}{_DOT_WORD}*+",
@@ -135,14 +135,14 @@ def open_regular(path: Path, error: type[LossScaleError]) -> BinaryIO:
         OSError: The file cannot be opened.
     """
     name = os.fspath(path)
-    if name.startswith(_PIPES):
+    if os.path.normpath(name).startswith(_PIPES):
         return open(name, "rb")
     # A named pipe without a writer would block here otherwise.
-    file = open(os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise error(f"{name} is not a regular file; pass one, or /dev/stdin for a pipe")
-    return file
+    return open(descriptor, "rb")
 
 
 def _size(limit: int) -> str:

@@ -82,7 +82,9 @@ def shown(value: Any) -> str:
     except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split()) if len(text.splitlines()) > 1 else text
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    # The name of a class may come from a file, too, and write to a terminal what it likes.
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def shown_names(names: Iterable[Any]) -> str:

@@ -1,6 +1,7 @@
 """torch's scalers against their translations, and the files that `torch.save` writes against the command."""
 
 import argparse
+import collections
 import dataclasses
 import json
 import warnings
@@ -216,6 +217,44 @@ def test_the_command_reads_tensors_of_one_element(tmp_path, dtype, zipped):
     assert done.returncode == 0, done.stderr
     state = json.loads(done.stdout)
     assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
+
+
+class _Tagged(torch.Tensor):
+    """A subclass, which torch saves by another function."""
+
+
+SAVED = {
+    "negated": lambda: torch._neg_view(torch.tensor(-8.0)),
+    "a subclass": lambda: torch.tensor(8.0).as_subclass(_Tagged),
+    "a parameter": lambda: torch.nn.Parameter(torch.tensor([8.0])),
+    "a buffer": lambda: torch.nn.Buffer(torch.tensor(8.0)),
+    "a view": lambda: torch.arange(12.0).view(3, 4).t()[0, 2],
+    "bfloat16": lambda: torch.tensor([[8.0]], dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", SAVED)
+def test_the_command_reads_what_torch_loads(tmp_path, name, zipped):
+    """The same number, or a refusal; never another number. Modules and complex numbers beside it do no harm."""
+    scaler = {"scale": SAVED[name](), "growth_tracker": 7, "hysteresis_tracker": 1}
+    others = {"model": torch.nn.Linear(2, 2), "waves": [torch.ones(3, dtype=torch.complex64) for _ in range(4)]}
+    torch.save({**others, "scaler": scaler}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
+    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    if name == "negated":
+        assert "scale=Tensor of shape ()" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["loss_scale"] == SAVED[name]().item()
+
+
+def test_attributes_of_a_dict_do_not_hide_its_items(tmp_path):
+    """What the dict holds counts."""
+    scaler = collections.OrderedDict(scale=8.0, growth_tracker=7, hysteresis_tracker=1)
+    scaler.scale = 1.0
+    torch.save({"scaler": scaler}, tmp_path / "f.pt")
+    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    assert json.loads(done.stdout)["loss_scale"] == 8.0
 
 
 def test_the_command_refuses_what_torch_does_not_save(tmp_path):

@@ -7,11 +7,13 @@ import struct
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lossscale
 from tests.command.commanding import refused, run
 
 LONGEST = 3000
@@ -122,6 +124,63 @@ def test_a_pickle_made_to_hang_or_to_fill_the_memory_is_refused_soon(tmp_path, n
     """Also where no exception of Python can end it."""
     (tmp_path / "f.pt").write_bytes(archive(b"\x80\x02" + HANGING[name] + b"."))
     refused_soon(tmp_path, "checkpoint", "show", "f.pt")
+
+
+def _shown_many_times(count):
+    text = dict.fromkeys([f"k{n}" for n in range(50)], "\U0001f600" * 5000)
+    return {**TORCHS, **{f"n{n}": text for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _shown_many_times(60),
+        _shown_many_times(1000),
+        {"\x01" * 2**24: TORCHS},
+        {"x" * 2**24: TORCHS, "y" * 2**24: TORCHS},
+    ],
+    ids=["60 times", "1000 times", "a long key", "two long keys"],
+)
+def test_little_is_shown_of_a_file(tmp_path, content):
+    """A text that a file holds once may stand in many places, and a key may be as long as the file."""
+    (tmp_path / "f.pt").write_bytes(archive(pickle.dumps(content, protocol=2)))
+    done = shown_soon(tmp_path, "checkpoint", "show", "f.pt")
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+
+
+def test_names_of_classes_are_escaped(tmp_path):
+    """They come from the file."""
+    named = b"cm\n\x1b]0;title\x07\n"
+    (tmp_path / "f.pt").write_bytes(archive(b"\x80\x02}" + named + b"K\x01s."))
+    said = refused(run("checkpoint", "show", "f.pt", "--key", "foo", cwd=tmp_path))
+    assert r"\x1b" in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("how", ["trap '' PROF", "ulimit -c unlimited"])
+def test_the_limits_hold_whatever_the_process_inherits(tmp_path, how):
+    """An ignored signal, or a shell that wants core files."""
+    deep = "a key that is deep" if "ulimit" in how else "a key of shared tuples"
+    (tmp_path / "f.pt").write_bytes(archive(b"\x80\x02" + HANGING[deep] + b"."))
+    command = f"{how}; exec {sys.executable} -m lossscale checkpoint show f.pt"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=15
+    )
+    assert "takes too much time or memory" in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["f.pt"]
+
+
+def test_a_path_that_the_command_has_serves_the_reader_too(tmp_path):
+    """As where a program has put the library on its own path."""
+    (tmp_path / "f.pt").write_bytes(archive(pickle.dumps(TORCHS, protocol=2)))
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); from lossscale.cli import run; run(['checkpoint', 'show', 'f.pt'])"
+    )
+    source = str(Path(lossscale.__file__).parents[1])
+    command = [sys.executable, "-c", code, source]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_search_through_shared_dicts_ends_soon(tmp_path):

@@ -1,9 +1,10 @@
 """The process that reads a file of `torch.save` within limits and prints the scaler in it as JSON.
 
-Call it as `python -m lossscale.checkpoint_files._reader FILE [KEY]`. It prints an object with `place` and `scaler`, or
-with `error`; a signal ends it where the file takes too long.
+Its arguments are the file and, possibly, the key of the scaler. It prints an object with `place` and `scaler`, or with
+`error`; a signal ends it where the file takes too long.
 """
 
+import contextlib
 import gc
 import itertools
 import json
@@ -23,43 +24,43 @@ _SECONDS = 1.0
 _BYTES = 240 * 2**20
 # Of the dict of a scaler, of dicts in it, and of those in these; a scaler of this library holds its policy.
 _MOST_ITEMS = (1000, 50, 10)
-_LONGEST = 5000  # characters of a text, and bits of an integer
+_LONGEST = 1000  # characters of a text, and bits of an integer
+_LONGEST_ANSWER = 2**22
 
 
-def main(path: Path, key: str | None = None) -> None:
-    """Print the scaler in a file.
-
-    Args:
-        path: The file.
-        key: The place of the scaler; searched if left out.
-    """
+def main() -> None:
+    """Print the scaler in the file that the arguments of this process name, searched if they name no key."""
     gc.disable()  # this process ends soon, and a collection visits every object of a large file
     _limit()
+    path = Path(sys.argv[1])
     try:
-        answer = _answer(path, key)
+        text = json.dumps(_answer(path, *sys.argv[2:]))
+        if len(text) > _LONGEST_ANSWER:
+            raise too_large(path)
     except CheckpointError as error:
-        answer = {"error": str(error)}
+        text = json.dumps({"error": str(error)})
     except (MemoryError, RecursionError):
-        answer = {"error": str(too_large(path))}
-    json.dump(answer, sys.stdout)
+        text = json.dumps({"error": str(too_large(path))})
+    sys.stdout.write(text)
 
 
 def _limit() -> None:
     """Limit the memory and the processor time of this process, where the system can do so."""
-    try:
+    with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # absent on Windows
 
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (ImportError, OSError, ValueError):
-        pass
     if hasattr(signal, "setitimer"):
         # The signal ends the process at once, also within a hash or another call that returns to no Python code.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
         signal.setitimer(signal.ITIMER_PROF, _SECONDS)
 
 
-def _answer(path: Path, key: str | None) -> dict[str, Any]:
+def _answer(path: Path, key: str | None = None) -> dict[str, Any]:
     with open_regular(path, CheckpointError) as file:
         try:
             torch_file = TorchFile(path, file)
@@ -99,7 +100,3 @@ def _described(value: Any) -> str:
         return shown(value)
     kind = value if isinstance(value, type) else type(value)
     return f"<{kind.__name__ if kind.__name__.isprintable() else shown(kind.__name__)}>"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

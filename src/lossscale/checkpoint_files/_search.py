@@ -12,6 +12,7 @@ from lossscale_core.messages import shown, shown_names
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter, and a search takes long.
 _DEEPEST = 3
 _MOST_DICTS = 100_000
+_LONGEST_NAME = 500
 
 
 def find_scaler(path: Path, content: Any, key: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -68,7 +69,7 @@ def _scalers(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
 
 
 def _as_text(name: Any) -> str:
-    return name if isinstance(name, str) else shown(name)
+    return name if isinstance(name, str) and len(name) <= _LONGEST_NAME else shown(name)
 
 
 def _is_scaler(content: Mapping[str, Any]) -> bool:

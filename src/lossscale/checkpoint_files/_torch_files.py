@@ -33,15 +33,10 @@ def read_torch_file(path: Path, key: str | None) -> tuple[str, Mapping[str, Any]
     tuple that holds another tuple twice, and so on. Only another process can be ended then.
     """
     open_regular(path, CheckpointError).close()
-    # -P: a module in the present folder must not be imported instead of one of Python's own.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "lossscale.checkpoint_files._reader",
-        str(path),
-        *([] if key is None else [key]),
-    ]
+    # -P, and this process's own path at the end: a module in the present folder must not be imported instead of one of
+    # Python's own.
+    code = f"import sys; sys.path += {[*filter(None, sys.path)]!r}; from {__package__} import _reader; _reader.main()"
+    command = [sys.executable, "-P", "-c", code, str(path), *([] if key is None else [key])]
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LONGEST_SECONDS, check=False

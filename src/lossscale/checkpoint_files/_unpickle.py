@@ -23,8 +23,12 @@ _FORMATS = {
     "ByteStorage": "B",
     "BoolStorage": "?",
 }
+_SIZES = {**{kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()}}
+_SIZES |= {"ComplexHalfStorage": 4, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4}
+"""The bytes of each number; 1 for the other kinds."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_utils.py
 _TENSORS = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_SUBCLASSES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_from_type_v2")
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py: the three pickles before the content
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -43,7 +47,8 @@ class Inert(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):  # objects with slots have two parts
-            self.update(part if isinstance(part, dict) else {})
+            for name, value in part.items() if isinstance(part, dict) else ():
+                self.setdefault(name, value)  # an item of the same name is what the object holds
 
     def append(self, _: Any) -> None:
         """Ignore an item: of the classes that are lists, none is a scaler."""
@@ -141,7 +146,7 @@ class TorchFile:
             position = start
             for key in keys[: keys.index(storage.key)]:
                 before = unpickler.storages[key]
-                position += 8 + before.length * struct.calcsize(f"<{_FORMATS[before.kind]}")
+                position += 8 + before.length * _SIZES.get(before.kind, 1)
             file.seek(position + 8 + offset * size)  # a storage begins with its length
             return file.read(size)
 
@@ -163,18 +168,30 @@ class _Unpickler(pickle.Unpickler):
             return _tensor
         if full in _PARAMETERS:
             return _data_of_parameter
+        if full in _SUBCLASSES:
+            return _rebuilt
         if full not in self._found:
             self._found[full] = type(full, (Inert,), {})
         return self._found[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        _, kind, key, _, length, *_ = pid
+        if pid[0] == "module":  # a class, with its source, as torch wrote before 1.6
+            return pid[1]
+        _, kind, key, _, length, *view = pid
         self.storages[key] = Storage(kind.__name__.rpartition(".")[2], key, length)
-        return self.storages[key]
+        # Storages that show a part of another one were written by torch before 0.4 only; their numbers are not read.
+        return None if any(view) else self.storages[key]
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, *_: Any) -> Tensor:
-    return Tensor(storage, int(offset), tuple(int(size) for size in shape))
+def _tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any = None, gradient: Any = None, hooks: Any = None, *more: Any
+) -> Tensor:
+    # What follows the hooks says, for instance, that the numbers are negated.
+    return Tensor(None if any(more) else storage, int(offset), tuple(int(size) for size in shape))
+
+
+def _rebuilt(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
+    return function(*arguments)
 
 
 def _data_of_parameter(data: Any, *_: Any) -> Any:

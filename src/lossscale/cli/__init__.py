@@ -61,5 +61,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str, status: int = 2) -> None:
-    click.echo(f"lossscale: {message}", err=True)
+    # A message may name a file, whose name may hold line ends and escape sequences.
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
+    click.echo(f"lossscale: {line}", err=True)
     sys.exit(status)

@@ -15,6 +15,7 @@ _LINES = tuple(
     {"color": colour, "linestyle": style, "linewidth": width}
     for colour, style, width in zip(_COLOURS, ("-", "--", "-.", "-"), (5.0, 1.8, 1.8, 1.5), strict=True)
 )
+_LONG = 10_000
 _SMOOTHING = 9
 
 
@@ -90,7 +91,9 @@ def _label_scale(axes: Any) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    axes.legend()
+    # The search for the best place takes long for many points, and matplotlib warns of it.
+    is_long = any(len(line.get_xdata()) > _LONG for line in axes.lines)
+    axes.legend(loc="upper right" if is_long else "best")
 
 
 def experiment_as_png(experiment: "Experiment") -> bytes:

@@ -28,6 +28,7 @@ _MOST_COLUMNS = 1000
 _MOST_LINES = 2**20
 _LONGEST_LINE = 2**20
 _LARGEST_CSV = 2**26
+_MOST_WORDS = 1000
 _FLAGS = ("overflowed", "applied", "spiked")
 _WORDS = {"": math.nan, "true": 1.0, "false": 0.0}
 
@@ -57,7 +58,8 @@ def read_run(path: Path) -> RecordedRun:
 def _run(path: Path, found: dict[str, Any]) -> RecordedRun:
     scale = found["scale"]
     step = found.get("step", np.arange(len(scale), dtype=float))
-    rows = np.isfinite(step) & np.isfinite(scale) & (scale > 0)
+    # No step counter and no loss scale is beyond these, and a picture could not be drawn.
+    rows = (np.abs(step) <= 2.0**53) & (scale >= 2.0**-149) & (scale <= 2.0**128)
     if not rows.any():
         raise TraceFileError(f"{path} holds no steps with a positive loss scale; write one row a step")
     # Rows of several processes may be out of order; those of one step stay in the order of the file.
@@ -65,7 +67,7 @@ def _run(path: Path, found: dict[str, Any]) -> RecordedRun:
     kept = {role: values[rows][order] for role, values in found.items()}
     spiked = kept.get("spiked", np.zeros(len(order))) == 1.0
     overflowed, is_guessed = _overflows(kept, spiked)
-    norm = kept.get("norm")
+    norm = np.where(np.abs(kept["norm"]) <= 2.0**128, kept["norm"], np.nan) if "norm" in kept else None
     if norm is not None and not np.isfinite(norm).any():
         norm = None
     return RecordedRun(step[rows][order], kept["scale"], overflowed, spiked, norm, is_guessed)
@@ -118,11 +120,12 @@ def _read_csv(path: Path) -> dict[str, Any]:
         roles = _roles(path, titles)
         places = {title: place for place, title in enumerate(titles)}
         columns = [(array("d"), places[title]) for title in roles.values()]
+        words = dict(_WORDS)
         for number, row in enumerate(rows, 2):
             if len(row) != len(titles):
                 raise TraceFileError(f"{path}: row {number} has {len(row)} cells, but the first row has {len(titles)}")
             for column, place in columns:
-                column.append(_number(row[place]))
+                column.append(_number(row[place], words))
     except csv.Error as error:
         raise TraceFileError(f"{path} is not valid CSV: {error}") from error
     return {role: np.array(column) for role, (column, _) in zip(roles, columns, strict=True)}
@@ -141,7 +144,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
                 )
             if not line.endswith(b"\n"):
                 break
-            yield line.decode("utf-8", errors="replace").removeprefix("\ufeff")
+            text = line.decode("utf-8", errors="replace")
+            yield text.removeprefix("\ufeff") if size == len(line) else text
         else:
             raise TraceFileError(f"{path} has more than {_MOST_LINES} lines; keep a part of them")
     if line.strip():
@@ -156,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         names = dict.fromkeys(name for row in content for name in row)
         if len(names) > _MOST_COLUMNS:
             raise TraceFileError(f"{path} has more than {_MOST_COLUMNS} columns; pass a file with fewer")
-        content = {name: [row.get(name) for row in content] for name in names}
+        content = {name: [row.get(name) for row in content] for name in _roles(path, names).values()}
     if not isinstance(content, dict):
         raise TraceFileError(f"{path} must hold an object with a list for each column, or a list of objects")
     columns = {name: values for name, values in content.items() if isinstance(values, list)}
@@ -184,24 +188,34 @@ def _read_events(path: Path) -> dict[str, Any]:
         # https://github.com/tensorflow/tensorboard/blob/master/tensorboard/data_compat.py
         if events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars":
             tensors = events.Tensors(tag)
-            series[tag] = {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in tensors}
+            series[tag] = {event.step: _of_array(tensor_util.make_ndarray(event.tensor_proto)) for event in tensors}
     steps = sorted(set().union(*series.values()))
     tags_of = _roles(path, series)
     columns = {role: np.array([series[tag].get(step, math.nan) for step in steps]) for role, tag in tags_of.items()}
     return {**columns, "step": np.array(steps, dtype=float)}
 
 
+def _of_array(array: NDArray[Any]) -> float:
+    return _number(array.item(), {}) if array.size == 1 else math.nan
+
+
 def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
-    return np.array([_number(value) for value in values], dtype=float)
+    words = dict(_WORDS)
+    return np.array([_number(value, words) for value in values], dtype=float)
 
 
-def _number(value: Any) -> float:
-    """Return a cell as a number; NaN for whatever is not one, since exports have columns of words, too."""
+def _number(value: Any, words: dict[str, float]) -> float:
+    """Return a cell as a number; NaN for whatever is not one, since exports have columns of words, too.
+
+    `words` holds the values of words. The first thousand others are added, since an exception for each cell takes long.
+    """
     if isinstance(value, str):
-        word = value.strip().lower()
-        if word in _WORDS:  # most cells of flags; an exception for each would take longer than all the rest
-            return _WORDS[word]
+        value = value.strip().lower()
+        if value in words:
+            return words[value]
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
+        if isinstance(value, str) and len(words) < _MOST_WORDS:
+            words[value] = math.nan
         return math.nan

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import read_data, read_text, suffix_of
+from lossscale_core.files import LARGEST_PARSED, read_data, read_text, suffix_of
 from lossscale_core.messages import shown, shown_names
 
-_LARGEST = 2**22
-"""The most bytes that a file may have."""
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
 
@@ -29,7 +27,7 @@ def read_overflow(path: Path) -> list[bool]:
         word = str(value).strip().lower()
         if word in _FLAGS:
             flags.append(_FLAGS[word])
-        elif word and {"0", "1"}.issuperset(word):
+        elif isinstance(value, str) and {"0", "1"}.issuperset(word):
             flags.extend(digit == "1" for digit in word)
         else:
             raise _refusal(path, len(flags), word, "0 or 1")
@@ -52,10 +50,10 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 def _values(path: Path, key: str) -> Iterable[Any]:
     """Return the values of a JSON list, or the words of a text one by one: a list of them would take ten times more."""
     if suffix_of(path) == ".json":
-        content = read_data(path, TraceFileError, _LARGEST)
+        content = read_data(path, TraceFileError, LARGEST_PARSED)
     else:
         # Bytes that are not text are replaced, so that the message shows the first bad value and its step.
-        content = read_text(path, TraceFileError, _LARGEST, errors="replace")
+        content = read_text(path, TraceFileError, LARGEST_PARSED, errors="replace")
     if isinstance(content, dict):
         if key not in content:
             raise TraceFileError(f"{path} has no {key!r}; it has {shown_names(content) or 'nothing'}")
