@@ -107,7 +107,10 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise PolicyError(f"kind={shown(kind)} is not a kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}")
+        raise PolicyError(
+            f"kind={shown(kind)} is not a kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}; "
+            "a kind of your own is known once its module is imported"
+        )
     fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:

@@ -13,7 +13,8 @@ from lossscale_jax._state import GuardedLossScaledState, LossScaledState
 
 def register_state_types() -> None:
     """Register every state type once; a registration of the user's own stands."""
-    of_the_core: set[Any] = {GuardState, *(policy.state_type for policy in BaseScaling.__subclasses__())}
+    policies = [each for each in BaseScaling.__subclasses__() if each.__module__ == BaseScaling.__module__]
+    of_the_core: set[Any] = {GuardState, *(policy.state_type for policy in policies)}
     for kind in (*of_the_core, LossScaledState, GuardedLossScaledState, Window, ScaledGradients):
         with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported anew
             register_namedtuple_serialization(kind, serialized_name=f"lossscale.{kind.__name__}")

@@ -30,6 +30,8 @@ _NEW_SCALE = (
 _TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
 _NEVER = 2**31 - 1
 _FACTORS = ("scale", "growth_factor", "backoff_factor")
+LIBRARY_KINDS = ("none", "fixed", "dynamic", "tolerant")
+"""The kinds of policies whose factors and interval say enough of their rule for torch's scaler to continue by it."""
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 

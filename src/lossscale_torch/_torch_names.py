@@ -98,23 +98,24 @@ class TorchNames(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
 
-        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Empty
-        when disabled. Synchronises with the host.
+        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Under a
+        policy of your own torch's keys are left out, since its scaler would continue by another rule. Empty when
+        disabled. Synchronises with the host.
         """
         if not self._enabled:
             return {}
         self._tell()
         state = self._state.read()
         self._watch.after_read(self, raises=False)
-        return {
+        torchs = {
             "scale": float(state.loss_scale),
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),
             "growth_interval": self.get_growth_interval(),
             "_growth_tracker": int(state.growth_tracker),
-            **state_to_dict(state, self.policy),
-            **self._guards.saved(state),
         }
+        is_own = BaseScaling.of(self.policy).kind not in _checkpoint.LIBRARY_KINDS
+        return {**({} if is_own else torchs), **state_to_dict(state, self.policy), **self._guards.saved(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.

@@ -27,6 +27,7 @@ from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWar
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
 from tests.adapters.recorded_graph import RecordedGraph
+from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
 from tests.torch_versions import TORCH
 
 OPTIMIZERS = {
@@ -928,3 +929,26 @@ def test_a_policy_that_counts_in_python_numbers():
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
     assert scaler.update() == (True, 8.0, 8.0, 0, False, False)
+
+
+@pytest.mark.parametrize("policy", [AdditiveScaling(), BareAdditiveScaling()], ids=["derived", "bare"])
+def test_a_policy_of_ones_own_tells_torch_nothing_false(policy):
+    """Torch's scaler refuses the dict and stays as it was; a scaler with the policy continues from it."""
+    scaler = GradScaler("cpu", policy=policy)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for factor in (1.0, float("nan"), 1.0):
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    saved = scaler.state_dict()
+    assert saved.keys().isdisjoint({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+    torchs = torch.amp.GradScaler("cpu")
+    before = torchs.state_dict()
+    with pytest.raises(KeyError, match="scale"):
+        torchs.load_state_dict(saved)
+    assert torchs.state_dict() == before
+    again = GradScaler("cpu", policy=policy)
+    again.load_state_dict(saved)
+    assert again.state_dict() == saved
+    assert again.get_scale() == scaler.get_scale() < policy.init_state().loss_scale

@@ -4,6 +4,7 @@ import pytest
 
 from lossscale_core.testing import conformance
 from tests.conformance.backends import BACKENDS
+from tests.core.own_policies import policy_of_the_docs
 from tests.core.test_tool_runs import POLICIES, RUNS
 
 
@@ -17,7 +18,8 @@ def _recorded():
     return found
 
 
-SCENARIOS = {**conformance.SCENARIOS, **_recorded()}
+OWN = conformance.Scenario(policy_of_the_docs(), [True, False, False, True, False, False, False, True])
+SCENARIOS = {**conformance.SCENARIOS, **_recorded(), "a policy of one's own": OWN}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
-"""Two policies of one's own with one rule: halve the scale on an overflow, and add to it after finite steps.
+"""Policies of one's own: two with one rule, and the one that the documentation writes out.
 
+The rule halves the scale on an overflow, and adds to it after finite steps.
 `AdditiveScaling` derives from `BaseScaling` and names its kind; `BareAdditiveScaling` is what a policy needs at least.
 """
 
 import dataclasses
+import doctest
+import sys
+import types
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -92,3 +97,15 @@ class BareAdditiveScaling:
     def update(self, state, grads_finite, *, xp=None):
         """Return the state after a step."""
         return updated(self, state, np.bool_(grads_finite) if xp is None else grads_finite, xp)
+
+
+def policy_of_the_docs():
+    """Return a policy of the class in `docs/policies.md`."""
+    page = (Path(__file__).parents[2] / "docs/policies.md").read_text()
+    # torch.compile looks the names of a function up in the module that it says it is from.
+    module = sys.modules["policy_of_the_docs"] = types.ModuleType("policy_of_the_docs")
+    for example in doctest.DocTestParser().get_examples(page.partition("## A policy of your own")[2]):
+        exec(example.source, vars(module))
+        if hasattr(module, "HalvingScaling"):
+            return module.HalvingScaling(init_scale=8.0)
+    raise AssertionError("the page has no HalvingScaling")

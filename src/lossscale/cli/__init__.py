@@ -4,7 +4,9 @@ The command needs the `cli` extra, its pictures need `plot`, and its demo needs 
 sentence and exits with status 2. Each subcommand is a module of this package that is listed in `_SUBCOMMANDS`.
 """
 
+import importlib
 import io
+import os
 import sys
 
 import click
@@ -23,10 +25,26 @@ _SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint, report)
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__)
+@click.option(
+    "--import", "modules", multiple=True, metavar="MODULE", help="Import MODULE first: it has a policy of your own."
+)
 @click.pass_context
-def command(context: click.Context) -> None:
+def command(context: click.Context, modules: tuple[str, ...]) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
+    if modules:
+        sys.path.append(os.getcwd())  # at the end, so that no file here stands for one of Python's own modules
+    for module in modules:
+        _import(module)
     help_if_alone(context)
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a module of the user's may raise anything
+        raise click.UsageError(
+            f"--import {module}: {type(error).__name__}: {error}; name a module here, or one that is installed"
+        ) from error
 
 
 for _module in _SUBCOMMANDS:
