@@ -2,73 +2,21 @@
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from tests.house.plan import PLAN
 
 SRC = Path(__file__).parents[2] / "src"
 STANDARD_LIBRARY = sys.stdlib_module_names
 IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
-CORE = {
-    "errors": set(),
-    "_state": {"_settings"},
-    "tree": set(),
-    "_finite": set(),
-    "messages": set(),
-    "files": {"messages", "errors"},
-    "_settings": {"messages", "errors"},
-    "_arrays": {"tree", "_finite", "_state"},
-    "_base": {"_settings", "_arrays", "_state", "errors"},
-    "_policy": {"_base", "_settings", "_arrays", "_state"},
-    "_guard": {"_arrays", "_settings", "_state", "errors"},
-    "_config": {"files", "_base", "_policy", "_settings", "messages", "errors"},
-    "_schema": {"_base", "_settings"},
-    "_checkpoint": {"_base", "_config", "_guard", "_policy", "_settings", "_state", "messages", "errors"},
-    "_diagnosis": {"_base", "_guard", "_settings", "_state", "messages"},
-    "_watch": {"_base", "_config", "_diagnosis", "_state", "messages", "errors"},
-    "_report": {"_base", "_config", "_diagnosis", "_guard", "_settings", "_state", "_watch", "messages", "errors"},
-    "_range_picture": set(),
-    "_range_records": set(),
-    "_range_search": {"_policy", "_range_records", "_settings"},
-    "_range": {"files", "_range_picture", "_range_records", "_range_search"},
-    "_strategies": {"_base", "_settings"},
-    "_placement": {"_arrays", "_base", "_config", "_policy", "_state"},
-    "testing": {"_base", "_checkpoint", "_config", "_guard", "_policy", "_settings", "_state", "_strategies", "tree"},
-    "__main__": set(),
-}
 CORE_REQUIRES = {"numpy", "array_api_compat"}
 FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
-TORCH = {
-    "__init__": {"_report", "_scaler", "_step_info", "_verbs", "range"},
-    "_types": set(),
-    "_versions": set(),
-    "_step_info": set(),
-    "_gradients": set(),
-    "_watch": set(),
-    "_checkpoint": set(),
-    "_state": {"_step_info"},
-    "_members": {"_gradients", "_state"},
-    "_waiting": {"_gradients", "_members", "_state"},
-    "_guard": {"_members", "_state"},
-    "_ranks": {"_gradients", "_members", "_versions"},
-    "_norm": {"_gradients", "_ranks", "_state", "_versions"},
-    "_clip": {"_gradients", "_norm", "_ranks", "_state"},
-    "_torch_names": {"_checkpoint", "_guard", "_members", "_ranks", "_state", "_waiting", "_watch"},
-    "_scaler": {
-        "_checkpoint", "_clip", "_gradients", "_guard", "_members", "_ranks", "_state", "_step_info",
-        "_torch_names", "_types", "_versions", "_waiting", "_watch",
-    },
-    "_verbs": {"_gradients", "_ranks", "_types"},
-    "_report": {"_gradients", "_verbs"},
-    "range": {"_gradients", "_verbs", "_versions"},
-    "_rescue": {"_checkpoint", "_gradients", "_members", "_step_info", "_versions"},
-    "testing": {"_scaler", "_step_info", "_types", "_rescue", "_versions"},
-}  # fmt: skip
-TORCH_LATE = {"_scaler": {"_rescue"}}  # imported within a function, when it is called
 ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
@@ -77,32 +25,18 @@ ADAPTERS = {
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 
-class Drawn(NamedTuple):
-    """What a room of the command may import besides the core: other rooms of it, and other packages."""
-
-    rooms: set[str]
-    outside: set[str]
-
-
 COMMAND = {
-    "__init__": Drawn({"dialects"}, set()),  # imported when it is asked for
-    "_install": Drawn(set(), set()),
-    "_tried": Drawn(set(), set()),
-    "__main__": Drawn({"_install", "cli"}, set()),
-    "demo": Drawn(set(), {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values())),
-    "tracing": Drawn(set(), {"torch", "lossscale_torch"}),
-    "dialects": Drawn(set(), {"numpy"}),
-    "checkpoint_files": Drawn({"dialects"}, set()),
-    "cli": Drawn(
-        {"_install", "_tried", "checkpoint_files", "demo", "dialects", "tracing"},
-        {"click", "matplotlib", "numpy", "rich", "tensorboard"},
-    ),
+    "demo": {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values()),
+    "tracing": {"torch", "lossscale_torch"},
+    "dialects": {"numpy"},
+    "cli": {"click", "matplotlib", "numpy", "rich", "tensorboard"},
 }
+"""What the parts of the command import besides the core; the others import nothing."""
 
 
-def _room(path: Path) -> str:
-    """Return a file's place in its package: `_policy`, `demo`, `__init__`."""
-    return path.relative_to(SRC).parts[1].removesuffix(".py")
+def _room(path: Path, package: str) -> str:
+    """Return the module or subpackage of a package in which a file is: `_policy`, `demo`, `__init__`."""
+    return path.relative_to(SRC / package.replace(".", "/")).parts[0].removesuffix(".py")
 
 
 def _nodes(path: Path, only_at_top: bool = False) -> Iterator[ast.AST]:
@@ -134,20 +68,29 @@ def _imports(path: Path, only_at_top: bool = False) -> set[str]:
 
 
 def _files(package: str) -> list[Path]:
-    return sorted((SRC / package).rglob("*.py"))
+    return sorted((SRC / package.replace(".", "/")).rglob("*.py"))
 
 
 def _arrows(package: str, only_at_top: bool = False) -> dict[str, set[str]]:
-    """Return which rooms of a package each of its rooms imports."""
-    rooms = {_room(path) for path in _files(package)}
-    arrows: dict[str, set[str]] = {room: set() for room in rooms}
+    """Return which modules of a package each of its modules imports."""
+    arrows: dict[str, set[str]] = {_room(path, package): set() for path in _files(package)}
     for path in _files(package):
         for name in _imports(path, only_at_top):
-            parts = [*name.split("."), "__init__"]
-            if parts[0] == package:
-                target = parts[1] if parts[1] in rooms else "__init__"
-                arrows[_room(path)] |= {target} - {_room(path)}
+            if name == package or name.startswith(f"{package}."):
+                target = name[len(package) + 1 :].partition(".")[0]
+                arrows[_room(path, package)] |= {target if target in arrows else "__init__"} - {_room(path, package)}
     return arrows
+
+
+def _drawn(package: str) -> dict[str, tuple[set[str], set[str]]]:
+    """Return for each module in the plan what it imports at its top, and what within a function."""
+    lines = re.sub(r"\n {12}", " ", PLAN[package]).split("\n")
+    drawn = {}
+    for line in filter(str.strip, lines):
+        room, _, names = line.strip().partition(":")
+        late = set(re.findall(r"\((\w+)\)", names))
+        drawn[room] = ({*re.findall(r"\w+", names)} - late, late)
+    return drawn
 
 
 def _outside(path: Path, *packages: str) -> set[str]:
@@ -159,50 +102,43 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and part != "__version__" for part in name.split("."))
 
 
-def test_the_core_has_only_the_arrows_drawn():
-    """Each room imports what it may, and no room is without a line in the drawing."""
-    arrows = _arrows("lossscale_core")
-    assert arrows.keys() == CORE.keys() | {"__init__"}
-    for room, allowed in CORE.items():
-        assert arrows[room] <= allowed, room
-    assert "__main__" not in arrows["__init__"]
+@pytest.mark.parametrize("package", PLAN)
+def test_a_package_has_the_arrows_drawn(package):
+    """No more and no fewer, and no module is missing in the plan; draw there what you add."""
+    at_top, anywhere = _arrows(package, only_at_top=True), _arrows(package)
+    assert {room: (at_top[room], anywhere[room] - at_top[room]) for room in anywhere} == _drawn(package)
 
 
-@pytest.mark.parametrize("package", ["lossscale", "lossscale_core"])
+def test_every_package_is_drawn():
+    """Also those within packages, if they have several modules."""
+    folders = {path.parent for path in SRC.rglob("*.py") if path.name != "__init__.py"}
+    assert {str(folder.relative_to(SRC)).replace("/", ".") for folder in folders} <= PLAN.keys() | {
+        "lossscale.tracing.site"
+    }
+
+
+@pytest.mark.parametrize("package", PLAN)
 def test_no_package_has_an_import_circle(package):
-    """The rooms of the core, and those of the command, can be put in an order."""
-    list(graphlib.TopologicalSorter(_arrows(package)).static_order())
+    """Its modules can be put in an order; what a function imports when it is called does not count."""
+    list(graphlib.TopologicalSorter(_arrows(package, only_at_top=True)).static_order())
 
 
-def test_torchs_adapter_has_only_the_arrows_drawn():
-    """The step does not know the rescue of a batch, the range report or the check of a loop: they are built on it."""
-    at_top, anywhere = _arrows("lossscale_torch", only_at_top=True), _arrows("lossscale_torch")
-    assert at_top.keys() == TORCH.keys()
-    for room, allowed in TORCH.items():
-        assert at_top[room] <= allowed, room
-        assert anywhere[room] - at_top[room] <= TORCH_LATE.get(room, set()), room
-    assert at_top["_scaler"].isdisjoint({"_rescue", "range", "testing"})
-
-
-def test_torchs_adapter_has_no_import_circle_at_the_tops_of_its_files():
-    """Its rooms can be put in an order; what a function imports when it is called does not count."""
-    list(graphlib.TopologicalSorter(_arrows("lossscale_torch", only_at_top=True)).static_order())
+def test_torchs_step_does_not_know_what_is_built_on_it():
+    """Neither the rescue of a batch, nor the range report, nor the check of a loop."""
+    assert _arrows("lossscale_torch", only_at_top=True)["_scaler"].isdisjoint({"_rescue", "range", "testing"})
 
 
 @pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
 def test_the_core_stands_on_numpy_and_array_api_compat(path):
     """No adapter and no framework is imported, not within a function either; hypothesis serves who tests with it."""
-    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | FOR_WHO_TESTS.get(_room(path), set())
+    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | FOR_WHO_TESTS.get(_room(path, "lossscale_core"), set())
 
 
-def test_the_command_has_only_the_arrows_drawn():
-    """It may import everything by its public name."""
-    arrows = _arrows("lossscale")
-    assert arrows.keys() == COMMAND.keys()
+def test_the_command_imports_little_besides_the_core():
+    """And everything by its public name."""
     for path in _files("lossscale"):
-        drawn = COMMAND[_room(path)]
-        assert arrows[_room(path)] <= drawn.rooms, path
-        assert _outside(path, "lossscale", "lossscale_core") - {"(computed)"} <= drawn.outside, path
+        allowed = COMMAND.get(_room(path, "lossscale"), set())
+        assert _outside(path, "lossscale", "lossscale_core") - {"(computed)"} <= allowed, path
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,0 +1,226 @@
+"""Which module of each package imports which other ones: the plan, read by `test_arrows.py`.
+
+A line names a module and those that it imports, at its top or, in brackets, within a function. A module stands below
+all that it imports at its top. A subpackage counts as one module, and has a drawing of its own.
+"""
+
+PLAN = {
+    "lossscale_core": """
+        __main__:
+        _finite:
+        _range_picture:
+        _range_records:
+        errors:
+        messages:
+        tree:
+        _settings: errors messages
+        files: errors messages
+        _state: _settings
+        _arrays: _finite _state tree
+        _base: _arrays _settings _state errors
+        _guard: _arrays _settings _state errors
+        _diagnosis: _base _guard _settings _state messages
+        _policy: _arrays _base _settings _state
+        _schema: _base _settings
+        _strategies: _base _settings
+        _config: _base _policy _settings errors files messages
+        _range_search: _policy _range_records _settings
+        _checkpoint: _base _config _guard _policy _settings _state errors messages
+        _placement: _arrays _base _config _policy _state
+        _range: _range_picture _range_records _range_search files
+        _watch: _base _config _diagnosis _state errors messages
+        _report: _base _config _diagnosis _guard _settings _state _watch errors messages
+        testing: _base _checkpoint _config _guard _policy _settings _state tree (_strategies)
+        __init__: _arrays _base _checkpoint _config _guard _placement _policy _range _range_records _report _schema
+            _settings _state _watch errors files messages testing tree
+    """,
+    "lossscale_core.testing": """
+        _simulation:
+        __init__: _simulation
+        conformance: _simulation
+    """,
+    "lossscale_core.testing.conformance": """
+        _adapter:
+        _scenarios:
+        _trial: _adapter
+        _finiteness: _trial
+        _scaling: _trial
+        _steps: _scenarios _trial
+        _checks: _adapter _finiteness _scaling _scenarios _steps _trial
+        __init__: _adapter _checks _scenarios
+    """,
+    "lossscale_torch": """
+        _checkpoint:
+        _gradients:
+        _step_info:
+        _types:
+        _versions:
+        _watch:
+        _state: _step_info
+        _members: _gradients _state
+        _guard: _members _state
+        _ranks: _gradients _members _versions
+        _rescue: _checkpoint _gradients _members _step_info _versions
+        _waiting: _gradients _members _state
+        _norm: _gradients _ranks _state _versions
+        _torch_names: _checkpoint _guard _members _ranks _state _waiting _watch
+        _verbs: _gradients _ranks _types
+        _clip: _gradients _norm _ranks _state
+        _report: _gradients _verbs
+        range: _gradients _verbs _versions
+        _scaler: _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types _versions
+            _waiting _watch (_rescue)
+        __init__: _report _scaler _step_info _verbs range
+        testing: _rescue _scaler _step_info _types _versions
+    """,
+    "lossscale_torch.range": """
+        _recorder:
+        _report: _recorder
+        __init__: _report
+    """,
+    "lossscale_torch._rescue": """
+        _buffers:
+        _protect: _buffers
+        _minimize: _buffers _protect
+        __init__: _minimize _protect
+    """,
+    "lossscale_jax": """
+        _debug:
+        _range_interpreter:
+        _types:
+        _versions:
+        _arguments: _types
+        _axes: _types _versions
+        _placement: _types
+        _gradients: _axes _debug _types
+        _norm: _axes _debug _gradients _types
+        _report: _debug _gradients _types
+        _verbs: _arguments _axes _debug _gradients _types
+        testing: _gradients _types
+        _accumulation: _debug _gradients _types _verbs
+        _autodiff: _arguments _axes _types _verbs
+        _range: _arguments _debug _gradients _range_interpreter _verbs
+        _step: _axes _debug _gradients _types _verbs
+        _late: _axes _step _types _verbs
+        _retries: _arguments _autodiff _axes _types
+        _state: _accumulation _placement _types
+        _export: _accumulation _autodiff _state
+        _optimizer: _accumulation _arguments _axes _debug _gradients _late _norm _placement _state _step _types _verbs
+        __init__: _autodiff _export _optimizer _range _report _retries _state _verbs
+    """,
+    "lossscale_tf": """
+        _documented:
+        _state:
+        _verbs:
+        _versions:
+        _warning:
+        _guard: _state
+        _norm: _verbs
+        _origins: _verbs
+        _range_recorder: _verbs
+        _records: _verbs
+        _report: _verbs
+        _range: _range_recorder _verbs
+        _step: _guard _norm _state _verbs _warning
+        _retries: _step
+        _wrapper: _step
+        keras: _documented _guard _origins _records _retries _state _step _verbs _versions _warning _wrapper
+        v1: _documented _guard _origins _records _retries _state _step _verbs _warning _wrapper
+        __init__: _range _report _state _verbs keras v1
+    """,
+    "lossscale_tf.keras": """
+        _compiled:
+        _in_flight:
+        _inner:
+        _scale_attributes:
+        _arguments: _inner
+        _config: _inner
+        _scaling: _in_flight _inner
+        _slots: _inner
+        _updates: _compiled _inner _scaling
+        _checkpoint: _config _inner _updates
+        _proxy: _inner _slots _updates
+        _optimizer: _arguments _checkpoint _config _inner _proxy _scale_attributes _scaling _slots _updates
+        _logger: _optimizer
+        __init__: _logger _optimizer
+    """,
+    "lossscale_tf.v1": """
+        _calls:
+        _optimizer: _calls
+        __init__: _optimizer
+    """,
+    "lossscale": """
+        __init__: (dialects)
+        _install:
+        _tried:
+        demo:
+        dialects:
+        tracing:
+        __main__: _install (cli)
+        checkpoint_files: dialects
+        cli: _install _tried checkpoint_files demo dialects tracing
+    """,
+    "lossscale.cli": """
+        _run_file:
+        _shared:
+        _trace_file:
+        _pictures: _run_file
+        checkpoint: _shared
+        demo: _shared (_pictures)
+        plot: _run_file _shared (_pictures)
+        policy: _shared
+        run_script: _shared
+        simulate: _shared _trace_file (_pictures)
+        report: _shared checkpoint
+        __init__: _shared checkpoint demo plot policy report run_script simulate
+    """,
+    "lossscale.checkpoint_files": """
+        _search:
+        _torch_files:
+        _unpickle:
+        __init__: _search _torch_files
+        _reader: _search _torch_files _unpickle
+    """,
+    "lossscale.dialects": """
+        _kinds:
+        _record:
+        _readings: _record
+        _counters: _readings _record
+        _colossalai: _counters _readings _record
+        _fairseq: _counters _readings _record
+        _flax: _counters _readings _record
+        _jmp: _counters _readings _record
+        _mindspore: _counters _readings _record
+        _paddle: _counters _readings _record
+        _tensorflow: _counters _readings _record
+        _torch: _counters _readings _record
+        _apex: _counters _readings _record _torch
+        _keras: _counters _readings _record _tensorflow
+        _megatron: _apex _counters _readings _record
+        _deepspeed: _apex _megatron _readings _record
+        _tools: _apex _colossalai _deepspeed _fairseq _flax _jmp _keras _megatron _mindspore _paddle _record
+            _tensorflow _torch
+        _policies: _kinds _record _tools
+        _states: _kinds _policies _readings _record _tools
+        __init__: _policies _record _states _tools
+    """,
+    "lossscale.demo": """
+        _network:
+        _tensorflow: _network
+        _torch: _network
+        _training: _network
+        _verbs: _network
+        _experiment: _network _training
+        _jax: _network _verbs
+        _numpy: _network _verbs
+        __init__: _experiment _training
+    """,
+    "lossscale.tracing": """
+        __init__: (_replace)
+        _moved:
+        site: (__init__)
+        _record: _moved
+        _scaler: _record
+        _replace: _scaler
+    """,
+}
