@@ -30,17 +30,6 @@ def test_python_m_lossscale_is_the_command():
     assert done.stdout.startswith("Usage: lossscale ")
 
 
-def test_python_m_lossscale_core_says_where_the_command_is():
-    """One sentence with the line to run instead, arguments included, and status 2."""
-    done = _python("-m", "lossscale_core", "policy", "check", "my policy.toml")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (
-        "lossscale_core: the command has moved to the package lossscale; "
-        "run: python -m lossscale policy check 'my policy.toml'\n"
-    )
-
-
 def test_the_command_without_its_extra_says_what_to_install():
     """One sentence with the form for a package index and the form for a clone, status 2, no traceback."""
     done = _python("-c", _without("click", "demo"))

@@ -6,7 +6,6 @@ all that it imports at its top. A subpackage counts as one module, and has a dra
 
 PLAN = {
     "lossscale_core": """
-        __main__:
         _finite:
         _range_picture:
         _range_records:
