@@ -14,7 +14,7 @@ from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown
+from lossscale_core.messages import shown, shown_number
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
@@ -100,7 +100,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
 
     Args:
         saved: A dict that `state_to_dict` returned. If it was saved without a guard, a `CheckpointWarning` says that
-            the guard starts afresh.
+            the guard starts over.
 
     Returns:
         The guard's state, with every field unchanged.
@@ -112,7 +112,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     start = SpikeGuard().init_state()
     numbers = saved.get("guard")
     if numbers is None:
-        note = "the checkpoint has no state of a spike guard, so that the guard starts afresh with its warm-up"
+        note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
         warnings.warn(note, CheckpointWarning, stacklevel=2)
         return start
     missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
@@ -135,7 +135,7 @@ def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -
     low, high = (SMALLEST_SCALE, LARGEST_SCALE) if policy is None else BaseScaling.of(policy).bounds()
     fields["loss_scale"] = bounded = min(max(scale, np.float32(low)), np.float32(high))
     is_unchanged = bounded == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
-    return [] if is_unchanged else [f"loss_scale was {saved:g} and becomes {bounded:g}"]
+    return [] if is_unchanged else [f"loss_scale was {shown_number(saved)} and becomes {shown_number(float(bounded))}"]
 
 
 def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_policy: Any) -> list[str]:

@@ -16,5 +16,5 @@ def register_state_types() -> None:
     policies = [each for each in BaseScaling.__subclasses__() if each.__module__ == BaseScaling.__module__]
     of_the_core: set[Any] = {GuardState, *(policy.state_type for policy in policies)}
     for kind in (*of_the_core, LossScaledState, GuardedLossScaledState, Window, ScaledGradients):
-        with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported anew
+        with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported again
             register_namedtuple_serialization(kind, serialized_name=f"lossscale.{kind.__name__}")

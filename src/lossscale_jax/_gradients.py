@@ -48,7 +48,7 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
     return lax.cond(proven, lambda _: known, exact, leaves)
 
 
-# Eagerly, `cond` would be compiled anew at every call.
+# Eagerly, `cond` would be compiled again at every call.
 _all_finite_at_once = jax.jit(_all_finite, static_argnums=(2, 3))
 
 

@@ -93,7 +93,7 @@ class _Passes:
         return float(loss.array), records
 
     def _scaled_loss(self, loss_scale: Any, *args: Any) -> tuple[Any, Any]:
-        # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes anew.
+        # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes again.
         result = self._fun(*jax.tree.map(lambda leaf: leaf, args))
         loss = result[0] if self._has_aux else result
         return scale(loss, _Seed(loss_scale)), loss

@@ -20,7 +20,7 @@ _CALLS = {
 }
 """Primitives that run the equations within them once."""
 _REMATTED = "rematted_computation"
-"""The scope that JAX puts around what the backward pass computes anew."""
+"""The scope that JAX puts around what the backward pass computes again."""
 _MOVES = {
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"),
     *("optimization_barrier", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
@@ -169,7 +169,7 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
     """Return the record of an array of floats that is not empty. Synchronises."""
-    # On the host, since XLA would compile it anew for each shape.
+    # On the host, since XLA would compile it again for each shape.
     return OperationRange.of(jax.device_get(array), operation, module)
 
 

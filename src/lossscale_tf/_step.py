@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, check_overflow_streak, step_info
 from lossscale_core.errors import CheckpointWarning
+from lossscale_core.messages import shown_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
@@ -71,16 +72,16 @@ class Step:
         self.has_begun = True
 
     def warn_if_resumed(self, iterations: Any) -> None:
-        """Warn, once, if the wrapped optimizer goes on and the scale begins anew; `iterations` are its steps."""
+        """Warn, once, if the wrapped optimizer goes on and the scale starts over; `iterations` are its steps."""
         if self.has_begun:
             return
         self.has_begun = True
         steps_before, state = int(tf.convert_to_tensor(iterations)), self.state.read()
         if steps_before > 0 and int(state.steps) == 0:
             warn_caller(
-                f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale begins anew at "
-                f"{float(state.loss_scale):g}; to go on from a checkpoint, keep this optimizer in it, or its "
-                "state_dict() for load_state_dict()",
+                f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
+                f"{shown_number(float(state.loss_scale))}; to go on from a checkpoint, keep this optimizer in it, or "
+                "its state_dict() for load_state_dict()",
                 CheckpointWarning,
             )
 

@@ -21,7 +21,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown
+from lossscale_core.messages import shown, shown_number
 
 _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
@@ -80,7 +80,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return saved
     warnings.warn(
         f"the saved state contradicts itself ({'; '.join(differing)}); "
-        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters begin anew",
+        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters start over",
         CheckpointWarning,
         stacklevel=3,
     )
@@ -141,7 +141,7 @@ def _within(name: str, value: Any, low: float, high: float, stacklevel: int = 4)
         )
     within = float(min(max(value, low), high))
     if within != value:
-        note = f"{name} of the saved state was {value:g} and becomes {within:g}"
+        note = f"{name} of the saved state was {shown_number(value)} and becomes {shown_number(within)}"
         warnings.warn(note, CheckpointWarning, stacklevel=stacklevel)  # at the call of `load_state_dict`
     return within
 
@@ -159,10 +159,10 @@ def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
     """Warn where an optimizer continues and its scaler does not; called before the first step of a fresh scaler."""
     start = state.peek()
     if start is not None and start.steps == 0 and _has_stepped(optimizer):
+        scale = shown_number(float(start.loss_scale))
         warnings.warn(
-            "the optimizer has taken steps before, but its scaler begins anew with a loss scale of "
-            f"{start.loss_scale:g}; to go on from a checkpoint, save scaler.state_dict() in it and pass it to "
-            "scaler.load_state_dict()",
+            f"the optimizer has taken steps before, but its scaler starts over with a loss scale of {scale}; to go on "
+            "from a checkpoint, save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
             CheckpointWarning,
             stacklevel=stacklevel,  # past this function and `GradScaler.step`
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_core.messages import shown_number
 from lossscale_torch._gradients import is_dtensor, moved, params_of
 from lossscale_torch._members import SPIKE
 from lossscale_torch._versions import flattened_meshes
@@ -96,7 +97,7 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
     distributed.all_gather_object(theirs, mine, group=process_group)
     different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
     if different:
-        scales = ", ".join(f"rank {rank}: {theirs[rank]['loss_scale']:g}" for rank in [0, *different])
+        scales = ", ".join(f"rank {rank}: {shown_number(theirs[rank]['loss_scale'])}" for rank in [0, *different])
         raise SyncError(
             f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
             "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"

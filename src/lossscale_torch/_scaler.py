@@ -282,7 +282,7 @@ class GradScaler(TorchNames):
         scale: Any = records[0].scale
         if not self._is_ours("_unscale_grads_") or any(each.scale.tensor is not scale.tensor for each in records[1:]):  # type: ignore[union-attr]
             return None
-        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard judges anew at each replay
+        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard judges again at each replay
         on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
         defers = may_defer and takes_factor(optimizers[0])
         clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host, defers)
@@ -614,7 +614,7 @@ class GradScaler(TorchNames):
 
         Args:
             optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, is handed the unscaled loss. The
-                gradients of its parameters are made anew: those from before the call are dropped.
+                gradients of its parameters are made again: those from before the call are dropped.
             loss_fn: Returns the loss, a tensor with one element, without scaling it. Or a list of such functions, one
                 for each micro-batch, whose gradients are added up; one that overflows is retried alone.
             retries: How often at most to run a loss again.

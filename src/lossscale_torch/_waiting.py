@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.errors import CallOrderError
+from lossscale_core.messages import shown_number
 from lossscale_torch._gradients import grads_of
 from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, Seen
 from lossscale_torch._state import LossScale
@@ -131,10 +132,10 @@ class Waiting:
         return LossScale(torch.full_like(present.tensor, previous), previous < 1.0, previous)
 
     def _require_same(self, present: LossScale) -> None:
-        before, now = float(self._previous), float(present.tensor)
-        if before != now:
+        before, now = shown_number(float(self._previous)), shown_number(float(present.tensor))
+        if float(self._previous) != float(present.tensor):
             raise CallOrderError(
-                f"an optimizer's gradients may come from a loss that scale() multiplied by {before:g}, before the last "
-                f"update(), or from a later one at {now:g}, and nothing tells which; step every optimizer before "
+                f"an optimizer's gradients may come from a loss that scale() multiplied by {before}, before the last "
+                f"update(), or from a later one at {now}, and nothing tells which; step every optimizer before "
                 "update(), or call scale() on each loss after it"
             )

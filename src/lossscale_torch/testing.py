@@ -64,7 +64,7 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     check_training_loop(build)
     ```
 
-    Random numbers of torch begin anew before `build` and before each step. In a process group every rank must call.
+    Random numbers of torch start over before `build` and before each step. In a process group every rank must call.
 
     Args:
         build: Makes the loop, with a model of its own, around the scaler that it is given.

@@ -267,7 +267,7 @@ def test_training_goes_on(tmp_path, way):
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @pytest.mark.parametrize("way", [".weights.h5", "Checkpoint"])
 def test_what_was_saved_without_a_guard_loads_into_one_with(tmp_path, way, recwarn):
-    """Slots, scale and iterations go on, and the guard starts afresh; Keras's own files warn of it."""
+    """Slots, scale and iterations go on, and the guard starts over; Keras's own files warn of it."""
     model = _model(_guarded(None), jit_compile=False)
     _fit(model, _data())
     other = SAVED[way](model, tmp_path)
@@ -300,7 +300,7 @@ def test_the_config_goes_round():
 
 
 def test_the_plain_dict_goes_round():
-    """Eagerly; without the guard's state a warning says that the guard starts afresh."""
+    """Eagerly; without the guard's state a warning says that the guard starts over."""
     loop, other = Loop(), Loop()
     for norm in NORMS[:12]:
         loop.step(tf.constant(norm))

@@ -232,13 +232,13 @@ def test_tf_keras_and_ours_read_each_others_checkpoints(tmp_path, saver, restore
 
 
 def test_a_bare_optimizers_checkpoint_has_no_scale(tmp_path):
-    """A warning says that it begins anew; TensorFlow's own wrapper's has one, and nothing is said."""
+    """A warning says that it starts over; TensorFlow's own wrapper's has one, and nothing is said."""
     for saver, warns in (("bare", True), ("tf.keras's", False)):
         saved, restored = World("eager", "new", saver), World("eager", "new", "ours")
         saved.step()
         restored.checkpoint().read(saved.checkpoint().write(tmp_path / "checkpoint"))
         if warns:
-            with pytest.warns(CheckpointWarning, match="begins anew at 16"):
+            with pytest.warns(CheckpointWarning, match="starts over at 16"):
                 restored.step()
         else:
             restored.step()

@@ -296,7 +296,7 @@ class MakesBuffers(torch.nn.Module):
 
 
 def test_buffers_that_a_skipped_forward_made_are_gone_again():
-    """None where they were None, not registered where they were not; caches stay, and the next step begins anew."""
+    """None where they were None, not registered where they were not; caches stay, and the next step starts over."""
     loop, plain = _Loop(model=MakesBuffers()), _Loop(model=MakesBuffers(), protect=())
     for _ in range(2):
         assert not loop.step(is_bad=True).applied

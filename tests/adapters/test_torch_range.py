@@ -175,7 +175,7 @@ def test_operations_are_named_by_their_module_in_both_passes():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_modules_keep_their_names(use_reentrant):
-    """What the backward pass computes anew has the names and the limit that it has without checkpoints."""
+    """What the backward pass computes again has the names and the limit that it has without checkpoints."""
 
     class Checkpointed(nn.Module):
         def __init__(self, inner):
@@ -195,7 +195,7 @@ def test_checkpointed_modules_keep_their_names(use_reentrant):
 
 
 def test_what_the_loss_scale_does_not_multiply_sets_no_limit():
-    """A value near the largest that a checkpoint computes anew in the backward pass is as large at every scale."""
+    """A value near the largest that a checkpoint computes again in the backward pass is as large at every scale."""
     torch.manual_seed(0)
     model, x = nn.Linear(16, 16), torch.randn(4, 16)
 

@@ -115,7 +115,7 @@ def test_arrays_of_no_dimension_are_numbers():
 )
 def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale):
     """A fixed scale stays what was chosen, whatever was saved; the change is told."""
-    with pytest.warns(CheckpointWarning, match="loss_scale was 65536 and becomes"):
+    with pytest.warns(CheckpointWarning, match=r"loss_scale was 2\*\*16 and becomes"):
         assert float(state_from_dict(SAVED, policy).loss_scale) == scale
 
 

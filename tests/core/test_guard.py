@@ -174,7 +174,7 @@ def test_the_state_goes_through_a_checkpoint():
 
 
 def test_a_checkpoint_without_a_guard():
-    """The guard starts afresh, and a warning says so."""
+    """The guard starts over, and a warning says so."""
     with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
         assert guard_state_from_dict(state_to_dict(DynamicScaling().init_state())) == SpikeGuard().init_state()
 

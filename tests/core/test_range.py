@@ -123,7 +123,7 @@ def test_no_scale_fits_where_a_scale_of_one_overflows():
 
 
 def test_gradients_that_do_not_depend_on_the_scale_set_no_limit():
-    """What a checkpoint computes anew in the backward pass is as large at every scale."""
+    """What a checkpoint computes again in the backward pass is as large at every scale."""
     recomputed = _record("recomputed", np.float16([60000.0]), scaled=False)
     network = _network(2.0**-8)
     report = RangeReport.measure(lambda: (1.0, []), lambda scale: [recomputed, *network.backward(scale)])

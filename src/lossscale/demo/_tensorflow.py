@@ -28,7 +28,7 @@ class Trainer:
         return loss, gradients, step_info(before, after)
 
     def exact_gradients(self, images: Any, labels: Any) -> list[Any]:
-        # tf.function traces anew for the variables of each trainer, and once for all tensors of one shape and dtype.
+        # tf.function traces again for the variables of each trainer, and once for all tensors of one shape and dtype.
         weights = [tf.convert_to_tensor(variable) for variable in self.weights]
         return _traced_gradients(weights, "float32", images, labels, self.weight)[1]
 

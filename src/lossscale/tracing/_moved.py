@@ -129,7 +129,7 @@ def _counter(watched: Any, read: Callable[[], int], sentence: str) -> _Counter:
 
 
 def _batches_tracked(module: Any) -> int:
-    version: int = module.num_batches_tracked._version  # read anew: loading a checkpoint may replace the tensor
+    version: int = module.num_batches_tracked._version  # read again: loading a checkpoint may replace the tensor
     return version
 
 

@@ -88,7 +88,7 @@ class SavedAttributes:
     def load_own_variables(self, store: Any) -> None:
         """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
 
-        What was saved without a spike guard is loaded, with a warning, and the guard starts afresh.
+        What was saved without a spike guard is loaded, with a warning, and the guard starts over.
 
         Args:
             store: A mapping of numbers, as strings, to arrays.
@@ -139,12 +139,12 @@ def _matching(optimizer: Any, store: Any) -> Any:
     if len(names) == len(shapes) and stored != shapes:
         warn_caller(
             f"the saved optimizer's variables have other shapes than those of '{optimizer.name}', so none is loaded; "
-            "it is another optimizer's, and this one begins anew"
+            "it is another optimizer's, and this one starts over"
         )
         return None
     if starts_guard:
         warn_caller(
-            "the saved optimizer has no state of a spike guard, so that the guard starts afresh with its warm-up",
+            "the saved optimizer has no state of a spike guard, so that the guard starts over with its warm-up",
             CheckpointWarning,
         )
     return store

@@ -31,7 +31,7 @@ class Updates:
         self._step.take(grads, variables, loss_scale, self._run, self._scaling.updated_in_graph)
 
     def forget_compiled(self) -> None:
-        """Compile anew from now on, since compiled updates hold the old values of hyperparameters."""
+        """Compile again from now on, since compiled updates hold the old values of hyperparameters."""
         self._compiled = CompiledUpdates()
 
     def _warn_if_resumed(self) -> None:

@@ -361,7 +361,7 @@ def _registered() -> RemovableHandle:
 def _add_hook() -> RemovableHandle:
     """Have torch call `_before_forward` for each module; return the handle, which is the same at each call.
 
-    Dynamo compiles anew where it meets another hook than before, or the same one under another key.
+    Dynamo compiles again where it meets another hook than before, or the same one under another key.
     """
     handle = _registered()
     hooks: Any = handle.hooks_dict_ref()
