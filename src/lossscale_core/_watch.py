@@ -99,9 +99,7 @@ class ScaleWatch:
     def _start_over(self) -> None:
         self._said: frozenset[str] = frozenset()  # the events that are said once
         self._only_skipped = False  # whether all steps so far were skipped
-        self._streak_began = -1  # of the last warning: the step at which its streak began, its length, and its step
-        self._streak = 0
-        self._warned_at = -_APART
+        self._warned_at, self._warned_streak = -_APART, 0  # the step of the last warning, and its streak
 
     def _is_quiet(self, policy: BaseScaling, state: AnyScaleState) -> bool:
         """Return whether a state is in the middle of a healthy run, which needs no diagnosis."""
@@ -134,8 +132,8 @@ class ScaleWatch:
     def _is_long_streak(self, policy: BaseScaling, numbers: Numbers) -> bool:
         if numbers.streak < _LONG or diagnosis(policy, numbers).startswith("calibrating"):
             return False
-        if numbers.steps - numbers.streak == self._streak_began:
-            return numbers.streak >= _TIMES_AS_LONG * self._streak
+        if numbers.steps - numbers.streak < self._warned_at:  # the same one
+            return numbers.streak >= _TIMES_AS_LONG * self._warned_streak
         return numbers.steps - self._warned_at >= _APART
 
     def _remember(self, numbers: Numbers, found: dict[str, str]) -> None:
@@ -144,8 +142,7 @@ class ScaleWatch:
             self._said |= {"calibrated"}  # from here on, this line would come late
         self._only_skipped = bool(numbers.skipped and not numbers.applied)
         if found.keys() - {"calibrated"}:
-            self._streak_began, self._streak = numbers.steps - numbers.streak, numbers.streak
-            self._warned_at = numbers.steps
+            self._warned_at, self._warned_streak = numbers.steps, numbers.streak
 
 
 def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
