@@ -30,7 +30,9 @@ class StepRecord:
 
     def returned(self, call: str) -> list[Any]:
         """Return those tensors that this call has returned in this step and that somebody still holds."""
-        return [tensor for each in self._returned.get(call, []) if (tensor := each()) is not None]
+        # No walrus: AutoGraph converts this function within a `tf.function`, and cannot convert one.
+        held = [each() for each in self._returned.get(call, [])]
+        return [tensor for tensor in held if tensor is not None]
 
     @property
     def is_applied(self) -> bool:

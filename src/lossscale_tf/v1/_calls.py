@@ -42,7 +42,8 @@ class Calls:
         """Return whether gradients were taken in this graph, and not by this optimizer; an accumulator's may be its."""
         if tf.executing_eagerly():
             return False
-        made = [tensor for place in self._records.around() for ref in place.made if (tensor := ref()) is not None]
+        held = [each() for place in self._records.around() for each in place.made]
+        made = [tensor for tensor in held if tensor is not None]
         if not made:
             return False
         found, operations = dependencies(grads, made)
