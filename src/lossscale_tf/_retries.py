@@ -114,9 +114,11 @@ def _variables_of(item: Any) -> list[tf.Variable]:
         if not getattr(item, "built", True):
             raise ValueError(f"{item.name!r} is not built, so that protect= cannot copy its variables; build it first")
         return [variable for each in item.non_trainable_variables for variable in _variables_of(each)]
+    if isinstance(item, keras.metrics.Metric):  # of Keras 3, whose variables are its state
+        return [variable for each in item.variables for variable in _variables_of(each)]
     if isinstance(state := getattr(item, "state", None), tf.Variable | keras.Variable):
         return _variables_of(state)
     raise TypeError(
-        f"protect={item!r} holds no variables that could be put back; pass layers, modules, variables, or generators "
-        "of random numbers"
+        f"protect={item!r} holds no variables that could be put back; pass layers, modules, metrics, variables, or "
+        "generators of random numbers"
     )

@@ -206,6 +206,25 @@ def test_a_model_may_be_built_by_the_first_try(way):
     step([model])
 
 
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+@pytest.mark.parametrize("way", ["eager", "graph"])
+def test_a_metric_counts_the_applied_try_alone(way, library):
+    """A metric that the loss updates is put back after each overflow, if it is protected."""
+    mean, weight = library.metrics.Mean(), tf.Variable([1.0])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), policy=POLICY)
+
+    def loss():
+        mean.update_state(3.0)
+        return _overflowing(weight)
+
+    step = lambda: optimizer.minimize(loss, [weight], retries=10, protect=[mean])  # noqa: E731
+    mean.result()
+    (step if way == "eager" else tf.function(step, autograph=False))()
+    assert int(optimizer.iterations) == 1
+    assert int(optimizer.metrics()["skipped_steps"]) > 0
+    assert [float(each) for each in mean.variables] == [3.0, 1.0]
+
+
 class Retrying(keras.Model):
     """A model whose `fit` retries."""
 
