@@ -63,10 +63,9 @@ def _scale(argument: str, value: float) -> float:
 
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """
-    scale = _checked(argument, value, "init_scale")
-    if scale < 1.0:
+    if not float(value) >= 1.0:
         raise PolicyError(f"{argument}={value!r}: loss scale must be at least 1")
-    return scale
+    return _checked(argument, value, "init_scale")
 
 
 def _checked(argument: str, value: float, setting: str) -> float:
