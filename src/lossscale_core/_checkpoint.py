@@ -172,6 +172,8 @@ def _plain_number(value: Any) -> int | float:
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
+    if "version" not in saved:
+        raise CheckpointError(f"the saved state {'has no version' if saved else 'is empty'}; {_HINT}")
     version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_HINT}")

@@ -28,6 +28,8 @@ def loss_arguments(loss: Any, tape: Any, grad_loss: Any, runs_again: bool) -> tu
 def keras_pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     """Return (gradient, variable) pairs as a list; raise `TypeError` for anything else."""
     pairs = pairs_of(grads_and_vars)
+    if not pairs:
+        raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")
     for _, variable in pairs:
         if not isinstance(variable, tf.Variable | keras.Variable):
             raise TypeError(f"{variable!r} is not a variable; grads_and_vars must be (gradient, variable) pairs")

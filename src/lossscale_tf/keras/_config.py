@@ -26,6 +26,12 @@ def require_arguments(
     require_optimizer(inner)
     require_no_base_arguments(base_arguments)
     require_clipnorm(global_clipnorm)
+    of_inner = getattr(inner, "global_clipnorm", None)
+    if global_clipnorm is not None and of_inner is not None:
+        raise ValueError(
+            f"global_clipnorm={global_clipnorm!r}, and the inner optimizer's is {of_inner!r}, so that gradients would "
+            "be clipped twice; set one of the two"
+        )
     require_guard(guard)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale_core.messages import shown
 from lossscale_tf._step import merges_replicas, outside_of_replicas
 from lossscale_tf._wrapper import scales_already
 
@@ -43,10 +44,12 @@ def require_optimizer(inner: Any) -> None:
             f"{type(inner).__name__} scales the loss already; wrap the optimizer once"
         )
     if isinstance(inner, tf.compat.v1.train.Optimizer):
-        raise TypeError(f"inner_optimizer={inner!r} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer")
+        raise TypeError(
+            f"inner_optimizer={shown(inner)} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer"
+        )
     if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
         raise TypeError(
-            f"inner_optimizer={inner!r} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+            f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
         )
 
 

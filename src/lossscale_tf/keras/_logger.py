@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._optimizer import LossScaleOptimizer
 
 
@@ -15,7 +16,7 @@ class LossScaleLogger(keras.callbacks.Callback):
     They reach the progress bar's line, `History`, `CSVLogger` and `TensorBoard`; put it before them in the list of
     callbacks. Reading them synchronises with the host, which `fit` does at the end of an epoch anyway; batches cost
     nothing unless `every_n_batches` is set. Raises `OverflowStreakError` where the policy's `max_overflow_streak` is
-    reached by then. Silent where the optimizer scales no loss.
+    reached by then. Warns where the optimizer is not a `LossScaleOptimizer`, so that there is nothing to log.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:
@@ -23,6 +24,14 @@ class LossScaleLogger(keras.callbacks.Callback):
         if every_n_batches is not None and every_n_batches < 1:
             raise ValueError(f"every_n_batches={every_n_batches!r} must be at least 1; leave it out for epochs only")
         self.every_n_batches = every_n_batches
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Warn of an optimizer that scales no loss."""
+        if not isinstance(self.model.optimizer, LossScaleOptimizer):
+            name = type(self.model.optimizer).__name__
+            warn_caller(
+                f"LossScaleLogger logs nothing: {name} scales no loss; compile with LossScaleOptimizer({name}(...))"
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Add to the logs of this batch, if it is one of the chosen."""

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core import BaseScaling
+from lossscale_core.messages import shown
 from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import Wrapper
 
@@ -19,6 +20,13 @@ class ScaleAttributes(Wrapper):
     def loss_scale(self) -> tf.Tensor:
         """The current loss scale: float32, of shape `()`."""
         return tf.convert_to_tensor(self._step.state.loss_scale)
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: Any) -> None:
+        raise AttributeError(
+            f"loss_scale={shown(loss_scale)} cannot be set, since the policy changes the scale; make the optimizer "
+            "with another policy, or pass load_state_dict a state_dict() with another loss_scale"
+        )
 
     @property
     def dynamic_scale(self) -> tf.Variable:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
+from lossscale_core.messages import shown
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._origins import mark_origin, origins
@@ -299,7 +300,8 @@ def _require_optimizer(opt: Any) -> None:
         raise TypeError("this optimizer scales the loss already; wrap the optimizer once")
     if not isinstance(opt, _Optimizer):
         raise TypeError(
-            f"opt={opt!r} must be a tf.compat.v1.train.Optimizer; lossscale_tf has one for Keras optimizers"
+            f"opt={shown(opt)} must be a tf.compat.v1.train.Optimizer; wrap a Keras optimizer by "
+            "lossscale_tf.LossScaleOptimizer"
         )
 
 

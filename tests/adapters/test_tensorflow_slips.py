@@ -1,0 +1,76 @@
+"""Likely slips with the TensorFlow wrappers: each is answered in a sentence that says what to do."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from lossscale_core.errors import CheckpointError
+from lossscale_tf import LossScaleLogger, LossScaleOptimizer, v1
+
+
+class Foreign:
+    """An optimizer of another framework, whose text has several lines."""
+
+    def __repr__(self):
+        return "SGD (\nParameter Group 0\n    lr: 0.1\n)"
+
+
+@pytest.fixture
+def optimizer():
+    """Return an optimizer that is built."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([tf.Variable([1.0])])
+    return optimizer
+
+
+def test_the_loss_scale_is_not_set(optimizer):
+    """The policy changes it; what to do instead is said, and does it."""
+    with pytest.raises(AttributeError, match=r"loss_scale=4\.0 cannot be set, .*load_state_dict"):
+        optimizer.loss_scale = 4.0
+    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 4.0})
+    assert float(optimizer.loss_scale) == 4.0
+
+
+def test_no_gradients_at_all(optimizer):
+    """An empty list is not a list whose gradients are None."""
+    with pytest.raises(ValueError, match=r"grads_and_vars is empty, .*; pass"):
+        optimizer.apply_gradients([])
+
+
+def test_clipping_twice_is_refused():
+    """By the wrapper and by the optimizer inside."""
+    with pytest.raises(
+        ValueError, match=r"global_clipnorm=1\.0, and the inner optimizer's is 2\.0, .* set one of the two"
+    ):
+        LossScaleOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=2.0), global_clipnorm=1.0)
+    assert LossScaleOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=2.0)).global_clipnorm == 2.0
+
+
+def test_a_logger_without_a_loss_scale_says_so():
+    """It names the optimizer and what to compile with; `fit` goes on."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), "mse")
+    with pytest.warns(UserWarning, match=r"logs nothing: SGD scales no loss; compile with LossScaleOptimizer\(SGD"):
+        history = model.fit(tf.ones((4, 2)), tf.ones((4, 1)), verbose=0, callbacks=[LossScaleLogger()]).history
+    assert list(history) == ["loss"]
+
+
+@pytest.mark.parametrize("wrap", [LossScaleOptimizer, lambda inner: v1.LossScaleOptimizer(inner, "dynamic")])
+def test_an_optimizer_of_another_framework_is_shown_on_one_line(wrap):
+    """And what to pass is said."""
+    with pytest.raises(TypeError) as caught:
+        wrap(Foreign())
+    assert "SGD ( Parameter Group 0 lr: 0.1 )" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_keras_optimizer_in_v1s_wrapper():
+    """The wrapper for it is named."""
+    with pytest.raises(TypeError, match=r"wrap a Keras optimizer by lossscale_tf\.LossScaleOptimizer"):
+        v1.LossScaleOptimizer(keras.optimizers.SGD(0.1), "dynamic")
+
+
+def test_an_empty_state(optimizer):
+    """Is called empty."""
+    with pytest.raises(CheckpointError, match="the saved state is empty; pass a dict"):
+        optimizer.load_state_dict({})
