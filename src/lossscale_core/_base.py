@@ -69,6 +69,7 @@ class BaseScaling:
     backoff_factor: float = 1.0
     growth_interval: int = _settings.LARGEST_COUNT
     hysteresis: int = 1
+    refill_on_backoff: bool = False
     cooldown: int = 0
     tolerance: float = 0.0
     max_overflow_streak: int | None = None
@@ -126,19 +127,31 @@ class BaseScaling:
         low, high = self.bounds()
         return low == high and not self.adapts
 
-    def overflows_down_to(self, loss_scale: float) -> float:
-        """Return how many overflows lower the loss scale from its initial value to `loss_scale`."""
+    def overflows_down_to(self, loss_scale: float) -> int:
+        """Return how many overflows in a row lower the loss scale from its initial value to `loss_scale`.
+
+        Args:
+            loss_scale: A positive number, at most the initial loss scale.
+
+        Returns:
+            The number; 0 if the policy never lowers the scale.
+        """
         if self.backoff_factor >= 1.0:
-            return 0.0
-        backoffs = math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor)
-        return round(backoffs) * self.hysteresis
+            return 0
+        backoffs = round(math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor))
+        if self.refill_on_backoff:
+            return backoffs * self.hysteresis
+        return backoffs + self.hysteresis - 1 if backoffs else 0  # later overflows back off at once
+
+    def growths_per_backoff(self) -> float:
+        """Return how many growths make up for one backoff; infinity if the scale never grows."""
+        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
+            return math.inf
+        return -math.log(self.backoff_factor) / math.log(self.growth_factor)
 
     def overflow_share(self) -> float:
         """Return the fraction of steps that overflow by design, because growth tries a larger scale regularly."""
-        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
-            return self.tolerance
-        growths_per_backoff = -math.log(self.backoff_factor) / math.log(self.growth_factor)
-        by_growth = self.hysteresis / (self.hysteresis + growths_per_backoff * self.growth_interval)
+        by_growth = self.hysteresis / (self.hysteresis + self.growths_per_backoff() * self.growth_interval)
         return max(by_growth, self.tolerance)
 
 

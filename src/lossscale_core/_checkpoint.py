@@ -89,7 +89,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     notes += _bring_within_bounds(fields, policy)
     notes += [] if policy is None else _adapt(fields, start, policy, saved.get("policy"))
     if notes:
-        how = "the saved state is changed" if policy is None else "the state goes on under another policy"
+        how = "the saved state is changed" if policy is None else "the state continues under another policy"
         # The warning points at the line that called this function.
         warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
     return start._replace(**fields)

@@ -24,7 +24,7 @@ class Numbers:
         self.skipped = int(state.skipped_steps)
         self.streak = int(state.overflow_streak)
         self.applied = self.steps - self.skipped
-        self.finite_in_a_row = max(0, int(state.growth_tracker))
+        self.finite_in_a_row = max(0, int(state.growth_tracker) + policy.cooldown)
         self.start = float(policy.init_state().loss_scale)
         low, high = policy.bounds()
         # A state holds its scale in float32. Against the bound in float64, a scale at the bound might be above it.
@@ -36,14 +36,14 @@ class Numbers:
     @property
     def has_fallen_below_one(self) -> bool:
         """Whether overflows have brought the scale below 1, where finite losses hardly ever overflow."""
-        return self.scale < min(1.0, self.start)
+        return self.scale < 1.0 <= self.start
 
 
 def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
     """Return what `lossscale_core.diagnose` says of the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
-    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, _pressing):
+    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, _fallen, _pressing):
         if sentence := verdict(policy, numbers):
             return sentence + spikes
     scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
@@ -109,19 +109,23 @@ def _stuck(policy: BaseScaling, numbers: Numbers) -> str | None:
 
 
 def _calibrating(policy: BaseScaling, numbers: Numbers) -> str | None:
+    # After a few applied steps, or an unbroken run of them, the calibration is over.
+    is_over = numbers.applied >= _FEW or 0 < numbers.applied == numbers.finite_in_a_row
     is_long = numbers.has_fallen_below_one and numbers.streak >= _FEW
-    if not policy.adapts or numbers.applied or numbers.at_floor or is_long:
+    if not policy.adapts or not numbers.skipped or is_over or numbers.at_floor or is_long:
         return None
-    return (
-        f"calibrating: {numbers.counts} while the loss scale comes down from {shown_number(numbers.start)}, now "
-        f"{numbers.shown_scale}. This is normal at the start; a smaller init_scale shortens it."
-    )
+    scale = f"the loss scale is {numbers.shown_scale}"
+    if numbers.scale < numbers.start:
+        scale = f"the loss scale comes down from {shown_number(numbers.start)}, now {numbers.shown_scale}"
+    hint = "This is normal at the start; a smaller init_scale shortens it."
+    return f"calibrating: {numbers.counts} while {scale}. {hint}"
 
 
 def _skipping(policy: BaseScaling, numbers: Numbers) -> str | None:
+    few = _FEW - 1 if policy.adapts else 2  # where nothing adapts, no overflow is by design
     if numbers.streak >= _FEW:
         what = f"the last {numbers.streak} steps in a row overflowed ({numbers.counts})"
-    elif _unexplained_skips(policy, numbers) > max(_FEW - 1, numbers.steps * _tolerable_share(policy)):
+    elif numbers.applied and _unexplained_skips(policy, numbers) > max(few, numbers.steps * _tolerable_share(policy)):
         what = numbers.counts
     elif numbers.at_floor and numbers.streak and numbers.skipped >= _FEW:
         what = f"{numbers.counts}, the last one at min_scale"
@@ -136,10 +140,16 @@ def _unapplied(policy: BaseScaling, numbers: Numbers) -> str | None:
     return f"no step applied yet: {numbers.counts}. {_hint(policy, numbers)}"
 
 
+def _fallen(policy: BaseScaling, numbers: Numbers) -> str | None:
+    if not policy.adapts or not numbers.has_fallen_below_one:
+        return None
+    scale = f"the loss scale is {numbers.shown_scale} and makes gradients smaller"
+    return f"fallen below 1: {numbers.counts}, and {scale}. {_hint(policy, numbers)}"
+
+
 def _hint(policy: BaseScaling, numbers: Numbers) -> str:
     """Return what to do about many skipped steps."""
-    is_low = numbers.has_fallen_below_one and numbers.streak >= _FEW
-    if policy.adapts and not numbers.at_floor and not is_low:
+    if policy.adapts and not numbers.at_floor and not numbers.has_fallen_below_one:
         return "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
     if policy.is_constant() and numbers.scale > 1.0:
         return f"A scale of {numbers.shown_scale} is too large for these gradients: lower it, or use DynamicScaling."
@@ -166,11 +176,23 @@ def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
         return numbers.skipped
     if numbers.applied == numbers.finite_in_a_row:
         return 0  # every overflow came before the first applied step
-    calibration = policy.overflows_down_to(numbers.scale) if numbers.scale < numbers.start else 0.0
-    has_grown = numbers.skipped > calibration and numbers.applied >= policy.growth_interval
+    calibration = policy.overflows_down_to(numbers.scale) if numbers.scale < numbers.start else 0
     has_run = numbers.finite_in_a_row >= min(1.0 / _OFTEN, policy.growth_interval / 2)
     has_many = 2 * _OFTEN * numbers.applied >= numbers.skipped
-    return numbers.skipped - calibration if has_grown or has_run or has_many else numbers.skipped
+    is_settled = _has_grown(policy, numbers, calibration) or has_run or has_many
+    return numbers.skipped - calibration if is_settled else numbers.skipped
+
+
+def _has_grown(policy: BaseScaling, numbers: Numbers, calibration: int) -> bool:
+    """Return whether the numbers show that the scale has grown, after which an overflow is by design.
+
+    Each backoff beyond the calibration takes `hysteresis` overflows, and made up for growths, each of which took
+    `growth_interval` finite steps. At the floor, and under a tolerance, an overflow need not be a backoff.
+    """
+    if numbers.at_floor or policy.tolerance:
+        return False
+    growths = (numbers.skipped - calibration) / policy.hysteresis * policy.growths_per_backoff()
+    return 0 < growths <= numbers.applied / policy.growth_interval
 
 
 def _tolerable_share(policy: BaseScaling) -> float:

@@ -124,8 +124,13 @@ def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | N
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
-    # NumPy's scalars on the host become Python's, which `json.dumps` takes.
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
+    # NumPy's numbers on the host become Python's, which `json.dumps` takes.
+    return {name: value.item() if _is_numpys(value) else value for name, value in numbers.items()}
+
+
+def _is_numpys(value: object) -> bool:
+    """Return whether a value is one number of NumPy's, a scalar or an array of shape `()`."""
+    return isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def check_overflow_streak(
@@ -178,8 +183,8 @@ def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | No
 
     Returns:
         A text that begins with `not started`, `calibrating`, `no step applied yet`, `stuck at min_scale`,
-            `skipping too often`, `pressing against max_scale`, `spiking`, `healthy`, or, for a scale that no policy
-            reaches, `broken`.
+            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `healthy`, or, for a scale
+            that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.

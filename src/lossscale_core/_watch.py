@@ -72,7 +72,7 @@ class ScaleWatch:
             self._only_skipped = False
             return
         numbers = Numbers(members, state)
-        found = {event: text for event, text in self._events(members, numbers) if event not in self._said}
+        found = {event: text for event, text in self._events(members, numbers) if event not in self._logged}
         if found.keys() <= {"calibrated"} and self._is_long_streak(members, numbers):
             found["streak"] = diagnosis(members, numbers)
         self._remember(numbers, found)
@@ -97,17 +97,17 @@ class ScaleWatch:
         self.log(policy, state)
 
     def _start_over(self) -> None:
-        self._said: frozenset[str] = frozenset()  # the events that are said once
+        self._logged: frozenset[str] = frozenset()  # the events that are said once
         self._only_skipped = False  # whether all steps so far were skipped
         self._warned_at, self._warned_streak = -_APART, 0  # the step of the last warning, and its streak
 
     def _is_quiet(self, policy: BaseScaling, state: AnyScaleState) -> bool:
         """Return whether a state is in the middle of a healthy run, which needs no diagnosis."""
-        if "calibrated" not in self._said or state.overflow_streak:
+        if "calibrated" not in self._logged or state.overflow_streak:
             return False
         floor, ceiling = policy.bounds() if policy.adapts else (0.0, math.inf)
         is_within = floor < state.loss_scale < ceiling  # compared in float32
-        return bool(is_within and (state.loss_scale >= 1.0 or "below_one" in self._said))
+        return bool(is_within and (state.loss_scale >= 1.0 or "below_one" in self._logged))
 
     def _events(self, policy: BaseScaling, numbers: Numbers) -> Iterator[tuple[str, str]]:
         """Yield the events that a state shows, each with its sentence."""
@@ -118,16 +118,16 @@ class ScaleWatch:
         if sentence.startswith("pressing"):
             yield "ceiling", sentence
         is_first_run = self._only_skipped or numbers.applied == numbers.finite_in_a_row
-        if policy.adapts and numbers.applied and numbers.skipped and is_first_run:
+        is_over = numbers.applied and not sentence.startswith("calibrating")
+        if policy.adapts and numbers.skipped and is_over and is_first_run:
             yield "calibrated", f"calibration has ended; {sentence}"
-        if numbers.at_floor and numbers.skipped and not sentence.startswith(("healthy", "no step")):
+        if numbers.at_floor and numbers.skipped and not sentence.startswith(("healthy", "no step", "fallen")):
             yield "floor", sentence
         elif numbers.at_floor and numbers.skipped and numbers.start > numbers.scale:
             low = f"down to min_scale={numbers.shown_scale}: {numbers.counts}."
             yield "floor", f"{low} {forward_pass(policy, numbers.scale)}"
-        elif policy.adapts and numbers.scale < 1.0 <= numbers.start:
-            low = f"the loss scale has fallen below 1, to {numbers.shown_scale}, and makes gradients smaller"
-            yield "below_one", f"{low}: {numbers.counts}. {forward_pass(policy, numbers.scale)}"
+        elif policy.adapts and numbers.has_fallen_below_one:
+            yield "below_one", sentence
 
     def _is_long_streak(self, policy: BaseScaling, numbers: Numbers) -> bool:
         if numbers.streak < _LONG or diagnosis(policy, numbers).startswith("calibrating"):
@@ -137,9 +137,9 @@ class ScaleWatch:
         return numbers.steps - self._warned_at >= _APART
 
     def _remember(self, numbers: Numbers, found: dict[str, str]) -> None:
-        self._said |= found.keys() - {"streak"}
+        self._logged |= found.keys() - {"streak"}
         if numbers.applied:
-            self._said |= {"calibrated"}  # from here on, this line would come late
+            self._logged |= {"calibrated"}  # from here on, this line would come late
         self._only_skipped = bool(numbers.skipped and not numbers.applied)
         if found.keys() - {"calibrated"}:
             self._warned_at, self._warned_streak = numbers.steps, numbers.streak
@@ -172,5 +172,5 @@ def _log(numbers: Numbers, found: dict[str, str]) -> None:
     facts = {"steps": numbers.steps, "loss_scale": numbers.scale, "overflow_streak": numbers.streak}
     for event, sentence in found.items():
         level = logging.INFO if event == "calibrated" else logging.WARNING
-        text = "loss scaling, step %d: %s"
+        text = "lossscale, step %d: %s"
         logging.getLogger("lossscale").log(level, text, numbers.steps, sentence, extra={"event": event, **facts})

@@ -8,6 +8,7 @@ import pytest
 
 from lossscale_core import (
     LARGEST_SCALE,
+    SMALLEST_SCALE,
     DynamicScaling,
     FixedScaling,
     NoScaling,
@@ -70,6 +71,7 @@ def test_metrics_have_stable_names():
 
 
 STREAK = [False] * 8
+UNBOUNDED = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 CASES = {
     "no step yet": (DynamicScaling(), [], "not started"),
     "coming down at the start": (DynamicScaling(), STREAK, "calibrating"),
@@ -94,7 +96,44 @@ CASES = {
     "no scaling and a broken forward pass": (NoScaling(), [False] * 9, "skipping too often"),
     "tolerant within tolerance": (TolerantScaling(tolerance=0.2), ([True] * 9 + [False]) * 9, "healthy"),
     "alternating": (DynamicScaling(), [False, True] * 16, "skipping too often"),
-    "a few at the start": (DynamicScaling(), [True] + [False] * 4, "healthy"),
+    "a few at the start": (DynamicScaling(), [True] + [False] * 4, "calibrating"),
+    "one finite step within the calibration": (
+        DynamicScaling(init_scale=2.0**24, growth_interval=50),
+        [False] * 6 + [True, False, True],
+        "calibrating",
+    ),
+    "the end of a calibration under a cooldown": (
+        DynamicScaling(init_scale=2.0**24, cooldown=10),
+        [False] * 6 + [True],
+        "healthy",
+    ),
+    "a long cooldown": (DynamicScaling(init_scale=2.0**24, cooldown=1000), [False] * 6 + [True] * 40, "healthy"),
+    "DeepSpeed's rule": (
+        DynamicScaling(init_scale=2.0**24, hysteresis=2, refill_on_finite=False, cooldown=1, growth_interval=50),
+        [False] * 7 + ([True] * 51 + [False] * 2) * 2 + [True] * 5,
+        "healthy",
+    ),
+    "Megatron-LM's rule": (
+        DynamicScaling(init_scale=2.0**24, hysteresis=2, refill_on_finite=False, growth_interval=50),
+        [False] * 7 + [True] * 50 + [False] * 2 + [True] * 5,
+        "healthy",
+    ),
+    "a tolerance that the first overflows use": (DynamicScaling(hysteresis=4), [False] * 2, "calibrating"),
+    "one in ten, down to torch's floor": (
+        UNBOUNDED,
+        [n % 10 != 3 for n in range(2505)],
+        "skipping too often",
+    ),
+    "one in ten under a short interval": (
+        DynamicScaling(growth_interval=50),
+        [n % 10 != 3 for n in range(205)],
+        "skipping too often",
+    ),
+    "one in ten, tolerated": (TolerantScaling(), [n % 10 != 3 for n in range(2505)], "skipping too often"),
+    "every other step under a fixed scale": (FixedScaling(1024.0), [True, False] * 4, "skipping too often"),
+    "fallen below 1, and fine since": (UNBOUNDED, [False] * 20 + [True] * 300, "fallen below 1"),
+    "slowly fallen below 1": (UNBOUNDED, ([True] * 30 + [False]) * 60 + [True], "fallen below 1"),
+    "begun below 1": (DynamicScaling(init_scale=0.5, min_scale=2.0**-9), [True] * 30, "healthy"),
     "all the way down, then fine": (DynamicScaling(), [False] * 17 + [True], "healthy"),
     "nowhere to come down from": (DynamicScaling(init_scale=1.0), [False] * 4, "no step applied yet"),
     "one overflow without scaling": (NoScaling(), [False], "no step applied yet"),
@@ -140,7 +179,7 @@ def test_diagnose(name):
     assert sentence.count(". ") <= 1
 
 
-def test_diagnoses_name_the_cause_and_the_mend():
+def test_diagnoses_name_the_cause_and_what_to_do():
     """Stuck means the forward pass; pressing names max_scale, or the weight where it cannot be raised."""
     stuck = diagnose(DynamicScaling(), _after(DynamicScaling(), [False] * 40))
     assert "forward pass" in stuck
@@ -151,6 +190,13 @@ def test_diagnoses_name_the_cause_and_the_mend():
     assert "forward pass" in diagnose(FixedScaling(0.5), _after(FixedScaling(0.5), STREAK))
     assert "larger weight" in diagnose(top, _after(top, [True]))
     assert "DynamicScaling" in diagnose(FixedScaling(8.0), _after(FixedScaling(8.0), STREAK))
+
+
+def test_below_one_the_forward_pass_is_to_blame():
+    """And not the growth interval, however many steps in a row overflowed."""
+    for flags in ([False] * 20 + [True], [n % 10 != 3 for n in range(505)]):
+        assert "growth_interval" not in diagnose(UNBOUNDED, _after(UNBOUNDED, flags))
+        assert "forward pass" in diagnose(UNBOUNDED, _after(UNBOUNDED, flags))
 
 
 @pytest.mark.parametrize("flags", [[], [True] * 9, [True, False], [False] * 3, [False] * 30])
@@ -167,12 +213,13 @@ def test_scales_are_written_as_powers_of_two():
 
 
 def test_metrics_on_the_host_are_plain_numbers():
-    """`json.dumps` takes them; arrays stay arrays."""
+    """`json.dumps` takes them; arrays of other namespaces stay arrays."""
     for policy in (DynamicScaling(), TolerantScaling(), NoScaling()):
         numbers = metrics(_after(policy, [True, False]), guard=SpikeGuard().init_state())
         assert json.loads(json.dumps(numbers)) == numbers
         assert {type(value) for value in numbers.values()} == {int, float}
-    assert isinstance(metrics(init_state(DynamicScaling(), xp=np))["steps"], np.ndarray)
+    assert json.dumps(metrics(init_state(DynamicScaling(), xp=np)))
+    assert metrics(init_state(DynamicScaling(), xp=array_api_strict))["steps"].dtype == array_api_strict.int32
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-40])

@@ -117,7 +117,7 @@ def test_a_line_names_the_mend_of_diagnose():
     """The level, the step, the diagnosis word for word, and numbers for a handler that acts on them."""
     records, state = _run(TORCHS, [False] * 142)
     line = records[-1]
-    assert line.getMessage() == f"loss scaling, step 142: {diagnose(TORCHS, state)}"
+    assert line.getMessage() == f"lossscale, step 142: {diagnose(TORCHS, state)}"
     assert "look at the loss and the inputs first" in line.getMessage()
     assert (line.name, line.levelno, line.loss_scale, line.overflow_streak) == ("lossscale", 30, SMALLEST_SCALE, 142)
     (calibrated,), state = _run(DynamicScaling(), [False] * 12 + [True])
