@@ -43,7 +43,7 @@ def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = 
     """Return what `lossscale_core.diagnose` says of the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
-    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, _fallen, _pressing):
+    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, fallen_below_one, _pressing):
         if sentence := verdict(policy, numbers):
             return sentence + spikes
     scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
@@ -140,11 +140,12 @@ def _unapplied(policy: BaseScaling, numbers: Numbers) -> str | None:
     return f"no step applied yet: {numbers.counts}. {_hint(policy, numbers)}"
 
 
-def _fallen(policy: BaseScaling, numbers: Numbers) -> str | None:
+def fallen_below_one(policy: BaseScaling, numbers: Numbers) -> str | None:
+    """Return what to say of a scale that has fallen below 1, or None."""
     if not policy.adapts or not numbers.has_fallen_below_one:
         return None
-    scale = f"the loss scale is {numbers.shown_scale} and makes gradients smaller"
-    return f"fallen below 1: {numbers.counts}, and {scale}. {_hint(policy, numbers)}"
+    scale = f"the loss scale is {numbers.shown_scale}, which makes gradients smaller"
+    return f"fallen below 1: {numbers.counts}; {scale}. {_hint(policy, numbers)}"
 
 
 def _hint(policy: BaseScaling, numbers: Numbers) -> str:

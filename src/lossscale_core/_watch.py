@@ -8,7 +8,7 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._diagnosis import Numbers, diagnosis, forward_pass
+from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
 from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_core.messages import shown_number
@@ -126,8 +126,8 @@ class ScaleWatch:
         elif numbers.at_floor and numbers.skipped and numbers.start > numbers.scale:
             low = f"down to min_scale={numbers.shown_scale}: {numbers.counts}."
             yield "floor", f"{low} {forward_pass(policy, numbers.scale)}"
-        elif policy.adapts and numbers.has_fallen_below_one:
-            yield "below_one", sentence
+        elif fallen := fallen_below_one(policy, numbers):
+            yield "below_one", fallen
 
     def _is_long_streak(self, policy: BaseScaling, numbers: Numbers) -> bool:
         if numbers.streak < _LONG or diagnosis(policy, numbers).startswith("calibrating"):

@@ -1,5 +1,6 @@
 """The policies that TensorFlow's own documents name, under their parameters and defaults."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,14 @@ _LARGEST_COUNT = 2**31 - 1
 def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
     """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step.
 
-    `ValueError` below 1, as there.
+    Args:
+        loss_scale_value: The loss scale, at least 1.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: `loss_scale_value` is below 1, which is a `ValueError` there, too, or is not a number.
     """
     return FixedScaling(_scale("loss_scale_value", loss_scale_value))
 
@@ -22,7 +30,19 @@ def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the 
 def DynamicLossScale(  # noqa: N802
     initial_loss_scale: float = 2.0**15, increment_period: float = 2000, multiplier: float = 2.0
 ) -> DynamicScaling:
-    """Return the policy of `tf.compat.v1.mixed_precision.DynamicLossScale`."""
+    """Return the policy of `tf.compat.v1.mixed_precision.DynamicLossScale`.
+
+    Args:
+        initial_loss_scale: The first loss scale, at least 1.
+        increment_period: The number of finite steps in a row after which the scale grows. A fraction is cut off.
+        multiplier: Multiplies the scale when it grows, and divides it on an overflow; above 1.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: An argument is not a number, or breaks its rule; the message names it.
+    """
     growth_factor = _checked("multiplier", multiplier, "growth_factor")
     return DynamicScaling(
         init_scale=_scale("initial_loss_scale", initial_loss_scale),
@@ -34,7 +54,17 @@ def DynamicLossScale(  # noqa: N802
 
 
 def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
-    """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`; `ValueError` below 1, as there."""
+    """Return the policy of `tf.contrib.mixed_precision.FixedLossScaleManager`.
+
+    Args:
+        loss_scale: The loss scale, at least 1.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: `loss_scale` is below 1, which is a `ValueError` there, too, or is not a number.
+    """
     return FixedScaling(_scale("loss_scale", loss_scale))
 
 
@@ -45,7 +75,21 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
 ) -> DynamicScaling:
-    """Return the policy of `tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager`."""
+    """Return the policy of `tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager`.
+
+    Args:
+        init_loss_scale: The first loss scale, at least 1.
+        incr_every_n_steps: The number of finite steps in a row after which the scale grows.
+        decr_every_n_nan_or_inf: The number of overflows after which the scale falls.
+        incr_ratio: Multiplies the scale when it grows; above 1.
+        decr_ratio: Multiplies the scale when it falls; between 0 and 1.
+
+    Returns:
+        A new policy.
+
+    Raises:
+        PolicyError: An argument is not a number, or breaks its rule; the message names it.
+    """
     return DynamicScaling(
         init_scale=_scale("init_loss_scale", init_loss_scale),
         growth_interval=_count("incr_every_n_steps", incr_every_n_steps, math.ceil),
@@ -58,34 +102,46 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
     )
 
 
-def _scale(argument: str, value: float) -> float:
+def _number(argument: str, value: Any) -> float:
+    """Return a number, text that holds one, or a list, array or tensor with one of them, as a float."""
+    item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    item = item.numpy() if hasattr(item, "numpy") else item
+    item = item.item() if getattr(item, "size", None) == 1 else item
+    with contextlib.suppress(ValueError, OverflowError):
+        if isinstance(item, int | float | str) and not isinstance(item, bool):
+            return float(item)
+    raise PolicyError(f"{argument}={shown(value)} must be a number that a float can hold; pass one such as 2000")
+
+
+def _scale(argument: str, value: Any) -> float:
     """Return a first scale, which TensorFlow never lets fall below 1.
 
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """
-    if not float(value) >= 1.0:
-        raise PolicyError(f"{argument}={value!r}: loss scale must be at least 1")
+    if not _number(argument, value) >= 1.0:
+        raise PolicyError(f"{argument}={shown(value)}: loss scale must be at least 1")
     return _checked(argument, value, "init_scale")
 
 
-def _checked(argument: str, value: float, setting: str) -> float:
+def _checked(argument: str, value: Any, setting: str) -> float:
     """Return the value of an argument as a setting. Raises `PolicyError` with the name of the argument."""
     try:
-        checked: float = check_setting(setting, float(value))
+        checked: float = check_setting(setting, _number(argument, value))
     except PolicyError as reason:
         raise PolicyError(f"{argument}={shown(value)} cannot be the setting {setting}: {reason}") from None
     return checked
 
 
-def _count(argument: str, value: float, rounded: Callable[[float], int]) -> int:
+def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
     """Return a count that TensorFlow compares with `>=`, so that anything below 1 acts as 1 does.
 
     Keras and `tf.compat.v1` cut off a fraction; `tf.contrib` compares with it:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
     """
-    if math.isnan(value):
-        raise PolicyError(f"{argument}={value!r} must be a number; pass a whole number such as 2000")
-    return rounded(min(max(value, 1), _LARGEST_COUNT))
+    number = _number(argument, value)
+    if math.isnan(number):
+        raise PolicyError(f"{argument}={shown(value)} must be a number; pass a whole number such as 2000")
+    return rounded(min(max(number, 1), _LARGEST_COUNT))
 
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> ScalingPolicy:

@@ -7,7 +7,15 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, check_overflow_streak, step_info
+from lossscale_core import (
+    BaseScaling,
+    ScaleState,
+    ScaleWatch,
+    ScalingPolicy,
+    StepInfo,
+    check_overflow_streak,
+    step_info,
+)
 from lossscale_core.errors import CheckpointWarning
 from lossscale_core.messages import shown_number
 from lossscale_tf._guard import Guard
@@ -77,7 +85,7 @@ class Step:
             return
         self.has_begun = True
         steps_before, state = int(tf.convert_to_tensor(iterations)), self.state.read()
-        if steps_before > 0 and int(state.steps) == 0:
+        if steps_before > 0 and int(state.steps) == 0 and BaseScaling.of(self.policy).scales_losses:
             warn_caller(
                 f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
                 f"{shown_number(float(state.loss_scale))}; to go on from a checkpoint, keep this optimizer in it, or "

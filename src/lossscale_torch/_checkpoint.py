@@ -158,7 +158,8 @@ def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
 def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
     """Warn where an optimizer continues and its scaler does not; called before the first step of a fresh scaler."""
     start = state.peek()
-    if start is not None and start.steps == 0 and _has_stepped(optimizer):
+    scales = BaseScaling.of(state.policy).scales_losses  # else nothing is lost
+    if scales and start is not None and start.steps == 0 and _has_stepped(optimizer):
         scale = shown_number(float(start.loss_scale))
         warnings.warn(
             f"the optimizer has taken steps before, but its scaler starts over with a loss scale of {scale}; to go on "

@@ -114,8 +114,9 @@ class TorchNames(torch.amp.GradScaler):
             "growth_interval": self.get_growth_interval(),
             "_growth_tracker": int(state.growth_tracker),
         }
-        is_own = BaseScaling.of(self.policy).kind not in _checkpoint.LIBRARY_KINDS
-        return {**({} if is_own else torchs), **state_to_dict(state, self.policy), **self._guards.saved(state)}
+        ours = state_to_dict(state, self.policy)  # without a policy that has no kind of its own, such as a subclass
+        is_own = ours.get("policy", {}).get("kind") not in _checkpoint.LIBRARY_KINDS
+        return {**({} if is_own else torchs), **ours, **self._guards.saved(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.

@@ -261,11 +261,11 @@ def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
     if moved:
         raise LoopError(
             f"step {number} was to be skipped, but {_listed(list(moved.values()))}; a skipped step must leave all as "
-            f"it was; {_mend(run.loop, moved)}"
+            f"it was; {_hint(run.loop, moved)}"
         )
 
 
-def _mend(loop: Any, moved: Iterable[str]) -> str:
+def _hint(loop: Any, moved: Iterable[str]) -> str:
     """Say what keeps a step that the scaler has skipped from moving these: weights, buffers and what follows them."""
     model = getattr(loop, "model", None)
     buffers = {f"model.{name}" for name, _ in model.named_buffers()} if isinstance(model, torch.nn.Module) else set()

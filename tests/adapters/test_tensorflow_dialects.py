@@ -151,6 +151,33 @@ def test_the_drop_ins_have_the_policies_of_the_dialects(make, name, arguments):
         assert make(**arguments) == from_tool(name, arguments)
 
 
+ODD = [True, False, np.bool_(True), None, "abc", [], [2, 3], 1j, 10**400, float("nan"), {}, b"2", np.ones(3)]
+CALLS = {
+    "loss_scale_value": lambda value: v1.FixedLossScale(value),
+    "initial_loss_scale": lambda value: v1.DynamicLossScale(initial_loss_scale=value),
+    "increment_period": lambda value: v1.DynamicLossScale(increment_period=value),
+    "multiplier": lambda value: v1.DynamicLossScale(multiplier=value),
+    "loss_scale": lambda value: v1.FixedLossScaleManager(value),
+    "init_loss_scale": lambda value: v1.ExponentialUpdateLossScaleManager(value, 5),
+    "incr_every_n_steps": lambda value: v1.ExponentialUpdateLossScaleManager(8.0, value),
+    "decr_every_n_nan_or_inf": lambda value: v1.ExponentialUpdateLossScaleManager(8.0, 5, value),
+    "incr_ratio": lambda value: v1.ExponentialUpdateLossScaleManager(8.0, 5, incr_ratio=value),
+    "initial_scale": lambda value: _keras_policy(initial_scale=value),
+    "dynamic_growth_steps": lambda value: _keras_policy(dynamic_growth_steps=value),
+}
+
+
+@pytest.mark.parametrize("argument", CALLS)
+def test_what_is_not_a_number_is_refused_by_the_name_of_its_argument(argument):
+    """Whatever it is; a number in an array or a list of one element is taken."""
+    for odd in ODD:
+        if odd is not None or argument not in ("initial_scale", "dynamic_growth_steps"):  # None is Keras's default
+            with pytest.raises(PolicyError, match=f"^{argument}="):
+                CALLS[argument](odd)
+    numbers = [4, 4.0, np.float32(4), np.int64(4), [4], np.array([4]), tf.constant(4), tf.constant([4.0])]
+    assert len({repr(CALLS[argument](number)) for number in numbers}) == 1
+
+
 @pytest.mark.parametrize("interval", [2.5, 0])
 def test_an_interval_of_the_drop_in_does_as_the_original(interval):
     """The scales of `tf.compat.v1.mixed_precision.DynamicLossScale`, which compares with `>=`."""

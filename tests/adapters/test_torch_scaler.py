@@ -931,7 +931,18 @@ def test_a_policy_that_counts_in_python_numbers():
     assert scaler.update() == (True, 8.0, 8.0, 0, False, False)
 
 
-@pytest.mark.parametrize("policy", [AdditiveScaling(), BareAdditiveScaling()], ids=["derived", "bare"])
+class Twisted(DynamicScaling):
+    """A subclass with a rule of its own, and no kind of its own."""
+
+    def update(self, state, grads_finite, *, xp=None):
+        """Lower the scale after every step."""
+        return DynamicScaling.update(self, state, grads_finite & False, xp=xp)
+
+
+OWN = {"derived": AdditiveScaling(), "bare": BareAdditiveScaling(), "a subclass": Twisted(init_scale=1024.0)}
+
+
+@pytest.mark.parametrize("policy", OWN.values(), ids=OWN)
 def test_a_policy_of_ones_own_tells_torch_nothing_false(policy):
     """Torch's scaler refuses the dict and stays as it was; a scaler with the policy continues from it."""
     scaler = GradScaler("cpu", policy=policy)
@@ -952,3 +963,14 @@ def test_a_policy_of_ones_own_tells_torch_nothing_false(policy):
     again.load_state_dict(saved)
     assert again.state_dict() == saved
     assert again.get_scale() == scaler.get_scale() < policy.init_state().loss_scale
+
+
+def test_without_scaling_nothing_is_lost_by_a_new_scaler():
+    """An optimizer that continues needs no warning of a loss scale."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    for _ in range(2):  # warnings are errors here
+        scaler = GradScaler("cpu", policy="none")
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()

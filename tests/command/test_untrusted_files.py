@@ -103,7 +103,7 @@ HUGE = "x" * 10_000_000
     ids=lambda _: "saved",
 )
 @pytest.mark.filterwarnings("ignore::lossscale_core.errors.CheckpointWarning")
-def test_state_from_peer_and_guess_peer_raise_checkpoint_errors(saved):
+def test_state_from_tool_and_guess_tool_raise_checkpoint_errors(saved):
     """Whatever a checkpoint holds, the error is of one kind and is short."""
     with pytest.raises(CheckpointError) as caught:
         state_from_tool("torch", saved)

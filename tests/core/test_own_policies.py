@@ -29,7 +29,7 @@ from lossscale_core import (
 )
 from lossscale_core.errors import CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, policies, simulate
-from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling
+from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling, policy_of_the_docs
 
 RUN = [True, True, False, True, True, True, True]
 SCALES = [1024.0, 1088.0, 544.0, 544.0, 608.0, 608.0, 672.0]
@@ -132,6 +132,13 @@ def _after(policy, flags):
 def test_it_is_diagnosed(policy, flags, verdict):
     """By its bounds, its interval, and what an overflow costs it."""
     assert diagnose(policy, _after(policy, flags)).startswith(verdict)
+
+
+@pytest.mark.parametrize("flags", [[False] * 6 + [True], [False] * 6 + [True] * 50, [True] * 9])
+def test_the_policy_of_the_docs_is_diagnosed(flags):
+    """It counts what `diagnose` judges by."""
+    policy = dataclasses.replace(policy_of_the_docs(), init_scale=2.0**16)
+    assert diagnose(policy, _after(policy, flags)).startswith("healthy")
 
 
 def test_its_limit_is_checked():

@@ -123,6 +123,12 @@ def test_no_package_has_an_import_circle(package):
     list(graphlib.TopologicalSorter(_arrows(package, only_at_top=True)).static_order())
 
 
+def test_only_the_watch_logs():
+    """All else in the core is pure."""
+    logging = {path.name for path in _files("lossscale_core") if "logging" in _imports(path)}
+    assert logging == {"_watch.py"}
+
+
 def test_torchs_step_does_not_know_what_is_built_on_it():
     """Neither the rescue of a batch, nor the range report, nor the check of a loop."""
     assert _arrows("lossscale_torch", only_at_top=True)["_scaler"].isdisjoint({"_rescue", "range", "testing"})

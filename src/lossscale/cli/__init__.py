@@ -41,7 +41,7 @@ def command(context: click.Context, modules: tuple[str, ...]) -> None:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and may end the process
         raise click.UsageError(
             f"--import {module}: {type(error).__name__}: {error}; name a module here, or one that is installed"
         ) from error
