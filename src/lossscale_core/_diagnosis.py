@@ -43,7 +43,8 @@ def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = 
     """Return what `lossscale_core.diagnose` says of the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
-    for verdict in (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied, fallen_below_one, _pressing):
+    first = (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied)
+    for verdict in (*first, fallen_below_one, _pressing):
         if sentence := verdict(policy, numbers):
             return sentence + spikes
     scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
