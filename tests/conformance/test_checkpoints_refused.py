@@ -65,7 +65,7 @@ def test_another_kind_of_policy_is_reported(take_over):
 @pytest.mark.parametrize("lost", [None, {"loss_scale": 1024.0}], ids=["nothing", "a scale alone"])
 def test_what_is_no_saved_state_is_refused(take_over, lost):
     """A checkpoint without scaler state, looked up with `get`, or a scale alone."""
-    with pytest.raises((CheckpointError, KeyError), match=r"(not a|of the) saved state|'scale'"):
+    with pytest.raises((CheckpointError, KeyError), match=r"(not a|the) saved state|'scale'"):
         take_over(lost, POLICY)
 
 
@@ -114,7 +114,7 @@ def test_keras_warns_of_an_optimizer_that_goes_on_alone(tmp_path, mode):
     checkpoint = tf.train.Checkpoint(variable=variable, optimizer=optimizer.inner_optimizer)
     checkpoint.restore(path).assert_existing_objects_matched()
     step = mode(lambda: _minimize(optimizer, variable))
-    with pytest.warns(CheckpointWarning, match=r"has taken 3 steps before.*starts over at 32768"):
+    with pytest.warns(CheckpointWarning, match=r"has taken 3 steps before.*starts over at 2\*\*15"):
         step()
     path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "wrapped"))
     again = lossscale_tf.LossScaleOptimizer(keras.optimizers.Adam())
