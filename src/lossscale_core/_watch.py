@@ -72,9 +72,11 @@ class ScaleWatch:
             self._only_skipped = False
             return
         numbers = Numbers(members, state)
-        found = {event: text for event, text in self._events(members, numbers) if event not in self._logged}
-        if found.keys() <= {"calibrated"} and self._is_long_streak(members, numbers):
-            found["streak"] = diagnosis(members, numbers)
+        sentence = diagnosis(members, numbers)
+        events = self._events(members, numbers, sentence)
+        found = {event: text for event, text in events if event not in self._logged}
+        if found.keys() <= {"calibrated"} and self._is_long_streak(numbers, sentence):
+            found["streak"] = sentence
         self._remember(numbers, found)
         if self.on_floor == "ignore" and numbers.at_floor:
             found = {event: text for event, text in found.items() if event == "broken"}
@@ -92,8 +94,9 @@ class ScaleWatch:
             ScaleFloorError: `on_floor` is `"raise"`, and the last step overflowed and left the scale at `min_scale`.
             PolicyError: `policy` is not a policy.
         """
+        state = _on_host(state)  # read once
         if self.on_floor == "raise":
-            require_above_floor(BaseScaling.of(as_policy(policy)), _on_host(state))
+            require_above_floor(BaseScaling.of(as_policy(policy)), state)
         self.log(policy, state)
 
     def _start_over(self) -> None:
@@ -109,9 +112,8 @@ class ScaleWatch:
         is_within = floor < state.loss_scale < ceiling  # compared in float32
         return bool(is_within and (state.loss_scale >= 1.0 or "below_one" in self._logged))
 
-    def _events(self, policy: BaseScaling, numbers: Numbers) -> Iterator[tuple[str, str]]:
-        """Yield the events that a state shows, each with its sentence."""
-        sentence = diagnosis(policy, numbers)
+    def _events(self, policy: BaseScaling, numbers: Numbers, sentence: str) -> Iterator[tuple[str, str]]:
+        """Yield the events that a state shows, each with its own sentence; `sentence` is the diagnosis."""
         if sentence.startswith("broken"):
             yield "broken", sentence
             return
@@ -129,8 +131,8 @@ class ScaleWatch:
         elif fallen := fallen_below_one(policy, numbers):
             yield "below_one", fallen
 
-    def _is_long_streak(self, policy: BaseScaling, numbers: Numbers) -> bool:
-        if numbers.streak < _LONG or diagnosis(policy, numbers).startswith("calibrating"):
+    def _is_long_streak(self, numbers: Numbers, sentence: str) -> bool:
+        if numbers.streak < _LONG or sentence.startswith("calibrating"):
             return False
         if numbers.steps - numbers.streak < self._warned_at:  # the same one
             return numbers.streak >= _TIMES_AS_LONG * self._warned_streak

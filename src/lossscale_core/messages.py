@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["shown", "shown_names", "shown_number"]
+__all__ = ["escaped", "shown", "shown_names", "shown_number"]
 
 _LONGEST = 500
 _MOST_NAMES = 12
@@ -83,7 +83,18 @@ def shown(value: Any) -> str:
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    # The name of a class may come from a file, too, and write to a terminal what it likes.
+    return escaped(text)  # the name of a class may come from a file, too
+
+
+def escaped(text: str) -> str:
+    """Return a text on one line, with line ends and what else a terminal would act on written as in Python's source.
+
+    Args:
+        text: Any text, which may hold names of files, or parts of one.
+
+    Returns:
+        The text; unchanged if all of it is printable.
+    """
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 

@@ -267,11 +267,24 @@ def test_other_tensors_are_refused_by_their_shape(tmp_path, odd):
     assert "must be one number" in said
 
 
-@pytest.mark.parametrize("content", [{"key": "7"}, {"count": 0}, {"shape": ("a",)}, {"shape": (1,) * 200}], ids=str)
-def test_odd_storages_are_refused(tmp_path, content):
-    """A storage that is not in the file, one of no elements, shapes of text."""
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"key": "7"}, "is not what torch.save writes, or is damaged"),
+        ({"count": 0}, "must be one number"),
+        ({"shape": ("a",)}, "is not what torch.save writes, or is damaged"),
+    ],
+)
+def test_odd_storages_are_refused(tmp_path, content, words):
+    """A storage that is not in the file, one of no elements, a shape of text."""
     (tmp_path / "f.pt").write_bytes(_with_tensor("FloatStorage", "<f", **content))
-    run("checkpoint", "show", "f.pt", cwd=tmp_path)
+    assert words in refused(run("checkpoint", "show", "f.pt", cwd=tmp_path))
+
+
+def test_a_number_of_many_dimensions_is_read(tmp_path):
+    """It is one number."""
+    (tmp_path / "f.pt").write_bytes(_with_tensor("FloatStorage", "<f", shape=(1,) * 200))
+    assert json.loads(run("checkpoint", "convert", "f.pt", cwd=tmp_path).stdout)["loss_scale"] == 16.0
 
 
 WHOLE = archive(pickle.dumps({"scaler": TORCHS, "model": {"weight": [1.0, 2.0]}}, protocol=2))

@@ -18,7 +18,7 @@ from lossscale.checkpoint_files._torch_files import UNREAD, too_large
 from lossscale.checkpoint_files._unpickle import Tensor, TorchFile
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_regular
-from lossscale_core.messages import shown
+from lossscale_core.messages import escaped, shown
 
 _SECONDS = 1.0
 _BYTES = 240 * 2**20
@@ -99,4 +99,4 @@ def _described(value: Any) -> str:
     if isinstance(value, str | bytes | bytearray | int | complex):
         return shown(value)
     kind = value if isinstance(value, type) else type(value)
-    return f"<{kind.__name__ if kind.__name__.isprintable() else shown(kind.__name__)}>"
+    return f"<{escaped(kind.__name__)}>"

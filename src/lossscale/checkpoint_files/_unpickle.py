@@ -23,7 +23,7 @@ _FORMATS = {
     "ByteStorage": "B",
     "BoolStorage": "?",
 }
-_SIZES = {**{kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()}}
+_SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()}
 _SIZES |= {"ComplexHalfStorage": 4, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4}
 """The bytes of each number; 1 for the other kinds."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_utils.py
@@ -163,6 +163,7 @@ class _Unpickler(pickle.Unpickler):
         self._found: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a class or function of this name: nothing is imported."""
         full = f"{module}.{name}"
         if full in _TENSORS:
             return _tensor
@@ -175,6 +176,7 @@ class _Unpickler(pickle.Unpickler):
         return self._found[full]
 
     def persistent_load(self, pid: Any) -> Any:
+        """Return the place of a storage in the file."""
         if pid[0] == "module":  # a class, with its source, as torch wrote before 1.6
             return pid[1]
         _, kind, key, _, length, *view = pid

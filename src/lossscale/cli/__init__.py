@@ -15,6 +15,7 @@ from lossscale.cli import checkpoint, demo, plot, policy, report, run_script, si
 from lossscale.cli._shared import example, help_if_alone
 from lossscale_core import __version__
 from lossscale_core.errors import LossScaleError
+from lossscale_core.messages import escaped
 
 _SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint, report)
 
@@ -79,7 +80,5 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str, status: int = 2) -> None:
-    # A message may name a file, whose name may hold line ends and escape sequences.
-    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
-    click.echo(f"lossscale: {line}", err=True)
+    click.echo(f"lossscale: {escaped(message)}", err=True)  # it may name a file, under any name
     sys.exit(status)
