@@ -21,7 +21,15 @@ from lossscale_core.messages import shown_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
-from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, mean_over_replicas, select
+from lossscale_tf._verbs import (
+    Gradient,
+    all_replicas,
+    cast_for,
+    finite_when_unscaled,
+    inverse_of,
+    mean_over_replicas,
+    select,
+)
 from lossscale_tf._warning import warn_caller
 
 Update: TypeAlias = Callable[[Sequence[Gradient], tf.Tensor | None, list[Any]], Any]
@@ -68,12 +76,19 @@ class Step:
         and operations of this step.
         """
         finite, norm, factor = self._check(grads, variables, loss_scale)
+        finite, norm = all_replicas(finite), None if self.guard is None else mean_over_replicas(norm)
+        if not merges_replicas():
+            return self._apply_or_skip(finite, norm, functools.partial(update, grads, factor, variables), in_graph)
 
-        def apply(*grads: Gradient) -> Any:
-            return update(grads, factor, variables)
+        def in_cross_replica_context(strategy: Any, finite: Any, norm: Any, *grads: Any) -> Any:
+            def update_each() -> Any:
+                apply = lambda *grads: update(grads, factor, variables)  # noqa: E731
+                return strategy.experimental_local_results(strategy.extended.call_for_each_replica(apply, args=grads))
 
-        apply_or_skip = functools.partial(self._apply_or_skip, in_graph=in_graph)
-        return _decide_together(finite, None if self.guard is None else norm, grads, apply, apply_or_skip)
+            flag, size = (strategy.experimental_local_results(each)[0] for each in (finite, norm))
+            return self._apply_or_skip(flag, size, update_each, in_graph)
+
+        return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, norm, *grads))
 
     def restored(self) -> None:
         """Note that the state comes from a checkpoint, so that nobody needs to be warned."""
@@ -97,20 +112,22 @@ class Step:
         self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Return whether what is about to be applied is finite; its norm and the factor that unscales and clips it."""
-        pairs = list(zip(grads, variables, strict=True))
-        scaled = [grad for grad, each in pairs if not is_overwritten(each)]
+        overwrites = [is_overwritten(variable) for variable in variables]
+        scaled = grads
+        if any(overwrites):
+            scaled = [grad for grad, overwriting in zip(grads, overwrites, strict=True) if not overwriting]
         finite, norm, factor = self._check_scaled(scaled, loss_scale)
-        overwriting = [grad for grad, each in pairs if is_overwritten(each)]
-        narrowed = [_fit(grad, each, factor) for grad, each in pairs if _narrows(grad, each, factor)]
-        for others in (overwriting, narrowed):
-            if others:
-                finite &= finite_when_unscaled(others)
-        return finite, norm, factor
+        others = [
+            grad if overwriting else cast_for(variable, grad, factor)
+            for grad, variable, overwriting in zip(grads, variables, overwrites, strict=True)
+            if overwriting or _narrows(grad, variable, factor)
+        ]
+        return (finite & finite_when_unscaled(others) if others else finite), norm, factor
 
     def _check_scaled(
         self, grads: list[Gradient], loss_scale: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        inverse = None if loss_scale is None else 1.0 / loss_scale
+        inverse = None if loss_scale is None else inverse_of(loss_scale)
         if self.max_norm is None and self.guard is None:
             return finite_when_unscaled(grads, loss_scale), None, inverse
         norm = global_norm(grads, 1.0 if loss_scale is None else loss_scale)
@@ -146,19 +163,15 @@ class Step:
         spiked = judged is not None and not judged.accepted
         if is_finite and not spiked:
             apply()
-        self._update_on_host(is_finite, spiked)
-        if judged is not None and self.guard is not None:
-            # Last, since it may raise: by then the step is taken and the state of the loss scale is set.
-            self.guard.remember(judged)
-
-    def _update_on_host(self, is_finite: bool, spiked: bool) -> None:
         before: ScaleState = self.state.read_on_host()
         after: ScaleState = before if spiked else self.policy.update(before, is_finite)
         self.state.assign_changed(before, after)
         self.last_step = step_info(before, after, spiked=spiked)
-        # After the state is set, so that `Tries` and callers who catch the error go on at the lower scale.
+        # The state is set before anything is raised, so that `Tries` and callers who catch it go on at the lower scale.
         check_overflow_streak(self.policy, after)
         self.watch.check(self.policy, after)
+        if judged is not None and self.guard is not None:
+            self.guard.remember(judged)
 
     def _judge_and_update_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""
@@ -190,7 +203,10 @@ class Step:
 
 def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
     """Return gradients times `factor`, if there is one, as they are applied: each in its variable's dtype."""
-    return [_fit(grad, variable, factor) for grad, variable in zip(grads, variables, strict=True)]
+    return [
+        grad if is_overwritten(variable) else cast_for(variable, grad, factor)
+        for grad, variable in zip(grads, variables, strict=True)
+    ]
 
 
 def is_overwritten(variable: Any) -> bool:
@@ -201,35 +217,10 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def _fit(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> Gradient:
-    return grad if is_overwritten(variable) else cast_for(variable, grad, factor)
-
-
 def _narrows(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> bool:
     """Return whether a gradient becomes narrower on its way into its variable's dtype, and may become infinite."""
     lifted_to = 0 if factor is None else tf.float32.size
     return bool(tf.as_dtype(variable.dtype).base_dtype.size < max(grad.dtype.size, lifted_to))
-
-
-def _decide_together(
-    finite: tf.Tensor,
-    norm: tf.Tensor | None,
-    grads: list[Gradient],
-    apply: Callable[..., Any],
-    apply_or_skip: Callable[..., Any],
-) -> Any:
-    """Call `apply_or_skip(flag, norm, apply to grads)` once for all replicas; both are combined over them."""
-    finite = all_replicas(finite)
-    norm = None if norm is None else mean_over_replicas(norm)
-    if not merges_replicas():
-        return apply_or_skip(finite, norm, lambda: apply(*grads))
-
-    def in_cross_replica_context(strategy: Any, finite: Any, norm: Any, *grads: Any) -> Any:
-        flag, size = (strategy.experimental_local_results(each)[0] for each in (finite, norm))
-        results = lambda: strategy.extended.call_for_each_replica(apply, args=grads)  # noqa: E731
-        return apply_or_skip(flag, size, lambda: strategy.experimental_local_results(results()))
-
-    return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, norm, *grads))
 
 
 def merges_replicas() -> bool:

@@ -159,11 +159,8 @@ def test_unscaled_gradients_are_accumulated(loop, compiled):
     loop.went(6 * FIRST, 0.0, updates=3)
 
 
-def test_an_interruption_and_a_restored_scale(loop, compiled, request):
+def test_an_interruption_and_a_restored_scale(loop, compiled):
     """A loss was scaled, the loop was interrupted, and another scale was loaded: the next step is right."""
-    if request.node.callspec.params["compiled"] == "eager":
-        reason = "an eager step still waits for the gradients of the interrupted one, and raises CallOrderError"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     backward = compiled(lambda: loop.scaled_gradient(loop.first, FIRST))
     saved = {**loop.optimizer.state_dict(), "loss_scale": 64.0}
     backward()

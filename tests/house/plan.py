@@ -114,38 +114,33 @@ PLAN = {
         _versions:
         _warning:
         _guard: _state
+        _calls: _verbs
         _norm: _verbs
-        _origins: _verbs
         _range_recorder: _verbs
-        _records: _verbs
         _report: _verbs
         _range: _range_recorder _verbs
         _step: _guard _norm _state _verbs _warning
         _retries: _step
         _wrapper: _step
-        keras: _documented _guard _origins _records _retries _state _step _verbs _versions _warning _wrapper
-        v1: _documented _guard _origins _records _retries _state _step _verbs _warning _wrapper
+        keras: _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper
+        v1: _calls _documented _guard _retries _state _step _verbs _warning _wrapper
         __init__: _range _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
-        _compiled:
-        _in_flight:
         _inner:
-        _scale_attributes:
         _arguments: _inner
-        _config: _inner
-        _scaling: _in_flight _inner
+        _names: _inner
+        _saving: _inner
+        _scaling: _inner
         _slots: _inner
-        _updates: _compiled _inner _scaling
-        _checkpoint: _config _inner _updates
-        _proxy: _inner _slots _updates
-        _optimizer: _arguments _checkpoint _config _inner _proxy _scale_attributes _scaling _slots _updates
+        _updates: _inner
+        _optimizer: _arguments _inner _names _saving _scaling _slots _updates
         _logger: _optimizer
         __init__: _logger _optimizer
     """,
     "lossscale_tf.v1": """
-        _calls:
-        _optimizer: _calls
+        _foreign:
+        _optimizer: _foreign
         __init__: _optimizer
     """,
     "lossscale": """

@@ -1,14 +1,47 @@
-"""The arguments of the wrapper's methods, in the words of Keras 3 and of tf_keras, checked."""
+"""The arguments of the wrapper's constructor and methods, in the words of Keras 3 and of tf_keras, checked."""
 
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale_tf._verbs import Gradient, as_tensor, is_gradient
+from lossscale_core import ScalingPolicy, SpikeGuard, as_policy
+from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
+from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
-from lossscale_tf._wrapper import pairs_of
-from lossscale_tf.keras._inner import require_no_session
+from lossscale_tf._wrapper import pairs_of, require_clipnorm, require_guard
+from lossscale_tf.keras._inner import require_no_session, require_optimizer, require_tensorflow
+
+
+def require_arguments(
+    inner: Any, global_clipnorm: float | None, guard: SpikeGuard | None, base_arguments: dict[str, Any]
+) -> None:
+    """Raise the error that says which of the constructor's arguments cannot be."""
+    require_tensorflow()
+    require_optimizer(inner)
+    require_no_base_arguments(base_arguments)
+    require_clipnorm(global_clipnorm)
+    of_inner = getattr(inner, "global_clipnorm", None)
+    if global_clipnorm is not None and of_inner is not None:
+        raise ValueError(
+            f"global_clipnorm={global_clipnorm!r}, and the inner optimizer's is {of_inner!r}, so that gradients would "
+            "be clipped twice; set one of the two"
+        )
+    require_guard(guard)
+
+
+def policy_of_arguments(
+    policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: float | None, growth_steps: int | None
+) -> ScalingPolicy:
+    """Return the policy that the constructor's arguments stand for, which is either `policy` or all the others."""
+    require_policy_or_number(loss_scale if policy is None else policy)
+    if policy is None:
+        return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
+    if (loss_scale, initial_scale, growth_steps, dynamic) != ("dynamic", None, None, None):
+        raise ValueError(
+            "policy= was given beside other settings of the loss scale; pass either policy= or the settings, not both"
+        )
+    return as_policy(policy)
 
 
 def loss_arguments(loss: Any, tape: Any, grad_loss: Any, runs_again: bool) -> tuple[tf.GradientTape | None, Any]:
@@ -25,15 +58,15 @@ def loss_arguments(loss: Any, tape: Any, grad_loss: Any, runs_again: bool) -> tu
     return tape, grad_loss
 
 
-def keras_pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """Return (gradient, variable) pairs as a list; raise `TypeError` for anything else."""
+def keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
+    """Return gradients and variables of pairs; raise `TypeError` for anything else."""
     pairs = pairs_of(grads_and_vars)
     if not pairs:
         raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")
     for _, variable in pairs:
         if not isinstance(variable, tf.Variable | keras.Variable):
             raise TypeError(f"{variable!r} is not a variable; grads_and_vars must be (gradient, variable) pairs")
-    return pairs
+    return [grad for grad, _ in pairs], [variable for _, variable in pairs]
 
 
 def are_summed(aggregation: dict[str, Any]) -> bool:
@@ -45,21 +78,19 @@ def are_summed(aggregation: dict[str, Any]) -> bool:
     return not are_to_be_summed
 
 
-def require_gradients(grads: list[Any], variables: list[Any]) -> list[tuple[Gradient, Any]]:
-    """Return those (gradient, variable) pairs that have a gradient; raise if there is none, or none can be applied."""
+def present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
+    """Return the gradients that there are, and their variables; raise if there is none, or none can be applied."""
     require_no_session()
     if tf.distribute.in_cross_replica_context():
         raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
-    present = [(_as_gradient(grad), each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
+    present = [each for grad, each in zip(grads, variables, strict=True) if grad is not None]
     if not present:
         raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
-    if missing := [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]:
+    if len(present) < len(variables):
+        missing = [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]
         warn_caller(f"no gradient exists for {', '.join(missing)}; they keep their values")
-    return present
-
-
-def _as_gradient(grad: Any) -> Gradient:
-    tensor = as_tensor(grad)
-    if not is_gradient(tensor):
-        raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
-    return tensor
+    tensors = [as_tensor(grad) for grad in grads if grad is not None]
+    for tensor in tensors:
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
+    return tensors, present

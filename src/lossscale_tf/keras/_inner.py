@@ -1,7 +1,7 @@
 """The calls to an inner Keras optimizer, in the words of its generation: Keras 3, or tf_keras's two."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -125,12 +125,14 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
 
 
-def summed_by_its_own_function(inner: Any, grads: list[Any], variables: list[Any]) -> list[Any] | None:
-    """Return gradients as a legacy optimizer's own `gradient_aggregator` sums them, or None if it has the default."""
+def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
+    """Return a function that sums gradients as a legacy optimizer's own `gradient_aggregator` does, if it has one."""
     aggregator = getattr(inner, "gradient_aggregator", None)
     if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # which is the default
         return None
-    return [grad for grad, _ in aggregator(list(zip(grads, _as_tensorflow(variables), strict=True)))]
+    return lambda grads, variables: [
+        grad for grad, _ in aggregator(list(zip(grads, _as_tensorflow(variables), strict=True)))
+    ]
 
 
 @contextmanager

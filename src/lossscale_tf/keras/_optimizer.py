@@ -1,36 +1,53 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
+import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self, cast
 
 import keras
 import tensorflow as tf
 
-from lossscale_core import OnFloor, ScaleWatch, SpikeGuard
+from lossscale_core import BaseScaling, OnFloor, ScaleWatch, SpikeGuard
+from lossscale_core.messages import shown
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step
-from lossscale_tf._verbs import Gradient, Tree
-from lossscale_tf._wrapper import require_single_wrapper
-from lossscale_tf.keras._arguments import are_summed, keras_pairs, loss_arguments, require_gradients
-from lossscale_tf.keras._checkpoint import SavedAttributes
-from lossscale_tf.keras._config import policy_of_arguments, require_arguments
-from lossscale_tf.keras._inner import build, build_once
-from lossscale_tf.keras._proxy import InnerAttributes
-from lossscale_tf.keras._scale_attributes import ScaleAttributes
+from lossscale_tf._step import Step, outside_of_replicas
+from lossscale_tf._verbs import Gradient, Tree, unconverted
+from lossscale_tf._warning import warn_caller
+from lossscale_tf._wrapper import Wrapper, require_single_wrapper
+from lossscale_tf.keras._arguments import (
+    are_summed,
+    keras_pairs,
+    loss_arguments,
+    policy_of_arguments,
+    present_gradients,
+    require_arguments,
+)
+from lossscale_tf.keras._inner import build, build_once, is_keras_3
+from lossscale_tf.keras._names import (
+    NAMES,
+    REMEDIES,
+    SETTINGS,
+    CallableList,
+    Kind,
+    kind_of,
+    listed,
+    set_iterations,
+    spelled,
+)
+from lossscale_tf.keras._saving import SavedLikeInner, arguments_of, config_of, matching
 from lossscale_tf.keras._scaling import Scaling
 from lossscale_tf.keras._slots import Slots
 from lossscale_tf.keras._updates import Updates
-
-_unconverted = tf.autograph.experimental.do_not_convert  # converting these lines takes AutoGraph seconds, for nothing
 
 
 # Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
 # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/trainer.py
 @keras.saving.register_keras_serializable("lossscale")
-class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflowed.
 
     ```python
@@ -68,6 +85,9 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
 
     """
 
+    _is_initialised = False
+    _saved: SavedLikeInner | None = None
+
     def __init__(
         self,
         inner_optimizer: Any = None,
@@ -97,20 +117,15 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
         guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
         self._guard_state = None if guarding is None else guarding.state
-        self._used_scale = _variable_of_each_replica()
+        self._used_scale = _variable_of_each_replica(chosen.init_state().loss_scale)
         self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
         self._scaling = Scaling(self._step, self._used_scale)
-        self._updates = Updates(inner, self._step, self._scaling, jit_compile)
+        self._updates = Updates(inner, jit_compile)
         self._slots = Slots(inner)
-        self._save_like(inner, self._step)
+        self._saved = SavedLikeInner.of(self, inner, self._step)
         self._is_initialised = True
 
-    @property
-    def steps_with_missing_calls(self) -> int:
-        """How many steps of a loop of your own missed scaling or unscaling. Synchronises with the host."""
-        return self._scaling.count_missing()
-
-    @_unconverted
+    @unconverted
     def scale_loss(self, loss: Tree) -> Tree:
         """Scale a loss as Keras itself does in `fit`: the next `apply_gradients` or `apply` takes scaled gradients.
 
@@ -143,7 +158,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             return cast(Tree, lambda: self.get_scaled_loss(loss()))
         return self._scaling.scale(loss)
 
-    @_unconverted
+    @unconverted
     def get_unscaled_gradients(self, grads: Tree) -> Tree:
         """Divide gradients by the scale that multiplied their own loss, though the next loss may be scaled already.
 
@@ -201,6 +216,26 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         differentiate = functools.partial(self._scaling.differentiate, loss, var_list, tape, grad_loss)
         tries.run(differentiate, functools.partial(self.apply_gradients, name=name))
 
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, *, grad_loss: Any = None
+    ) -> list[tuple[Gradient | None, Any]]:
+        """Scale `loss`, differentiate it and unscale the gradients: `minimize` without applying them.
+
+        Args:
+            loss: A callable, or a tensor computed under `tape`.
+            var_list: A variable, a list of them, or a callable that returns one.
+            tape: The tape of a loss that is a tensor.
+            grad_loss: The gradient of the loss itself, if it is not 1.
+
+        Returns:
+            (gradient, variable) pairs, unscaled, in float32 or wider; a gradient may be None.
+
+        Raises:
+            ValueError: The loss is a tensor and `tape` is missing.
+
+        """
+        return self._scaling.differentiate(loss, var_list, *loss_arguments(loss, tape, grad_loss, runs_again=False))
+
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
 
@@ -217,7 +252,7 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """
         return self._scaling.gradients(loss, params)
 
-    @_unconverted
+    @unconverted
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
         """Apply gradients where all of them are finite on every replica; else skip the step.
 
@@ -235,10 +270,9 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
             ValueError: No variable has a gradient.
 
         """
-        pairs = keras_pairs(grads_and_vars)
-        self._apply([grad for grad, _ in pairs], [variable for _, variable in pairs], are_summed(aggregation))
+        self._apply(*keras_pairs(grads_and_vars), are_summed(aggregation))
 
-    @_unconverted
+    @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
         """Apply gradients of a scaled loss, unscaled here unless `get_unscaled_gradients` did; Keras 3's own entry.
 
@@ -257,6 +291,22 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
         raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
 
+    def get_updates(self, loss: Any, params: Any) -> list[Any]:
+        """Take a whole step, as legacy optimizers of tf_keras do by this name.
+
+        Args:
+            loss: As for `get_gradients`.
+            params: The list of the variables.
+
+        Returns:
+            A list of what `apply_gradients` returns.
+
+        Raises:
+            ValueError: As `get_gradients`.
+
+        """
+        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
+
     def build(self, variables: Any) -> None:
         """Create the inner optimizer's variables.
 
@@ -268,10 +318,251 @@ class LossScaleOptimizer(InnerAttributes, ScaleAttributes, SavedAttributes, kera
         with self._own_attributes():  # Keras shall not make averages and accumulators here, too
             keras.optimizers.Optimizer.build(self, variables)
 
+    @property
+    def steps_with_missing_calls(self) -> int:
+        """How many steps of a loop of your own missed scaling or unscaling. Synchronises with the host."""
+        return self._scaling.count_missing()
+
+    @property
+    def loss_scale(self) -> tf.Tensor:
+        """The current loss scale: float32, of shape `()`."""
+        return tf.convert_to_tensor(self._step.state.loss_scale)
+
+    @property
+    def dynamic_scale(self) -> tf.Variable:
+        """The variable that holds the loss scale; Keras 3's name."""
+        return self._step.state.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale may change."""
+        return "growth_interval" in BaseScaling.of(self.policy).settings()
+
+    @property
+    def dynamic_counter(self) -> tf.Variable | None:
+        """The variable that counts finite steps toward growth; None for a fixed scale."""
+        return self._step.state.growth_tracker if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        """The loss scale of the first step."""
+        return float(self.policy.init_state().loss_scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The policy's growth interval; None for a fixed scale.
+
+        Setting it replaces the policy; it may be set below the present count. A step that is traced keeps the old
+        interval, and a warning says so.
+        """
+        return BaseScaling.of(self.policy).growth_interval if self.dynamic else None
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, steps: int) -> None:
+        if not self.dynamic:
+            raise AttributeError(f"dynamic_growth_steps is of dynamic scaling, and the policy is {self.policy}")
+        self._step.policy = dataclasses.replace(self.policy, growth_interval=steps)  # type: ignore[type-var]
+        if self._step.is_traced:
+            warn_caller(
+                f"dynamic_growth_steps={steps!r} does not reach a step that is traced already; trace it again, for "
+                "fit by model.make_train_function(force=True)"
+            )
+
+    @property
+    def global_clipnorm(self) -> float | None:
+        """The norm that this wrapper clips to or, without one, the inner optimizer."""
+        own = self._step.max_norm
+        return getattr(self.inner_optimizer, "global_clipnorm", None) if own is None else own
+
+    @property
+    def weights(self) -> list[tf.Variable]:
+        """The inner optimizer's variables, in the order in which they were made."""
+        return self._slots.weights()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
+
+        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
+        """
+        guards = [] if self._step.guard is None else self._step.guard.state.all
+        ids = set(map(id, guards))
+        own = [variable for variable in self._variables if id(variable) not in ids]
+        variables = [*own, *self.weights, *guards]
+        return variables if is_keras_3(self.inner_optimizer) else CallableList(variables)
+
+    def get_weights(self) -> list[Any]:
+        """Return the values of `weights`, as NumPy arrays."""
+        return [variable.numpy() for variable in self.weights]
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set the values of `weights`.
+
+        Args:
+            weights: An array for each variable, in the order and the shapes of `get_weights`.
+
+        Raises:
+            ValueError: There are more or fewer arrays than variables, or a shape differs.
+
+        """
+        for variable, value in zip(self.weights, weights, strict=True):
+            variable.assign(value)
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> tf.Variable:
+        """Add a slot for a variable to the inner optimizer.
+
+        Args:
+            var: The variable that the slot belongs to.
+            slot_name: The name of the slot.
+            initializer: Anything that Keras takes as an initializer.
+
+        Returns:
+            The slot's variable, with the shape of `var`.
+
+        """
+        return self._slots.add(var, slot_name, initializer)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the inner optimizer's slots."""
+        return self._slots.names(self._trainable_variables)
+
+    def get_slot(self, var: Any, slot_name: str) -> tf.Variable | None:
+        """Return the inner optimizer's slot of this name for `var`, or None."""
+        return self._slots.get(var, slot_name, self._trainable_variables)
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the inner optimizer which variables not to decay; it says which arguments there are."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer do what it does at the end of `fit`, if anything, and log what is worth saying."""
+        if tf.executing_eagerly():
+            self._step.watch.log(self._step.policy, self._step.state.read_on_host())
+        if hasattr(self.inner_optimizer, "finalize_variable_values"):
+            self.inner_optimizer.finalize_variable_values(var_list)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a saved state, and forget losses that were scaled before; see `Wrapper.load_state_dict`."""
+        super().load_state_dict(saved)
+        self._scaling.forget()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
+        return config_of(self.name, self.inner_optimizer, self._step, self._updates.is_compiled)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        """Make an optimizer from a config.
+
+        Args:
+            config: A config of ours, of Keras 3, or of one of `tf.keras.mixed_precision`'s two. It is left as it is.
+            custom_objects: The classes of the user's that the inner optimizer's config names.
+
+        Returns:
+            The wrapper, around a new inner optimizer.
+
+        """
+        return cls(**arguments_of(config, custom_objects))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
+
+        What was saved without a spike guard is loaded, with a warning, and the guard starts over.
+
+        Args:
+            store: A mapping of numbers, as strings, to arrays.
+
+        """
+        found = matching(self, store)
+        if found is not None:
+            super().load_own_variables(found)
+            self._scaling.forget()
+
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
-        present = require_gradients(grads, variables)
+        grads, variables = present_gradients(grads, variables)
         build_once(self, variables)
-        self._updates.take(present, is_summed, may_be_scaled)
+        if not self._step.has_begun:
+            outside_of_replicas(self._warn_if_resumed)
+        grads, loss_scale = self._scaling.to_apply(grads, variables, may_be_scaled)
+        if not is_summed:
+            grads, loss_scale = self._updates.summed(grads, variables, loss_scale)
+        self._step.take(grads, variables, loss_scale, self._updates.run, self._scaling.updated_in_graph)
+
+    def _warn_if_resumed(self) -> None:
+        with tf.init_scope():  # from within a trace, to where variables have values
+            if tf.executing_eagerly():
+                self._step.warn_if_resumed(self.inner_optimizer.iterations)
+
+    @contextmanager
+    def _own_attributes(self) -> Iterator[None]:
+        """Keep attributes from the inner optimizer for a while."""
+        object.__setattr__(self, "_is_initialised", False)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "_is_initialised", True)
+
+    # The wrapper has all names of `_names.NAMES` from its inner optimizer, except while Keras's constructor or `build`
+    # runs, which sets and reads its own defaults.
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("inner_optimizer")  # copying and unpickling ask before there is one
+        kind = Kind.OWN if inner is None else kind_of(self, name)
+        if name in SETTINGS:
+            return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
+        if kind in (Kind.HYPERPARAMETER, Kind.READ):
+            return getattr(inner, spelled(name))
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_initialised and name in NAMES:
+            return
+        if not self._is_initialised or name.startswith("_") or name == "built":
+            super().__setattr__(name, value)
+            return
+        inner, kind = self.inner_optimizer, kind_of(self, name)
+        if name == "iterations":
+            set_iterations(inner, value)
+        elif kind is Kind.REFUSED:
+            raise AttributeError(f"{name}={shown(value)} cannot be set, {REMEDIES[name]}")
+        elif kind is Kind.HYPERPARAMETER:
+            if not hasattr(inner, spelled(name)):
+                raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{spelled(name)}'")
+            setattr(inner, spelled(name), value)
+            self._updates.forget_compiled()
+        else:
+            if kind is Kind.READ or (not hasattr(type(self), name) and hasattr(inner, name)):
+                warn_caller(
+                    f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
+                    "instead"
+                )
+            if kind is Kind.OWN:
+                super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return listed(super().__dir__(), self.inner_optimizer)
+
+    # A property, since TensorFlow asks `hasattr`, which must be false around an optimizer of Keras 3:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
+    @property
+    def _create_or_restore_slot_variable(self) -> Any:
+        """The inner optimizer's, if it has slots of TensorFlow's own kind."""
+        return self.inner_optimizer._create_or_restore_slot_variable
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        if self._saved is None or save_type != "checkpoint":
+            return super()._trackable_children(save_type, **kwargs)
+        return self._saved.children(save_type, **kwargs)
+
+    def _checkpoint_adapter(self, path: str) -> Any:
+        if self._saved is not None:
+            self._saved.look_at(path)
+        return super()._checkpoint_adapter(path)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        own = super()._lookup_dependency
+        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
+            return own(name, cached_dependencies)
+        return self._saved.lookup(name, lambda: own(name))
 
 
 def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str, value: Any) -> tf.Variable:
@@ -286,10 +577,10 @@ def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str,
     )
 
 
-def _variable_of_each_replica() -> tf.Variable:
+def _variable_of_each_replica(value: Any) -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(
-            1.0,
+            value,
             trainable=False,
             name="used_loss_scale",
             # A replica sets it alone. A mirrored variable is set by a merge call, which no loop of a user's may hold:

@@ -1,4 +1,4 @@
-"""The scaling of losses and unscaling of gradients in loops around a Keras optimizer, and checks of their calls."""
+"""The scaling of losses and unscaling of gradients around a Keras optimizer, and checks of their calls."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,19 +7,15 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._origins import mark_origin, origins
-from lossscale_tf._records import Records, StepRecord
+from lossscale_tf._calls import Calls, Mark, Record, mark_gradient, mark_loss, mark_of, origins
 from lossscale_tf._step import Step, is_overwritten
-from lossscale_tf._verbs import Gradient, Tree, scale_by, times, unscale_by
+from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
 from lossscale_tf._warning import warn_caller
-from lossscale_tf.keras._in_flight import ScaledLosses
 from lossscale_tf.keras._inner import require_no_session
-
-_SCALE, _UNSCALE = "get_scaled_loss", "get_unscaled_gradients"
 
 
 class Scaling:
-    """Scales the losses of one optimizer, and finds for each gradient the scale of its own loss.
+    """Scales the losses of one optimizer, and divides gradients by the scale of their own loss.
 
     `used_scale` is a variable that hands the scale on where gradients are unscaled in another trace than their loss.
     """
@@ -27,29 +23,38 @@ class Scaling:
     def __init__(self, step: Step, used_scale: tf.Variable) -> None:
         self._step = step
         self._used_scale = used_scale
-        self._records = Records()
-        self._scaled_losses = ScaledLosses(self._records)
+        self._calls = Calls()
+        self._updates = 0
         self._has_warned = False
         with tf.init_scope():
             self._missing_calls = tf.Variable(
                 0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
             )
 
+    @unconverted
     def scale(self, loss: Tree, by_keras: bool = False) -> Tree:
-        """Return the loss scaled; raise `CallOrderError` for a loss that is scaled already."""
-        record = self._records.begin(_SCALE, by_keras)
-        scaled = self._scaled_losses.scale(loss, self._scale_for(loss, record))
-        record.remember(_SCALE, _leaves(scaled))
+        """Return the loss scaled.
+
+        Raises `CallOrderError` for a loss that is scaled already, or while gradients of a loss with another scale are
+        still to come.
+        """
+        require_no_session()
+        scaled, loss_scale = self._scaled(loss)
+        record = self._calls.scale(loss_scale, self._updates, by_keras)
+        self._used_scale.assign(loss_scale, read_value=False)
+        for leaf in tf.nest.flatten(scaled):
+            mark_loss(leaf, record)
         return scaled
 
     def unscale(self, grads: Tree) -> Tree:
         """Return gradients unscaled by the scale of their own loss; raise `CallOrderError` where they are already."""
-        record = self._records.unscale()
-        record.scaled_by_keras = False  # whoever unscales, scales
-        leaves = _leaves(grads)
-        if self._are_unscaled(record, leaves):
-            raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        return self._unscaled(grads, self._scale_to_unscale_by(leaves, record), record)
+        for leaf in tf.nest.flatten(grads):
+            found = self._own_mark(leaf)
+            if found is not None and found.is_gradient:
+                self._calls.forget_here()
+                raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
+        record = self._calls.unscale()
+        return self._unscaled(grads, self._scale_of(record), record)
 
     def differentiate(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, grad_loss: Any = None
@@ -59,25 +64,21 @@ class Scaling:
         `var_list` may be a callable, too, and is called last, since the loss may create the variables. The gradients
         come in pairs with them.
         """
+        require_no_session()
         tape = tf.GradientTape() if callable(loss) and tape is None else tape
         # A tape that is closed already is entered again, as by tf_keras: it must record the multiplication, too.
         with tape or nullcontext():
-            loss = loss() if callable(loss) else loss
-            record = self._records.begin(_SCALE)
-            loss_scale = self._scale_for(loss, record)
-            scaled = scale_by(loss, loss_scale)
-            record.remember(_SCALE, _leaves(scaled))
+            scaled, loss_scale = self._scaled(loss() if callable(loss) else loss)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
         if tape is None:
             grads = tf.gradients(scaled, variables)
         else:
             grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
-        record.calls.add(_UNSCALE)
-        return list(zip(self._unscaled(grads, loss_scale, record), variables, strict=True))
+        unscaled = self._unscaled(grads, loss_scale)
+        return list(zip(unscaled, variables, strict=True))
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
         """Return the unscaled gradients of a callable or a tensor of this graph, each of which there must be."""
-        require_no_session()
         if not callable(loss) and tf.executing_eagerly():
             raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
         pairs = self.differentiate(loss, variables)
@@ -93,100 +94,92 @@ class Scaling:
         `may_be_scaled` says that the caller takes gradients of a scaled loss: then `CallOrderError` is raised if it
         cannot be told whether they are. Other callers are warned, once, of calls that are missing.
         """
-        record = self._records.apply(variables)
-        if record.scaled_by_keras or (may_be_scaled and self._are_scaled(record)):
-            loss_scale: tf.Tensor | None = self._scale_of(grads)
-        else:
-            self._warn_of_missing_calls(record)
-            grads, loss_scale = origins(grads)
-        if loss_scale is None and _UNSCALE in record.calls:
-            grads = [self._as_overwriting(grad, each) for grad, each in zip(grads, variables, strict=True)]
-        return grads, loss_scale
+        marks = [self._own_mark(grad) for grad in grads]
+        records = {each.record for each in marks if each is not None and each.is_gradient}
+        for record in records:
+            record.apply(variables)
+        if None in marks or not records:
+            record = self._calls.apply(variables)
+            if record.by_keras or (may_be_scaled and self._are_scaled(record)):
+                return grads, self._scale_of(record)
+        self._warn_of_missing_calls(record)
+        if record.unscalings and any(map(is_overwritten, variables)):  # new values were divided like gradients
+            factor = self._scale_of(record)
+            pairs = zip(grads, variables, strict=True)
+            return [times(grad, factor) if is_overwritten(each) else grad for grad, each in pairs], None
+        return origins(grads)
 
     def updated_in_graph(self, *_: Any) -> None:
-        """Note that a traced step updates the scale."""
-        self._scaled_losses.updated_in_graph()
+        """Note that a traced step updates the scale: what is scaled after it may be scaled by another number."""
+        self._updates += 1
+
+    def forget(self) -> None:
+        """Forget the losses that eager code has scaled, as after another state is loaded."""
+        self._calls.forget_eager()
 
     def count_missing(self) -> int:
         """Return how many steps missed scaling or unscaling. Synchronises with the host."""
         return int(self._missing_calls.numpy())
 
-    def _scale_for(self, loss: Any, record: StepRecord) -> tf.Tensor:
-        """Return the scale to multiply this loss by, and leave it for gradients that are unscaled in another trace."""
-        require_no_session()
-        if record.has_returned(_SCALE, _leaves(loss)):
-            raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
-        loss_scale = self._current_scale()
-        self._used_scale.assign(loss_scale)
-        return loss_scale
+    @unconverted
+    def _scaled(self, loss: Tree) -> tuple[Tree, tf.Tensor]:
+        """Return the loss scaled, and the present scale; raise `CallOrderError` for a loss that is scaled already."""
+        for leaf in tf.nest.flatten(loss):
+            found = self._own_mark(leaf)
+            if found is not None and not found.is_gradient:
+                self._calls.forget_here()
+                raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
+        loss_scale = tf.convert_to_tensor(self._step.state.loss_scale)
+        return scale_by(loss, loss_scale), loss_scale
 
-    def _scale_to_unscale_by(self, leaves: list[Gradient], record: StepRecord) -> tf.Tensor:
-        if not self._records.missing(record, [_SCALE]):
-            return self._scale_of(leaves)
-        loss_scale = self._scaled_losses.scale_of(leaves, waiting_only=True)  # another thread may have scaled the loss
-        if loss_scale is None:
-            return self._current_scale()
-        record.calls.add(_SCALE)
-        return loss_scale
+    def _own_mark(self, leaf: Any) -> Mark | None:
+        found = mark_of(leaf)
+        return found if found is not None and found.record.owner is self._calls else None
 
-    def _current_scale(self) -> tf.Tensor:
-        return tf.convert_to_tensor(self._step.state.loss_scale)
-
-    def _scale_of(self, grads: list[Gradient]) -> tf.Tensor:
-        """Return the scale that multiplied the loss of these gradients."""
-        loss_scale = self._scaled_losses.scale_of(grads)
+    def _scale_of(self, record: Record) -> tf.Tensor:
+        """Return the scale of a record; of one that was begun elsewhere, the last scale that was used anywhere."""
+        loss_scale = record.loss_scale()
         return tf.convert_to_tensor(self._used_scale) if loss_scale is None else loss_scale
 
-    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: StepRecord) -> Tree:
+    @unconverted
+    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: Record | None = None) -> Tree:
+        """Return gradients divided by `loss_scale`; without a record, they are of one call that has scaled the loss."""
+        record = self._calls.scale_and_unscale(loss_scale) if record is None else record
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
-            mark_origin(leaf, grad, loss_scale)
-        record.remember(_UNSCALE, _leaves(unscaled))
+            if is_gradient(leaf):
+                mark_gradient(leaf, record, grad, loss_scale)
         return unscaled
 
-    def _are_unscaled(self, record: StepRecord, leaves: list[Gradient]) -> bool:
-        before = record.returned(_UNSCALE)
-        return any(one is other for one in leaves for other in before) or (
-            not record.is_applied and self._scaled_losses.made_since(leaves, before)
-        )
-
-    def _are_scaled(self, record: StepRecord) -> bool:
+    def _are_scaled(self, record: Record) -> bool:
         """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
         if self._scales_nothing():
             return False
-        missing = self._records.missing(record, [_SCALE, _UNSCALE])
-        if missing == [_SCALE, _UNSCALE]:
+        no_loss_scaled, not_unscaled = self._calls.is_missing(record)
+        if no_loss_scaled and not_unscaled:
             raise CallOrderError(
                 "apply was given gradients, but this optimizer scaled no loss for them, so that it cannot be told "
                 "whether they are scaled; scale the loss by scale_loss, or pass unscaled gradients to apply_gradients"
             )
-        return _UNSCALE in missing
+        return not_unscaled
 
-    def _warn_of_missing_calls(self, record: StepRecord) -> None:
+    def _warn_of_missing_calls(self, record: Record) -> None:
         """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
-        if self._scales_nothing():
-            return
-        missing = self._records.missing(record, [_SCALE, _UNSCALE])
-        if not missing:
+        missing = self._calls.is_missing(record)
+        if not any(missing) or self._scales_nothing():
             return
         self._missing_calls.assign_add(1)  # where a traced step runs, not only where it is traced
         if not self._has_warned:
             self._has_warned = True
+            names = zip(missing, ("get_scaled_loss", "get_unscaled_gradients"), strict=True)
             warn_caller(
-                f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
-                "gradient and get_unscaled_gradients after it, each once a step, or use minimize"
+                f"{' and '.join(name for is_missing, name in names if is_missing)} not called before apply_gradients; "
+                "call get_scaled_loss before the tape's gradient and get_unscaled_gradients after it, each once a "
+                "step, or use minimize"
             )
 
     def _scales_nothing(self) -> bool:
         return not BaseScaling.of(self._step.policy).scales_losses
-
-    def _as_overwriting(self, grad: Gradient, variable: Any) -> Gradient:
-        """Return a new value of a variable as it was before it was divided by the loss scale, like a gradient."""
-        return times(grad, self._used_scale) if is_overwritten(variable) else grad
-
-
-def _leaves(tree: Any) -> list[Gradient]:
-    return [leaf for leaf in tf.nest.flatten(tree) if isinstance(leaf, tf.Tensor | tf.IndexedSlices)]
 
 
 def _like(grad_loss: Any, scaled: Any) -> Any:

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
 from lossscale_core.messages import shown
+from lossscale_tf._calls import Calls, mark_gradient, origins
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
-from lossscale_tf._origins import mark_origin, origins
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, fitted, merges_replicas
@@ -24,7 +24,7 @@ from lossscale_tf._wrapper import (
     scales_already,
     share_deferred_restorations,
 )
-from lossscale_tf.v1._calls import Calls
+from lossscale_tf.v1._foreign import warn_of_foreign
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
 
@@ -179,9 +179,10 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         )
         inverse = 1.0 / state.loss_scale
         unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
+        record = self._calls.scale_and_unscale(state.loss_scale)
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
-            mark_origin(leaf, grad, state.loss_scale)
-        self._calls.computed([leaf for leaf, _ in unscaled if leaf is not None])
+            if leaf is not None:
+                mark_gradient(leaf, record, grad, state.loss_scale)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -215,7 +216,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        self._calls.warn_of_foreign(grads, variables)
+        warn_of_foreign(self._calls, grads, variables)
         self._create_slots_outside_of_branches(variables)
         grads, loss_scale = origins(grads)
 

@@ -1,31 +1,34 @@
-"""A wrapper in configs, in Keras's files, and in `tf.train.Checkpoint`.
+"""Wrappers in configs, in Keras's files, and in `tf.train.Checkpoint`.
 
-Around an optimizer of tf_keras, a checkpoint has the bare optimizer's own layout, and the loss scale beside it.
+Configs are ours, Keras 3's, and those of `tf.keras.mixed_precision`'s two wrappers. Around an optimizer of tf_keras, a
+checkpoint has the bare optimizer's own layout, and the loss scale beside it.
 `tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each restores what the others saved:
 https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/mixed_precision/loss_scale_optimizer.py#L1444
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
+import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling
+from lossscale_core import BaseScaling, SpikeGuard, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core.errors import CheckpointWarning
+from lossscale_tf._documented import policy_of_loss_scale
 from lossscale_tf._step import Step
 from lossscale_tf._versions import stored_names
 from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import share_deferred_restorations
-from lossscale_tf.keras._config import arguments_of, config_of
-from lossscale_tf.keras._inner import is_keras_3
-from lossscale_tf.keras._updates import Updates
+from lossscale_tf.keras._inner import deserialized, is_keras_3
 
 _VALUE = "VARIABLE_VALUE"
 """The name under which TensorFlow saves a variable's value."""
 _ONLY_IN_NESTED = "_used_scale/.ATTRIBUTES/VARIABLE_VALUE"
 
 
-class _SavedLikeInner:
+class SavedLikeInner:
     """What a checkpoint keeps of a wrapper: the children of `inner`, under their names, and the loss scale.
 
     The scale is there twice: the whole state under `_scale_state`, and as tf_keras's wrapper keeps it under
@@ -43,6 +46,14 @@ class _SavedLikeInner:
             self._own["loss_scale"] = _LossScale(step.state.loss_scale, step.state.growth_tracker, step.restored)
         self._is_nested = False
 
+    @classmethod
+    def of(cls, wrapper: Any, inner: Any, step: Step) -> "SavedLikeInner | None":
+        """Return it for a wrapper around an optimizer of tf_keras; None around one of Keras 3."""
+        if is_keras_3(inner):
+            return None
+        share_deferred_restorations(wrapper, inner)
+        return cls(inner, step, grows="growth_interval" in BaseScaling.of(step.policy).settings())
+
     def children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what is saved."""
         return {**self._inner._trackable_children(*args, **kwargs), **self._own}
@@ -58,72 +69,40 @@ class _SavedLikeInner:
         return self._own.get(name) or self._inner._lookup_dependency(name)
 
 
-class SavedAttributes:
-    """A wrapper's part in what is saved: in configs, in Keras's files and in TensorFlow's checkpoints."""
-
-    name: str
-    inner_optimizer: Any
-    _step: Step
-    _updates: Updates
-    _saved: _SavedLikeInner | None = None
-
-    def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
-        return config_of(self.name, self.inner_optimizer, self._step, self._updates.is_compiled)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
-        """Make an optimizer from a config.
-
-        Args:
-            config: A config of ours, of Keras 3, or of one of `tf.keras.mixed_precision`'s two. It is left as it is.
-            custom_objects: The classes of the user's that the inner optimizer's config names.
-
-        Returns:
-            The wrapper, around a new inner optimizer.
-
-        """
-        return cls(**arguments_of(config, custom_objects))
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
-
-        What was saved without a spike guard is loaded, with a warning, and the guard starts over.
-
-        Args:
-            store: A mapping of numbers, as strings, to arrays.
-
-        """
-        matching = _matching(self, store)
-        if matching is not None:
-            super().load_own_variables(matching)  # type: ignore[misc]  # Keras's, as the rest of what is inherited
-
-    def _save_like(self, inner: Any, step: Step) -> None:
-        """Keep what TensorFlow's checkpoints hold in the layout of `inner`, if it is an optimizer of tf_keras."""
-        if is_keras_3(inner):
-            return
-        share_deferred_restorations(self, inner)
-        is_dynamic = "growth_interval" in BaseScaling.of(step.policy).settings()
-        self._saved = _SavedLikeInner(inner, step, is_dynamic)
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        if self._saved is None or save_type != "checkpoint":
-            return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
-        return self._saved.children(save_type, **kwargs)
-
-    def _checkpoint_adapter(self, path: str) -> Any:
-        if self._saved is not None:
-            self._saved.look_at(path)
-        return super()._checkpoint_adapter(path)  # type: ignore[misc]
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        own = super()._lookup_dependency  # type: ignore[misc]
-        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
-            return own(name, cached_dependencies)
-        return self._saved.lookup(name, lambda: own(name))
+def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str, Any]:
+    """Return what `arguments_of` needs, without the running state."""
+    on_floor = step.watch.on_floor
+    return {
+        "name": name,
+        "inner_optimizer": keras.saving.serialize_keras_object(inner),
+        "policy": policy_to_dict(step.policy),
+        "global_clipnorm": step.max_norm,
+        "jit_compile": is_compiled,
+        # Left out where they have their defaults: versions without these arguments refuse them, whatever the value.
+        **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
+        **({} if on_floor == "warn" else {"on_floor": on_floor}),
+    }
 
 
-def _matching(optimizer: Any, store: Any) -> Any:
+def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Return the constructor's arguments of a config, which is left as it is."""
+    config = copy.deepcopy(config)
+    config.pop("learning_rate", None)  # of the wrapper, which has none
+    inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
+    config["inner_optimizer"] = deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
+    loss_scale = config.pop("loss_scale", None)
+    if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
+        loss_scale = policy_of_loss_scale(loss_scale)
+    if config.get("policy") is not None:
+        config["policy"] = policy_from_dict(config["policy"])
+    elif loss_scale is not None:
+        config["policy"] = as_policy(loss_scale)
+    if isinstance(config.get("guard"), dict):
+        config["guard"] = SpikeGuard(**config["guard"])
+    return config
+
+
+def matching(optimizer: Any, store: Any) -> Any:
     """Return what is stored for a wrapper's variables, the guard's at their end; None if it is another optimizer's."""
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     start = () if optimizer.guard is None else optimizer.guard.init_state()

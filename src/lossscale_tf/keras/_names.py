@@ -1,0 +1,85 @@
+"""The names that a wrapper shares with its inner optimizer: one table of four kinds, and what does not fit it."""
+
+from enum import Enum
+from typing import Any
+
+from lossscale_tf.keras._inner import is_keras_3
+
+
+class Kind(Enum):
+    """What reading and setting a name of the wrapper do."""
+
+    HYPERPARAMETER = "read from and set on the inner optimizer, whose compiled update is forgotten"
+    READ = "read from the inner optimizer, and to be set there"
+    OWN = "the wrapper's own"
+    REFUSED = "cannot be set"
+
+
+SETTINGS = {
+    "clipnorm": None,
+    "clipvalue": None,
+    "ema_momentum": None,
+    "ema_overwrite_frequency": None,
+    "global_clipnorm": None,
+    "gradient_accumulation_steps": None,
+    "use_ema": False,
+    "weight_decay": None,
+}
+"""Settings that are read, with their values where an inner optimizer has none, and while Keras makes the wrapper."""
+REMEDIES = {
+    "loss_scale": "since the policy changes the scale; make the optimizer with another policy, or pass load_state_dict "
+    "a state_dict() with another loss_scale",
+    "initial_scale": "since it is the policy's; make the optimizer with another policy",
+}
+_HYPERPARAMETERS = ("learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay")
+_METHODS = ("add_weight", "aggregate_gradients")
+"""Methods of tf_keras's optimizers, which have nothing to do with scaling."""
+NAMES = {
+    **dict.fromkeys(_HYPERPARAMETERS, Kind.HYPERPARAMETER),
+    **dict.fromkeys((*SETTINGS, *_METHODS), Kind.READ),
+    **dict.fromkeys(REMEDIES, Kind.REFUSED),
+    "dynamic_growth_steps": Kind.OWN,  # Keras's constructor sets it, but the policy has it
+}
+
+
+def kind_of(wrapper: Any, name: str) -> Kind:
+    """Return the kind of a name; a legacy optimizer keeps hyperparameters, also of a user's own, in `_hyper`."""
+    if name in NAMES:
+        return NAMES[name]
+    is_hyperparameter = name in _legacy_hyperparameters(wrapper.inner_optimizer) and not hasattr(type(wrapper), name)
+    return Kind.HYPERPARAMETER if is_hyperparameter else Kind.OWN
+
+
+def spelled(name: str) -> str:
+    """Return the name that all optimizers have for a hyperparameter."""
+    return "learning_rate" if name == "lr" else name
+
+
+def set_iterations(inner: Any, value: Any) -> None:
+    """Set the count of applied steps, which is a property that each generation sets in another way."""
+    if is_keras_3(inner):
+        # Keras 3 counts micro-batches there, and divides by their number in a step where it is read:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
+        inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
+    else:
+        inner.iterations = value
+
+
+def listed(names: Any, inner: Any) -> list[str]:
+    """Return what `dir` lists of a wrapper that has `names` itself: besides them, what it reads from `inner`."""
+    of_inner = dir(inner)
+    shared = {*NAMES, *_legacy_hyperparameters(inner)}
+    names = {*names, *(name for name in shared if spelled(name) in of_inner)}
+    # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
+    return sorted(names if "get_slot_names" in of_inner else names - {"get_slot_names"})
+
+
+def _legacy_hyperparameters(inner: Any) -> Any:
+    return vars(inner).get("_hyper", ())
+
+
+class CallableList(list[Any]):
+    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+
+    def __call__(self) -> "CallableList":
+        return self
