@@ -61,7 +61,7 @@ class Record:
     def apply(self, variables: Iterable[Any]) -> None:
         """Note that gradients of `variables` are applied in the graph being built; two branches are two graphs."""
         key = _key(current_graph())
-        self._applied.update((key, id(variable)) for variable in variables)
+        self._applied |= {(key, id(variable)) for variable in variables}
 
     def is_applied_to(self, variables: Sequence[Any]) -> bool:
         """Return whether gradients of one of `variables` were applied in the graph being built or in one around it."""
@@ -134,6 +134,11 @@ class Calls:
             record = self._from_outside(self._last_by_keras)
         record.apply(variables)
         return record
+
+    def mark_of(self, leaf: Any) -> "Mark | None":
+        """Return the mark of a tensor that this optimizer has scaled or unscaled."""
+        found: Mark | None = getattr(leaf, "_loss_scaling", None)
+        return found if found is not None and found.record.owner is self else None
 
     def is_missing(self, record: Record) -> tuple[bool, bool]:
         """Return whether scaling and unscaling are missing, in this step and in traces that leave theirs open."""
@@ -224,11 +229,6 @@ def mark_gradient(leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tens
         leaf._loss_scaling = Mark(record, is_gradient=True, origin=grad, loss_scale=loss_scale)
 
 
-def mark_of(leaf: Any) -> Mark | None:
-    """Return the mark of a tensor, if it has one."""
-    return getattr(leaf, "_loss_scaling", None)
-
-
 def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
     """Return gradients as they were before they were unscaled in this graph, and the one scale that they had.
 
@@ -236,7 +236,7 @@ def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
     """
     if tf.executing_eagerly():
         return grads, None
-    marks = [mark_of(grad) for grad in grads]
+    marks = [getattr(grad, "_loss_scaling", None) for grad in grads]
     found = [(each.origin, each.loss_scale) for each in marks if each is not None and each.origin is not None]
     if len(found) < len(grads) or len({id(loss_scale) for _, loss_scale in found}) != 1:
         return grads, None

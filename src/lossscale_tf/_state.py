@@ -31,6 +31,8 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 class StateVariables(tf.Module):
     """The state of a policy or a spike guard in variables of shape `()`, one for each field and named as it is."""
 
+    _of_tensorflow: list[tf.Variable]
+
     def __init__(self, policy: Any, make_variable: Callable[[str, Any], tf.Variable]) -> None:
         super().__init__(name="loss_scale_state")
         start = policy.init_state()
@@ -39,6 +41,10 @@ class StateVariables(tf.Module):
         self._on_host = [type(value) for value in start]
         for name, value in start._asdict().items():
             setattr(self, name, make_variable(name, value))
+        # TensorFlow's variables read and write in half the time of Keras's around them. Set past automatic tracking,
+        # which would save the list, too.
+        variables = [each.value if isinstance(each, keras.Variable) else each for each in self.all]
+        object.__setattr__(self, "_of_tensorflow", variables)
 
     @property
     def all(self) -> list[Any]:
@@ -47,24 +53,20 @@ class StateVariables(tf.Module):
 
     def read(self) -> Any:
         """Return the state as tensors."""
-        return self._make([tf.convert_to_tensor(variable) for variable in self.all])
+        return self._make([tf.convert_to_tensor(variable) for variable in self._of_tensorflow])
 
     def read_on_host(self) -> Any:
         """Return the state as host scalars; eagerly only. Synchronises with the host."""
-        values = [each.value().numpy() for each in self._of_tensorflow()]
+        values = [each.value().numpy() for each in self._of_tensorflow]
         return self._make([kind(value) for kind, value in zip(self._on_host, values, strict=True)])
 
     def assign(self, state: Any) -> list[Any]:
         """Set every variable to its field of `state`."""
-        return [variable.assign(value) for variable, value in zip(self.all, state, strict=True)]
+        return [variable.assign(value) for variable, value in zip(self._of_tensorflow, state, strict=True)]
 
     def assign_changed(self, before: Any, after: Any) -> None:
         """Set the variables whose field differs between two host states."""
         # An eager assignment takes longer than the whole update on the host, and most steps change two fields only.
-        for variable, old, new in zip(self._of_tensorflow(), before, after, strict=True):
+        for variable, old, new in zip(self._of_tensorflow, before, after, strict=True):
             if new != old:
                 variable.assign(new, read_value=False)
-
-    def _of_tensorflow(self) -> list[tf.Variable]:
-        """Return TensorFlow's variables, which read and write in half the time of Keras's around them."""
-        return [each.value if isinstance(each, keras.Variable) else each for each in self.all]

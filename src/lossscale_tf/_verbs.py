@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -36,7 +35,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
 
 def scale_by(loss: Tree, loss_scale: tf.Tensor) -> Tree:
     """Multiply a loss by `loss_scale`."""
-    return _map(lambda leaf: times(tf.convert_to_tensor(leaf), loss_scale), loss)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else times(leaf, loss_scale), loss)
 
 
 def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
@@ -83,7 +82,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
 def unscale_by(grads: Tree, loss_scale: tf.Tensor) -> Tree:
     """Divide gradients by `loss_scale`."""
     inverse = inverse_of(loss_scale)
-    return _map(lambda leaf: times(as_tensor(leaf), inverse) if is_gradient(leaf) else leaf, grads)
+    return tf.nest.map_structure(lambda leaf: times(leaf, inverse) if is_gradient(leaf) else leaf, grads)
 
 
 def inverse_of(loss_scale: tf.Tensor) -> tf.Tensor:
@@ -122,10 +121,10 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
 
 
 def times(tensor: Any, factor: Any) -> Gradient:
-    """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, halves in float32."""
+    """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, halves and whole numbers in float32."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
-    wide = tensor if tensor.dtype in _WIDE else tf.cast(tensor, tf.float32)
+    wide = lifted(tensor)
     return wide * tf.cast(factor, wide.dtype)
 
 
@@ -142,12 +141,14 @@ def cast_for(variable: Any, grad: Gradient, factor: tf.Tensor | None = None) -> 
 def is_gradient(leaf: Any) -> bool:
     """Return whether `leaf` holds floats, real or complex; `TypeError` unless it is a tensor, a number or None."""
     if isinstance(leaf, tf.Tensor | tf.Variable | tf.IndexedSlices):
-        return _is_inexact(leaf.dtype)
-    if leaf is None or isinstance(leaf, bool | int):
+        dtype = leaf.dtype
+    elif leaf is None or isinstance(leaf, bool | int):
         return False
-    if hasattr(leaf, "dtype") or isinstance(leaf, float | complex):
-        return _is_inexact(tf.convert_to_tensor(leaf).dtype)
-    raise TypeError(f"{leaf!r} is not a tensor; pass tensors, IndexedSlices or None, in dicts, lists and tuples")
+    elif hasattr(leaf, "dtype") or isinstance(leaf, float | complex):
+        dtype = tf.convert_to_tensor(leaf).dtype
+    else:
+        raise TypeError(f"{leaf!r} is not a tensor; pass tensors, IndexedSlices or None, in dicts, lists and tuples")
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def gradient_leaves(grads: Any) -> list[Gradient]:
@@ -183,7 +184,7 @@ def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
     parts = [lifted(part) for each in values for part in _real_parts(each)]
     # One kernel squares and sums; `reduce_sum(square(x))` would write all squares to memory and read them again.
     halves = [tf.nn.l2_loss(part) for part in parts]
-    if any(half.dtype == tf.float64 for half in halves):
+    if len({half.dtype for half in halves}) > 1:
         halves = [tf.cast(half, tf.float64) for half in halves]
     return 2.0 * tf.add_n(halves)
 
@@ -273,20 +274,12 @@ def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 def lifted(tensor: Any) -> tf.Tensor:
-    """Return a tensor as a loss is scaled: halves in float32."""
+    """Return a tensor in the dtype in which it is scaled: halves and whole numbers in float32."""
     tensor = tf.convert_to_tensor(tensor)
-    return tf.cast(tensor, tf.float32) if is_narrow(tensor.dtype) else tensor
+    return tensor if tensor.dtype in _WIDE else tf.cast(tensor, tf.float32)
 
 
 def is_narrow(dtype: Any) -> bool:
     """Return whether a dtype is a float of 16 or 8 bits."""
     dtype = tf.as_dtype(dtype)
     return dtype.is_floating and dtype not in _WIDE
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_complex
-
-
-def _map(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)

@@ -66,7 +66,8 @@ def keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
     for _, variable in pairs:
         if not isinstance(variable, tf.Variable | keras.Variable):
             raise TypeError(f"{variable!r} is not a variable; grads_and_vars must be (gradient, variable) pairs")
-    return [grad for grad, _ in pairs], [variable for _, variable in pairs]
+    grads, variables = zip(*pairs, strict=True)
+    return list(grads), list(variables)
 
 
 def are_summed(aggregation: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._calls import Calls, Mark, Record, mark_gradient, mark_loss, mark_of, origins
+from lossscale_tf._calls import Calls, Record, mark_gradient, mark_loss, origins
 from lossscale_tf._step import Step, is_overwritten
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
 from lossscale_tf._warning import warn_caller
@@ -49,7 +49,7 @@ class Scaling:
     def unscale(self, grads: Tree) -> Tree:
         """Return gradients unscaled by the scale of their own loss; raise `CallOrderError` where they are already."""
         for leaf in tf.nest.flatten(grads):
-            found = self._own_mark(leaf)
+            found = self._calls.mark_of(leaf)
             if found is not None and found.is_gradient:
                 self._calls.forget_here()
                 raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
@@ -94,7 +94,7 @@ class Scaling:
         `may_be_scaled` says that the caller takes gradients of a scaled loss: then `CallOrderError` is raised if it
         cannot be told whether they are. Other callers are warned, once, of calls that are missing.
         """
-        marks = [self._own_mark(grad) for grad in grads]
+        marks = [self._calls.mark_of(grad) for grad in grads]
         records = {each.record for each in marks if each is not None and each.is_gradient}
         for record in records:
             record.apply(variables)
@@ -125,16 +125,12 @@ class Scaling:
     def _scaled(self, loss: Tree) -> tuple[Tree, tf.Tensor]:
         """Return the loss scaled, and the present scale; raise `CallOrderError` for a loss that is scaled already."""
         for leaf in tf.nest.flatten(loss):
-            found = self._own_mark(leaf)
+            found = self._calls.mark_of(leaf)
             if found is not None and not found.is_gradient:
                 self._calls.forget_here()
                 raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
         loss_scale = tf.convert_to_tensor(self._step.state.loss_scale)
         return scale_by(loss, loss_scale), loss_scale
-
-    def _own_mark(self, leaf: Any) -> Mark | None:
-        found = mark_of(leaf)
-        return found if found is not None and found.record.owner is self._calls else None
 
     def _scale_of(self, record: Record) -> tf.Tensor:
         """Return the scale of a record; of one that was begun elsewhere, the last scale that was used anywhere."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._calls import Calls, graphs_around, mark_of
+from lossscale_tf._calls import Calls, graphs_around
 from lossscale_tf._verbs import Gradient, values_of
 from lossscale_tf._warning import warn_caller
 
@@ -42,8 +42,7 @@ def _are_foreign(calls: Calls, grads: Sequence[Gradient]) -> bool:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        found = mark_of(tensor)
-        if found is not None and found.record.owner is calls:
+        if calls.mark_of(tensor) is not None:
             return False
         if id(tensor) in outside:
             tensors.append(outside[id(tensor)])
