@@ -27,6 +27,8 @@ from lossscale_core._range_records import (
 from lossscale_core._range_search import recommended_scale, search
 from lossscale_core.files import write_whole
 
+_GIVEN = "is the first to be given infinity or NaN"
+
 
 @dataclass(frozen=True)
 class RangeReport:
@@ -51,7 +53,11 @@ class RangeReport:
     init_scale: float | None
     """The recommended first loss scale: half of `overflows_above`, within the bounds of `DynamicScaling`; or None."""
     overflows_first: OperationRange | None
-    """The operation that overflows first as the scale rises, or that overflows at every scale."""
+    """The operation that overflows first as the scale rises, or that overflows at every scale.
+
+    If the loss is not finite, the first operation that overflows in the forward pass, or else the first that was given
+    infinity or NaN, for example by a constant that its dtype cannot hold. None if no operation in low precision was.
+    """
 
     @classmethod
     def measure(
@@ -80,7 +86,7 @@ class RangeReport:
                 return cls(loss, forward_records, (), 1.0, None, None, first_overflow(forward_records))
             found = search(backward)
         if found.overflows_above is None:
-            culprit = first_overflow(forward_records) or found.overflows_first
+            culprit = first_overflow(forward_records, or_held=False) or found.overflows_first
             return cls(loss, forward_records, found.records, found.scale, None, None, culprit)
         init_scale = recommended_scale(found.overflows_above, found.records)
         above, first = found.overflows_above, found.overflows_first
@@ -175,23 +181,31 @@ class RangeReport:
         return rows[::-1], f"Exponents of the gradients at a loss scale of {_power(scale)}"
 
     def _forward_line(self) -> str:
-        if overflow := first_overflow(self.forward, or_held=False):
-            loss = "finite" if math.isfinite(self.loss) else f"{self.loss:g}"
-            return f"forward: overflows in {_where(overflow)}; the loss is {loss}"
         if not math.isfinite(self.loss):
-            return f"forward: the loss is {self.loss:g}, and no operation in low precision has made it so"
+            return self._loss_line()
+        if overflow := first_overflow(self.forward, or_held=False):
+            return f"forward: overflows in {_where(overflow)}; the loss is finite"
         tightest = min(self.forward, key=lambda record: record.headroom, default=None)
         if tightest is None:
             return "forward: finite; nothing is computed in float16, bfloat16 or float8"
         room = f"{tightest.headroom:.1f} bits of room"
         return f"forward: finite; largest {tightest.largest:.3g} in {tightest.module} ({room})"
 
+    def _loss_line(self) -> str:
+        """Return the line about a forward pass whose loss is not finite."""
+        first = self.overflows_first
+        if first is None:
+            return f"forward: the loss is {self.loss:g}, and no operation in low precision has made it so"
+        if first.overflowed:
+            return f"forward: overflows in {_where(first)}; the loss is {self.loss:g}"
+        return f"forward: the loss is {self.loss:g}, and {_where(first)} {_GIVEN}"
+
     def _backward_lines(self) -> list[str]:
         if self.overflows_above is None:
             if not self.backward:
                 return ["backward: no scale fits; the loss is not finite before it is scaled"]
             first = self.overflows_first
-            does = "overflows" if first and first.overflowed else "is the first to be given infinity or NaN"
+            does = "overflows" if first and first.overflowed else _GIVEN
             cause = f", and {_where(first)} {does}" if first else ""
             return [f"backward: no scale fits; it is not finite at a loss scale of {_power(self.loss_scale)}{cause}"]
         if self.init_scale is None or not self._gradients():
@@ -217,16 +231,21 @@ class RangeReport:
 
     def _advice(self) -> str:
         if self.overflows_above is None:
-            if not self.backward:
-                return "look at the inputs and at the forward pass first"
-            if self.overflows_first and not self.overflows_first.overflowed:
-                return (
-                    "look for a division by zero, or a root or logarithm of zero, in what the model computes after it"
-                )
-            return "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"
+            return self._advice_if_no_scale_fits()
         if self.init_scale is None or not needs_scaling(self.backward):
             return "use NoScaling()"
         return f"use DynamicScaling(init_scale={_power(self.init_scale)})"
+
+    def _advice_if_no_scale_fits(self) -> str:
+        given = self.overflows_first
+        if given is None or given.overflowed:
+            if not self.backward:
+                return "look at the inputs and at the forward pass first"
+            return "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"
+        if not self.backward:
+            first = "look at the inputs and constants of that operation first"
+            return f"{first}; a number too large for {given.dtype} is infinite"
+        return "look for a division by zero, or a root or logarithm of zero, in what the model computes after it"
 
 
 def _require_positive(loss_scale: float) -> float:

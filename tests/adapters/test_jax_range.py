@@ -309,6 +309,20 @@ def test_an_overflow_of_the_forward_pass_is_named():
     assert "no scale fits" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's own, where it makes the constant
+def test_a_constant_that_float16_cannot_hold_is_named_where_it_is_given():
+    """JAX makes it infinite before any operation sees it."""
+    network, params = _network("mlp")
+
+    def loud(params, x):
+        with jax.named_scope("loud"):
+            return network(params, x) * 1e6
+
+    report = range_report(_loss_of(loud), params, X)
+    assert (report.overflows_first.module, report.overflows_first.operation) == ("loud", "mul")
+    assert "and loud (mul) is the first to be given infinity or NaN" in str(report)
+
+
 def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
     """The loss is finite, and the weight in front of it leaves no scale that fits."""
     network, params = _network("mlp")

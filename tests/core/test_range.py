@@ -113,6 +113,27 @@ def test_no_scale_fits_a_loss_that_is_not_finite():
     ]
 
 
+def test_the_first_that_is_given_infinity_is_named_where_nothing_overflows():
+    """As a constant is infinite that its dtype cannot hold; without any, the loss alone is reported."""
+    forward = [
+        _record("layers.1", np.float16([1.0, 2.0]), scaled=False),
+        _record("layers.2", np.float16([-np.inf, 1.0]), scaled=False),
+        _record("layers.3", np.float16([np.nan, 1.0]), scaled=False),
+    ]
+    report = RangeReport.measure(lambda: (float("inf"), forward), lambda _: pytest.fail("a backward pass"))
+    assert report.overflows_first.module == "layers.2"
+    assert str(report).splitlines() == [
+        "forward: the loss is inf, and layers.2 (matmul) is the first to be given infinity or NaN",
+        "backward: no scale fits; the loss is not finite before it is scaled",
+        "look at the inputs and constants of that operation first; a number too large for float16 is infinite",
+    ]
+    finite = RangeReport.measure(lambda: (float("inf"), forward[:1]), lambda _: pytest.fail("a backward pass"))
+    assert str(finite).splitlines()[::2] == [
+        "forward: the loss is inf, and no operation in low precision has made it so",
+        "look at the inputs and at the forward pass first",
+    ]
+
+
 def test_no_scale_fits_where_a_scale_of_one_overflows():
     """The loss is finite, and the operation that overflows is named."""
     report = _network(2.0**12).report()
@@ -120,6 +141,14 @@ def test_no_scale_fits_where_a_scale_of_one_overflows():
     assert (report.overflows_above, report.init_scale, report.loss_scale) == (None, None, 1.0)
     line = "backward: no scale fits; it is not finite at a loss scale of 2**0, and layers.3 (matmul) overflows"
     assert line in str(report)
+
+
+def test_a_mask_of_the_forward_pass_is_not_blamed_for_the_backward_pass():
+    """The loss is finite, so that the infinity which the mask writes does no harm."""
+    mask = _record("mask", np.float16([-np.inf, 1.0]), scaled=False)
+    report = RangeReport.measure(lambda: (1.0, [mask]), _network(2.0**12).backward)
+    assert report.overflows_above is None
+    assert report.overflows_first.module == "layers.3"
 
 
 def test_gradients_that_do_not_depend_on_the_scale_set_no_limit():
