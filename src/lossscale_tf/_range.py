@@ -1,6 +1,8 @@
 """A report on the magnitudes that one forward and one backward pass of a model compute."""
 
 import contextlib
+import dataclasses
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -42,7 +44,9 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
         raise RuntimeError("range_report reads numbers, which a graph has not; call it outside of tf.function")
     with _functions_run_eagerly(), _seeds_kept(), Variables() as variables:
         passes = _Passes(model, loss_fn, Recorder(model, variables))
-        return RangeReport.measure(passes.forward, passes.backward)
+        report = RangeReport.measure(passes.forward, passes.backward)
+    # The first infinity of the forward pass may be that of a mask, which does no harm; the recorder knows what does.
+    return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.culprit)
 
 
 class _Passes:
@@ -52,11 +56,14 @@ class _Passes:
         self._model, self._loss_fn, self._recorder = model, loss_fn, recorder
         self._tape = tf.GradientTape(persistent=True)
         self._loss: tf.Tensor
+        self.culprit: OperationRange | None = None
+        """The operation in low precision that makes the loss infinite or NaN."""
 
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
         with self._recorder, self._tape:
             loss = _checked(self._loss_fn())
             self._loss = lifted(loss)
+        self.culprit = self._recorder.culprit(self._loss)
         return float(tf.reshape(self._loss, [])), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/debug/lib/check_numerics_callback.py
 from tensorflow.python.framework import op_callbacks
 
-from lossscale_core import OperationRange
+from lossscale_core import OperationRange, all_finite
 from lossscale_tf._verbs import is_narrow
 
 _OUTSIDE = "loss_fn"
@@ -89,6 +89,11 @@ class Recorder:
         self._records: list[tuple[int, OperationRange]] = []
         self._edges: list[tuple[list[int], list[int]]] = []
         self._scaled: set[int] = set()
+        self._nonfinite: dict[int, OperationRange | None] = {}
+        """The tensors that hold infinity or NaN, in order; with a record those of low precision.
+
+        Those that were computed in float32 alone are left out: they are not measured.
+        """
         self._scopes = _Scopes()
 
     def __enter__(self) -> "Recorder":
@@ -107,11 +112,24 @@ class Recorder:
             print(file=sys.stderr)
         records, self._records = self._records, []
         edges, self._edges = self._edges, []
+        self._nonfinite = {}
         if needed is not None:
             live = _ancestors(edges, {each._id for each in needed})
             records = [(output, record) for output, record in records if output in live]
         layers = _Layers(self._model)
         return [record._replace(module=layers.path_in(record.module)) for _, record in records]
+
+    def culprit(self, loss: tf.Tensor) -> OperationRange | None:
+        """Return the operation in low precision that makes the loss infinite or NaN; None if there is none.
+
+        Infinity and NaN reach the loss from operation to operation; the infinity of a mask ends at the softmax. The
+        first of these operations that overflows is returned. If none does, the first of them is: it was given infinity,
+        for example by a constant, which TensorFlow converts to float16 without an operation that could be seen.
+        """
+        passed = _ancestors(self._edges, {loss._id}, among=self._nonfinite)
+        records = [record for output, record in self._nonfinite.items() if record and output in passed]
+        first = min(records, key=lambda record: not record.overflowed, default=None)
+        return first and first._replace(module=_Layers(self._model).path_in(first.module))
 
     def begin_backward(self, seed: tf.Tensor) -> None:
         """Begin a backward pass from `seed`, which holds the loss scale."""
@@ -124,25 +142,39 @@ class Recorder:
         operation = tf.compat.as_str(op_type)
         self._variables.see(operation, inputs)
         is_scaled = any(each._id in self._scaled for each in inputs)
+        is_given = any(each._id in self._nonfinite for each in inputs)
         scope = self._scopes.current(inputs, attrs, outputs)
         for output in outputs:
             if is_scaled and _carries_scale(output.dtype):
                 self._scaled.add(output._id)
-            if operation not in _MOVES and is_narrow(output.dtype) and output.shape.num_elements():
+            if not is_narrow(output.dtype) or not output.shape.num_elements():
+                if is_given and (output.dtype == tf.variant or not _is_finite(output)):
+                    self._nonfinite[output._id] = None
+            elif operation not in _MOVES:
                 record = OperationRange.of(output.numpy(), operation, scope)
                 overflowed = bool(record.nonfinite) and all(map(_is_finite, inputs))
-                self._records.append((output._id, record._replace(overflowed=overflowed, scaled=is_scaled)))
+                record = record._replace(overflowed=overflowed, scaled=is_scaled)
+                self._records.append((output._id, record))
+                if record.nonfinite:
+                    self._nonfinite[output._id] = record
+            elif not _is_finite(output):  # moved along with a constant, as padding is
+                self._nonfinite[output._id] = OperationRange.of(output.numpy(), operation, scope)
         self._edges.append(([each._id for each in outputs], [each._id for each in inputs]))
         if len(self._edges) % 1000 == 0:
             print(f"\rrange_report: {len(self._edges)} operations", end="", file=sys.stderr, flush=True)
 
 
-def _ancestors(edges: list[tuple[list[int], list[int]]], tensors: set[int]) -> set[int]:
-    """Return the tensors that these depend on, and themselves; each edge is the outputs and inputs of an operation."""
+def _ancestors(
+    edges: list[tuple[list[int], list[int]]], tensors: set[int], *, among: Container[int] | None = None
+) -> set[int]:
+    """Return the tensors that these depend on, and themselves; each edge is the outputs and inputs of an operation.
+
+    With `among`, only those from which a path of such tensors leads to these.
+    """
     found = set(tensors)
     for outputs, inputs in reversed(edges):
         if not found.isdisjoint(outputs):
-            found.update(inputs)
+            found.update(each for each in inputs if among is None or each in among)
     return found
 
 
@@ -225,4 +257,4 @@ def _carries_scale(dtype: tf.DType) -> bool:
 
 def _is_finite(tensor: Any) -> bool:
     is_float = tensor.dtype.is_floating or tensor.dtype.is_complex
-    return not is_float or not OperationRange.of(tensor.numpy(), "", "").nonfinite
+    return not is_float or bool(all_finite(tensor.numpy()))

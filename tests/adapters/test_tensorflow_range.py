@@ -403,6 +403,85 @@ def test_an_infinity_that_is_meant_is_not_an_overflow():
     assert report.overflows_above > 1.0
 
 
+def _between(compute):
+    """Return a model whose middle layer, `loud`, computes something in float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    parts = [layers.Dense(WIDTH, name="up"), layers.Lambda(compute, name="loud"), layers.Dense(WIDTH, name="down")]
+    return keras.Sequential(parts, name="model")
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda x: x * 1e6, "Mul"),
+        (lambda x: x + 1e5, "AddV2"),
+        (lambda x: tf.where(x > 0, x, -1e9), "SelectV2"),
+        (lambda x: keras.ops.where(x > 0, x, -1e9), "SelectV2"),
+        (lambda x: x + (1.0 - tf.cast(x > 0, x.dtype)) * -1e9, "Mul"),
+        (lambda x: tf.pad(x, [[0, 0], [0, 0], [1, 0]], constant_values=-1e9), "PadV2"),
+        (lambda x: tf.concat([x, tf.fill([6, 5, 1], tf.constant(1e5, x.dtype))], -1), "Fill"),
+        (lambda x: tf.nn.softmax(tf.where(x < 1e9, -1e9, x)), "SelectV2"),
+    ],
+    ids=["product", "sum", "where", "keras where", "mask", "padding", "moved", "masked rows"],
+)
+def test_a_constant_that_float16_cannot_hold_is_named_where_it_is_given(compute, operation):
+    """It is infinite before any operation sees it; of the layers that hold infinity, the report names the first."""
+    model = _between(compute)
+    report = range_report(model, _loss_fn(model, X))
+    assert not report.forward_finite
+    assert (report.overflows_first.module, report.overflows_first.operation) == ("model/loud", operation)
+    assert str(report).splitlines() == [
+        f"forward: the loss is {report.loss:g}, and model/loud ({operation}) is the first to be given infinity or NaN",
+        "backward: no scale fits; the loss is not finite before it is scaled",
+        "look at the inputs and constants of that operation first; a number too large for float16 is infinite",
+    ]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_mask_that_does_no_harm_is_not_blamed_for_a_later_constant(wide):
+    """What it writes ends at the softmax, also at one in float32, and the layer that is named comes after it."""
+
+    def attend(x):
+        masked = tf.where(x > 0, x, -1e9) + tf.cast(tf.constant(-1e9) * tf.cast(x < 0, tf.float32), x.dtype)
+        return tf.nn.softmax(tf.cast(masked, tf.float32) if wide else masked)
+
+    model = _between(attend)
+    report = range_report(model, _loss_fn(lambda x, training: 1e6 * model(x, training=training), X))
+    assert any(record.nonfinite for record in report.forward if record.module == "model/loud")
+    assert (report.overflows_first.module, report.overflows_first.operation) == ("loss_fn", "Mul")
+    assert "and loss_fn (Mul) is the first to be given infinity or NaN" in str(report)
+
+
+def test_an_overflow_on_the_way_to_the_loss_is_named_rather_than_a_mask():
+    """Both reach the loss, and only the overflow has made an infinity."""
+    model = _between(lambda x: tf.where(x > 0, x, -1e9) + tf.exp(100.0 * tf.abs(x)))
+    report = range_report(model, _loss_fn(model, X))
+    assert str(report).startswith("forward: overflows in model/loud (Exp); the loss is")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: tf.nn.softmax(tf.where(x > tf.reduce_min(x), x, -1e9)),
+        lambda x: tf.nn.softmax(tf.where(x > tf.reduce_min(x), x, -np.inf)),
+        lambda x: tf.clip_by_value(x, -1e6, 1e6),
+    ],
+    ids=["-1e9", "-inf", "bounds"],
+)
+def test_a_constant_that_does_no_harm_is_passed_over(compute):
+    """Where float32 makes the loss infinite, nothing is named, and where a gradient overflows, its operation is."""
+    model = _between(compute)
+    report = range_report(model, _loss_fn(model, X))
+    assert report.forward_finite
+    assert report.overflows_above > 1.0
+    assert str(report).startswith("forward: finite;")
+    divided = range_report(model, lambda: _square(model, X) / 0.0)
+    assert divided.overflows_first is None
+    assert str(divided).splitlines()[0] == "forward: the loss is inf, and no operation in low precision has made it so"
+    weighted = range_report(model, _loss_fn(model, X, 1e9))
+    assert "it is not finite at a loss scale of 2**0, and loss_fn (Cast) overflows" in str(weighted)
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_what_needs_no_scaling_is_told_so(policy):
     """Without float16 there is no limit, or one that is far away."""
