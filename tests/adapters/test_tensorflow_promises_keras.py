@@ -173,6 +173,44 @@ def test_promises_059_060_073_090_weights_and_slots(make):
     assert inner._exclude_from_weight_decay_pattern.pattern == "bias"
 
 
+@EACH_MODE
+@pytest.mark.parametrize("with_tape", [False, True])
+def test_promise_090_compute_gradients(optimizers, mode, with_tape):
+    """It scales the loss and unscales the gradients, as that of tf_keras's wrapper; processed, they may be applied."""
+    optimizer, variable = _wrapped(8.0, rate=1.0, of=optimizers), tf.Variable([1.0, 2.0])
+    optimizer.build([variable])
+
+    def step():
+        loss, tape = lambda: 3.0 * tf.reduce_sum(variable), None
+        if with_tape:
+            with tf.GradientTape() as tape:
+                loss = loss()
+        pairs = optimizer.compute_gradients(loss, [variable], tape)
+        optimizer.apply_gradients([(2.0 * grad, each) for grad, each in pairs])
+        return pairs[0][0]
+
+    step = mode(step)
+    for _ in range(2):
+        assert step().numpy().tolist() == [3.0, 3.0]
+    assert variable.numpy().tolist() == [-11.0, -10.0]
+    assert optimizer.steps_with_missing_calls == 0
+
+
+def test_promise_090_methods_of_each_generation():
+    """What an optimizer has besides, its wrapper has; an optimizer of Keras 3 has none of it."""
+    variable = tf.Variable(1.0)
+    legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), 8.0)
+    legacy.get_updates(lambda: variable * 3.0, [variable])
+    assert float(variable) == -2.0
+    assert legacy.add_weight("mine", shape=(2,), initializer="ones").numpy().tolist() == [1.0, 1.0]
+    new = LossScaleOptimizer(tf_keras.optimizers.SGD(1.0), 8.0)
+    pairs = [(tf.constant(1.0), variable)]
+    assert list(new.aggregate_gradients(pairs)) == pairs
+    of_keras_3 = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+    assert not hasattr(of_keras_3, "aggregate_gradients")
+    assert not hasattr(of_keras_3, "add_weight")
+
+
 def test_promise_073_slots_of_every_optimizer(optimizers):
     """By name and variable, though variables may be named alike, and one's name may begin with another's."""
     variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0]), tf.Variable([[4.0]], name="w")]

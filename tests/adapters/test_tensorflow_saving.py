@@ -24,6 +24,22 @@ TARGETS = INPUTS.sum(axis=1, keepdims=True)
 INPUTS[ROWS * np.array([1, 2, 5, 8])] = np.inf
 
 
+OPTIMIZERS = [
+    each
+    for each in vars(keras.optimizers).values()
+    if isinstance(each, type) and issubclass(each, keras.optimizers.Optimizer) and "Loss" not in each.__name__
+]
+
+
+@pytest.mark.parametrize("optimizer", [each for each in OPTIMIZERS if each is not keras.optimizers.Optimizer])
+def test_a_config_of_every_optimizer_of_keras(optimizer):
+    """It makes the same wrapper around the same optimizer."""
+    config = LossScaleOptimizer(optimizer(0.5), 8.0).get_config()
+    again = LossScaleOptimizer.from_config(config)
+    assert type(again.inner_optimizer) is optimizer
+    assert again.get_config() == config
+
+
 def _model(policy, seed=0):
     keras.utils.set_random_seed(seed)
     layers = [keras.Input((3,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="second")]

@@ -59,7 +59,10 @@ def deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
         import tf_keras
 
         return tf_keras.optimizers.deserialize(config, custom_objects)
-    return keras.optimizers.deserialize(config, custom_objects)
+    optimizer = keras.optimizers.deserialize(config, custom_objects)
+    # It returns the name of a class that its table lacks, such as Lamb:
+    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/__init__.py
+    return keras.saving.deserialize_keras_object(config, custom_objects) if isinstance(optimizer, str) else optimizer
 
 
 def _is_of_tf_keras(config: dict[str, Any]) -> bool:
