@@ -69,4 +69,4 @@ class StateVariables(tf.Module):
         # An eager assignment takes longer than the whole update on the host, and most steps change two fields only.
         for variable, old, new in zip(self._of_tensorflow, before, after, strict=True):
             if new != old:
-                variable.assign(new, read_value=False)
+                variable.assign(new)

@@ -41,7 +41,7 @@ class Scaling:
         require_no_session()
         scaled, loss_scale = self._scaled(loss)
         record = self._calls.scale(loss_scale, self._updates, by_keras)
-        self._used_scale.assign(loss_scale, read_value=False)
+        self._used_scale.assign(loss_scale)
         for leaf in tf.nest.flatten(scaled):
             mark_loss(leaf, record)
         return scaled
