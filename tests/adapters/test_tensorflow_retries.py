@@ -15,6 +15,7 @@ POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=3)
 GOOD_SCALE = 2.0**12  # the largest scale at which the gradients of `Loop` are finite in float16
 BATCH = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 WAYS = ["eager", "graph", "XLA"]
+FLOAT8 = tf.dtypes.experimental.float8_e5m2
 
 
 class Loop:
@@ -348,3 +349,166 @@ def test_the_floor_is_no_end_while_a_lower_scale_is_left():
     assert weight.numpy() != 1.0
     with pytest.raises(ScaleFloorError):
         optimizer.minimize(lambda: _overflowing(weight) * 1e30, [weight], retries=5)
+
+
+class Centred(keras.layers.Layer):
+    """A layer of a user's, whose forward pass writes to its kernel."""
+
+    def build(self, shape):
+        """Make the kernel."""
+        self.kernel = self.add_weight(shape=(shape[-1], 4), initializer="glorot_uniform")
+
+    def call(self, inputs, training=False):
+        """Return the product with the kernel, which has a mean of 0 from then on."""
+        if training:
+            self.kernel.assign(self.kernel - keras.ops.mean(self.kernel))
+        return inputs @ self.kernel
+
+
+class Counting(tf.Module):
+    """A module in plain TensorFlow, which adds to its weights within a function and a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.is_read_only = tf.Variable(tf.ones((3, 4))), tf.Variable(False, trainable=False)
+
+    @tf.function(autograph=False)
+    def __call__(self, inputs, training=False):
+        """Return the product with the weights."""
+        add = lambda: self.kernel.assign_add(tf.fill((3, 4), 0.25)).read_value()  # noqa: E731
+        tf.cond(self.is_read_only, self.kernel.read_value, add)
+        return tf.matmul(inputs, self.kernel)
+
+
+class Halving(tf_keras.layers.Dense):
+    """A layer of tf_keras, whose forward pass writes to its kernel."""
+
+    def call(self, inputs, training=False):
+        """Return the product with the kernel, which is half as large from then on."""
+        if training:
+            self.kernel.assign(0.5 * self.kernel)
+        return super().call(inputs)
+
+
+def _built(layer):
+    layer.build((None, 3))
+    return layer
+
+
+def _centred():
+    layer = keras.Sequential([keras.Input((3,)), Centred(), keras.layers.Dense(2)])
+    assert len(layer.trainable_variables) == 3
+    return layer
+
+
+WRITERS = {
+    "keras": lambda: _built(keras.layers.SpectralNormalization(keras.layers.Dense(4))),
+    "sparse": lambda: _built(keras.layers.SpectralNormalization(keras.layers.Embedding(8, 4))),
+    "tf_keras": lambda: _built(Halving(4)),
+    "user": _centred,
+    "module": Counting,
+}
+
+
+class WritingLoop:
+    """A loop of `minimize` with a layer whose forward pass writes to a variable that is trained."""
+
+    def __init__(self, way, writer, init_scale, retries, wrapper, inner):
+        keras.utils.set_random_seed(0)
+        tf_keras.utils.set_random_seed(0)
+        self.layer, self.optimizer = WRITERS[writer](), wrapper(inner(0.1), DynamicScaling(init_scale=init_scale))
+        self.variables, self.retries = [*self.layer.trainable_variables], retries
+        self.inputs = tf.constant([[1.0, 5.0, 1.0]]) if writer == "sparse" else tf.constant(BATCH)
+        self.step = self._step if way == "eager" else tf.function(self._step, autograph=False, jit_compile=way == "XLA")
+
+    def _step(self):
+        loss = lambda: _overflowing(self.layer(self.inputs, training=True))  # noqa: E731
+        options = {"retries": self.retries, "protect": [self.layer] if self.retries else ()}
+        self.optimizer.minimize(loss, var_list=self.variables, **options)
+
+    def bits(self):
+        """Return the layer's variables."""
+        return [np.asarray(each).tobytes() for each in self.layer.variables]
+
+    def run(self):
+        """Return the variables before and after each of three steps."""
+        return [self.bits(), *((self.step(), self.bits())[1] for _ in range(3))]
+
+
+KERAS = (LossScaleOptimizer, keras.optimizers.SGD)
+V1 = (v1.LossScaleOptimizer, tf.compat.v1.train.GradientDescentOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("way", "writer", "optimizers"),
+    [
+        *((way, writer, KERAS) for way in WAYS[:2] for writer in WRITERS),
+        ("XLA", "keras", KERAS),
+        *((way, "tf_keras", V1) for way in WAYS[:2]),
+    ],
+)
+def test_a_forward_pass_may_write_to_what_is_trained(way, writer, optimizers):
+    """A try that overflows puts it back, and the optimizer updates what the applied try has written."""
+    begun_low = WritingLoop(way, writer, GOOD_SCALE, 0, *optimizers).run()
+    assert begun_low[1] != begun_low[0]
+    assert WritingLoop(way, writer, POLICY.init_scale, 8, *optimizers).run() == begun_low
+    loop = WritingLoop(way, writer, POLICY.init_scale, 7, *optimizers)
+    loop.step()
+    assert loop.bits() == begun_low[0]
+
+
+def test_a_loss_that_fails_leaves_what_it_wrote_to_as_it_was():
+    """An error within the loss is raised after its writes are undone."""
+    loop = WritingLoop("eager", "user", GOOD_SCALE, 8, *KERAS)
+    before = loop.bits()
+
+    def failing():
+        loop.layer(loop.inputs, training=True)
+        raise KeyError("data")
+
+    with pytest.raises(KeyError):
+        loop.optimizer.minimize(failing, loop.variables, protect=[loop.layer])
+    assert loop.bits() == before
+
+
+def test_a_narrow_variable_is_put_back():
+    """Also one in float8, which TensorFlow exchanges with no other library."""
+    module, weight = tf.Module(), tf.Variable([1.0])
+    module.level = tf.Variable(tf.cast(1.0, FLOAT8))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), POLICY)
+
+    def loss():
+        module.level.assign(tf.cast(2.0, FLOAT8))
+        return _overflowing(weight)
+
+    levels = []
+    for _ in range(2):
+        optimizer.minimize(loss, [weight], retries=7, protect=[module])
+        levels.append(float(tf.cast(module.level, tf.float32)))
+    assert levels == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("retries", [0, 8])
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_weights_that_the_loss_reads_are_not_copied(way, retries):
+    """The optimizer updates them in place, as in a plain step: the memory that holds them stays the same."""
+    layer = keras.layers.Dense(64)
+    layer.build((None, 64))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), POLICY)
+    optimizer.build(layer.trainable_variables)
+
+    def step():
+        loss = lambda: _overflowing(layer(tf.ones((2, 64))))  # noqa: E731
+        optimizer.minimize(loss, layer.trainable_variables, retries=retries, protect=[layer])
+
+    step = step if way == "eager" else tf.function(step, autograph=False)
+    for _ in range(9):
+        step()
+    iterations, places = int(optimizer.iterations), _places(layer)
+    step()
+    assert int(optimizer.iterations) == iterations + 1
+    assert _places(layer) == places
+
+
+def _places(layer):
+    return [np.asarray(tf.identity(each.value)).__array_interface__["data"] for each in layer.variables]

@@ -202,7 +202,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
                 overflow. A policy that does not adapt is not retried.
             protect: Layers, modules, variables and generators of random numbers. Their non-trainable variables and
                 states are, after each skipped try, what they were before it, such as BatchNormalization's moving
-                averages and the seeds of Dropout.
+                averages and the seeds of Dropout; and so are weights that the loss writes to, as SpectralNormalization
+                does.
 
         Raises:
             ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient; or `retries` or
