@@ -120,7 +120,8 @@ PLAN = {
         _report: _verbs
         _range: _range_recorder _verbs
         _step: _guard _norm _state _verbs _warning
-        _retries: _step
+        _protect: _verbs
+        _retries: _protect _step
         _wrapper: _step
         keras: _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper
         v1: _calls _documented _guard _retries _state _step _verbs _warning _wrapper

@@ -1,0 +1,135 @@
+"""Variables that a skipped try of a step leaves as they were, though its loss writes to them."""
+
+import ctypes
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lossscale_tf._verbs import unconverted
+
+
+class Before:
+    """The values before a try of `variables`, and of those of `trained` to which the loss writes, to be put back.
+
+    A value is no copy. It shares the memory of its variable, and a write leaves that memory alone only while a value is
+    held. The values of trained variables that the loss has not written are let go before the optimizer updates them: it
+    can then do so in place.
+    """
+
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/training_op_helpers.h#L233
+    @unconverted
+    def __init__(self, variables: list[tf.Variable], trained: list[tf.Variable]) -> None:
+        self._values = [(variable, _value_of(variable)) for variable in variables]
+        self._trained = [(variable, _value_of(variable)) for variable in trained]
+
+    @unconverted
+    def let_go_of_unwritten(self, operations_before: int) -> None:
+        """Let go of the values of those trained variables to which the loss, now run, has not written.
+
+        In a graph, the loss is what follows a number of operations.
+        """
+        if tf.executing_eagerly():
+            self._trained = [each for each in self._trained if _has_moved(*each)]
+            return
+        written = _written_by(operations_so_far()[operations_before:])
+        graph = tf.compat.v1.get_default_graph()
+        self._trained = [each for each in self._trained if graph.capture(each[0].handle).name in written]
+
+    @unconverted
+    def put_back(self) -> tf.Tensor:
+        """Give the variables the values that are held; return False."""
+        for variable, value in self._values + self._trained:
+            variable.assign(value)
+        return tf.constant(False)
+
+    @unconverted
+    def put_back_unless(self, applied: Any) -> None:
+        """Give the variables the values that are held, unless a step is applied."""
+        if not tf.executing_eagerly():
+            tf.cond(applied, lambda: tf.constant(True), self.put_back)
+        elif not applied:
+            self.put_back()
+
+
+def _value_of(variable: tf.Variable) -> tf.Tensor:
+    """Return the value of a variable, which no later write changes."""
+    # After a sparse update every other way to read copies; XLA does not compile this one.
+    if tf.executing_eagerly() and hasattr(variable, "read_value_no_copy"):
+        return variable.read_value_no_copy()
+    return tf.identity(variable)
+
+
+def _has_moved(variable: tf.Variable, value: tf.Tensor) -> bool:
+    """Return whether a variable has left the memory of a value that it had; True also if that cannot be told."""
+    try:
+        return _address(_value_of(variable)) != _address(value)
+    except tf.errors.OpError:  # DLPack has neither every dtype, such as float8, nor every device
+        return True
+
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _address(value: tf.Tensor) -> int | None:
+    """Return where the memory of an eager tensor begins on its device; None if the tensor is empty."""
+    # The structure in the capsule begins with it: https://github.com/dmlc/dlpack/blob/v1.1/include/dlpack/dlpack.h
+    capsule = tf.experimental.dlpack.to_dlpack(value)
+    return ctypes.c_void_p.from_address(_pointer_in(capsule, b"dltensor")).value
+
+
+# https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/resource_variable_ops.py#L69
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "_ReadVariablesOp"}
+"""The operations that only read the variables among their inputs."""
+
+
+def operations_so_far() -> list[tf.Operation]:
+    """Return the operations of the graph being built; none where execution is eager."""
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+
+
+def _written_by(operations: list[tf.Operation]) -> set[str]:
+    """Return the names of the handles to which operations may write, also within functions, branches and loops."""
+    return {
+        handle.name
+        for operation in operations
+        if operation.type not in _READS
+        for index, handle in enumerate(operation.inputs)
+        if handle.dtype == tf.resource and index not in _only_read_by(operation)
+    }
+
+
+def _only_read_by(operation: tf.Operation) -> list[int]:
+    """Return which inputs of a function, a branch or a loop are handles that it only reads."""
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/auto_control_deps_utils.py#L140
+    try:
+        return operation.get_attr("_read_only_resource_inputs")
+    except ValueError:  # of any other operation
+        return []
+
+
+def variables_of(item: Any) -> list[tf.Variable]:
+    """Return the variables that a loss may write to: of a layer or module, of a generator of random numbers."""
+    if isinstance(item, tf.Variable):
+        return [item]
+    if isinstance(item, keras.Variable):
+        return [item.value]
+    if hasattr(item, "non_trainable_variables"):
+        if not getattr(item, "built", True):
+            raise ValueError(f"{item.name!r} is not built, so that protect= cannot copy its variables; build it first")
+        return [variable for each in item.non_trainable_variables for variable in variables_of(each)]
+    if isinstance(item, keras.metrics.Metric):  # of Keras 3, whose variables are its state
+        return [variable for each in item.variables for variable in variables_of(each)]
+    if isinstance(state := getattr(item, "state", None), tf.Variable | keras.Variable):
+        return variables_of(state)
+    raise TypeError(
+        f"protect={item!r} holds no variables that could be put back; pass layers, modules, metrics, variables, or "
+        "generators of random numbers"
+    )
+
+
+def trained_variables_of(item: Any) -> list[tf.Variable]:
+    """Return the weights of a layer or module, to which a loss may write, too."""
+    return [variable for each in getattr(item, "trainable_variables", ()) for variable in variables_of(each)]
