@@ -6,27 +6,39 @@ or a variable that is applied again, begins the next step. Graphs are held weakl
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._verbs import Gradient, is_narrow
 
+_Key: TypeAlias = "weakref.ref[Any] | None"
+"""A graph, held weakly; None for eager execution."""
+
 
 class Record:
-    """The calls of one step."""
+    """The calls of one step.
+
+    Attributes:
+        owner: The calls of its optimizer.
+        by_keras: Whether `scale_loss` scaled the loss, so that the gradients are applied as they are.
+        losses: How many losses were scaled.
+        unscalings: How often gradients were unscaled.
+        is_whole: Whether one call, such as `minimize`, has scaled, differentiated and unscaled.
+        is_from_outside: Whether the loss was scaled in another graph or thread, if at all.
+
+    """
 
     def __init__(self, owner: "Calls", by_keras: bool = False) -> None:
         self.owner = owner
-        self.by_keras = by_keras  # who scales like Keras applies gradients that are scaled
-        self.losses = 0
-        self.unscalings = 0
-        self.is_whole = False  # scaled, differentiated and unscaled by one call, such as `minimize`
-        self.is_from_outside = False  # the loss was scaled in another graph or thread, if at all
-        self._applied: set[tuple[weakref.ref[Any] | None, int]] = set()
-        self._loss_scale: Any = None
+        self.by_keras = by_keras
+        self.losses = self.unscalings = 0
+        self.is_whole = self.is_from_outside = False
+        self._applied: set[tuple[_Key, int]] = set()
+        self._held_in: _Key = None
+        self._loss_scale: Callable[[], tf.Tensor | None] = lambda: None
         self._updates = 0
 
     @property
@@ -42,26 +54,22 @@ class Record:
     def hold(self, loss_scale: tf.Tensor, updates: int = 0) -> None:
         """Note that a loss was multiplied by `loss_scale`, which had been updated so often in traces before."""
         self.losses += 1
-        self._loss_scale = loss_scale if tf.executing_eagerly() else weakref.ref(loss_scale)
-        self._updates = updates
+        self._held_in, self._updates = _here(), updates
+        self._loss_scale = weakref.ref(loss_scale) if self._held_in else lambda: loss_scale
 
     def has_other_scale(self, loss_scale: tf.Tensor, updates: int) -> bool:
         """Return whether the scale has changed since it was held. Eagerly, synchronises with the host."""
-        if tf.executing_eagerly():
-            return float(self._loss_scale) != float(loss_scale)
-        return self._updates != updates
+        held = self._loss_scale()
+        return self._updates != updates if held is None or self._held_in else float(held) != float(loss_scale)
 
     def loss_scale(self) -> tf.Tensor | None:
-        """Return the scale that was held; None in another graph, which no tensor reaches safely."""
-        if tf.executing_eagerly():
-            return self._loss_scale if isinstance(self._loss_scale, tf.Tensor) else None
-        held = self._loss_scale() if isinstance(self._loss_scale, weakref.ref) else None
-        return held if held is not None and held.graph is current_graph() else None
+        """Return the scale that was held; None in another graph than it was held in, where no tensor may be used."""
+        return self._loss_scale() if self._held_in == _here() else None
 
     def apply(self, variables: Iterable[Any]) -> None:
         """Note that gradients of `variables` are applied in the graph being built; two branches are two graphs."""
-        key = _key(current_graph())
-        self._applied |= {(key, id(variable)) for variable in variables}
+        here = _here()
+        self._applied |= {(here, id(variable)) for variable in variables}
 
     def is_applied_to(self, variables: Sequence[Any]) -> bool:
         """Return whether gradients of one of `variables` were applied in the graph being built or in one around it."""
@@ -71,7 +79,7 @@ class Record:
         return any((key, id(variable)) in self._applied for key in keys for variable in variables)
 
     def as_from_outside(self) -> "Record":
-        """Return a copy for a graph, in which an eager scale would be a constant."""
+        """Return a copy for a graph, without the scale: an eager one would be a constant there."""
         copy = Record(self.owner, self.by_keras)
         copy.losses, copy.unscalings, copy._applied = self.losses, self.unscalings, set(self._applied)
         copy.is_whole, copy.is_from_outside = self.is_whole, True
@@ -96,7 +104,7 @@ class Calls:
         if record is None or record.is_applied or record.is_whole or record.by_keras != by_keras:
             record = here[replica] = Record(self, by_keras)
         elif record.is_open and record.has_other_scale(loss_scale, updates):
-            if not self._is_unscaled_elsewhere():
+            if not tf.executing_eagerly() or not self._is_unscaled_elsewhere():
                 self.forget_here()
                 raise CallOrderError(
                     "the loss scale has changed while gradients of the last scaled loss are still to come; unscale "
@@ -123,7 +131,7 @@ class Calls:
         if record is None or record.is_whole or (record.is_applied and self._is_scaled_elsewhere()):
             record = self._from_outside(by_keras=False)
         record.unscalings += 1
-        record.by_keras = False  # who unscales does not leave it to Keras
+        record.by_keras = False  # the loop unscales, and does not leave it to `apply_gradients`
         return record
 
     def apply(self, variables: Sequence[Any]) -> Record:
@@ -161,9 +169,11 @@ class Calls:
         None means that no call is known.
         """
         here, replica = current_graph(), current_replica()
+        if here is None:
+            return self._place(None).get(replica)
         for graph in graphs_around():
             record = self._place(graph).get(replica)
-            if record is not None and graph is None and here is not None:
+            if record is not None and graph is None:
                 record = self._place(here)[replica] = record.as_from_outside()
             if record is not None:
                 return record
@@ -269,5 +279,9 @@ def current_replica() -> int:
     return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
-def _key(graph: Any) -> "weakref.ref[Any] | None":
+def _here() -> _Key:
+    return None if tf.executing_eagerly() else _key(current_graph())
+
+
+def _key(graph: Any) -> _Key:
     return None if graph is None else weakref.ref(graph)

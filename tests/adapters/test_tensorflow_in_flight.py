@@ -233,6 +233,25 @@ def test_replicas():
 
 
 @EACH_MODE
+def test_some_gradients_are_processed(mode):
+    """Before they are applied with those that are not: no call is missing, step after step."""
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS), [tf.Variable(0.0), tf.Variable(0.0)]
+    optimizer.build(variables)
+
+    def step():
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(3.0 * variables[0] + 5.0 * variables[1])
+        first, second = optimizer.get_unscaled_gradients(tape.gradient(scaled, variables))
+        optimizer.apply_gradients([(first, variables[0]), (tf.clip_by_value(second, -1.0, 1.0), variables[1])])
+
+    step = mode(step)
+    for _ in range(3):
+        step()
+    assert [float(each) for each in variables] == [-9.0, -3.0]
+    assert optimizer.steps_with_missing_calls == 0
+
+
+@EACH_MODE
 def test_two_networks_under_one_loss(optimizer, mode):
     """Their gradients are unscaled one after the other, processed or not; the same tensor twice is refused."""
     variables = [tf.Variable([1.0]), tf.Variable([1.0, 2.0])]

@@ -96,12 +96,12 @@ class Scaling:
         """
         marks = [self._calls.mark_of(grad) for grad in grads]
         records = {each.record for each in marks if each is not None and each.is_gradient}
-        for record in records:
-            record.apply(variables)
-        if None in marks or not records:
+        if not records:
             record = self._calls.apply(variables)
             if record.by_keras or (may_be_scaled and self._are_scaled(record)):
                 return grads, self._scale_of(record)
+        for record in records:
+            record.apply(variables)
         self._warn_of_missing_calls(record)
         if record.unscalings and any(map(is_overwritten, variables)):  # new values were divided like gradients
             factor = self._scale_of(record)
