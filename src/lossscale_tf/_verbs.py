@@ -198,16 +198,14 @@ def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = 
     """
     halves = [leaf for leaf in leaves if leaf.dtype not in _WIDE]
     wide = [leaf for leaf in leaves if leaf.dtype in _WIDE]
-    # Below a scale of 1, gradients become infinite by being unscaled.
-    doubtful = leaves if loss_scale is not None else wide
-    proven = [_proven_finite([values_of(leaf) for leaf in wide])] if wide else []
-    if loss_scale is not None:
-        proven.append(loss_scale >= 1.0)
-    found = [_each_element_finite(halves)] if halves else []
-    if doubtful:
-        inverse = None if loss_scale is None else inverse_of(loss_scale)
-        found.append(tf.cond(_all(proven), lambda: tf.constant(True), lambda: _each_element_finite(doubtful, inverse)))
-    return _all(found)
+    flags = [_each_element_finite(halves)] if halves else []
+    proofs = [_proven_finite([values_of(leaf) for leaf in wide])] if wide else []
+    if loss_scale is not None:  # below 1, gradients become infinite by being unscaled
+        inverse = inverse_of(loss_scale)
+        flags.append(_each_element_finite(leaves, inverse, unless=_all([*proofs, loss_scale >= 1.0])))
+    elif wide:
+        flags.append(_each_element_finite(wide, unless=_all(proofs)))
+    return _all(flags)
 
 
 def _all(flags: list[tf.Tensor]) -> tf.Tensor:
@@ -216,13 +214,8 @@ def _all(flags: list[tf.Tensor]) -> tf.Tensor:
 
 def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
     """Return whether the sum of squares proves `values` finite; under XLA, that nothing is proven."""
-
-    def prove() -> tf.Tensor:
-        return tf.math.is_finite(sum_of_squares(values))
-
-    if tf.executing_eagerly():
-        return prove()
-    return tf.cond(_is_compiled_by_xla(), lambda: tf.constant(False), prove)
+    proven = tf.math.is_finite(sum_of_squares(values))
+    return proven if tf.executing_eagerly() else proven & ~_is_compiled_by_xla()
 
 
 def _is_compiled_by_xla() -> tf.Tensor:
@@ -233,21 +226,26 @@ def _is_compiled_by_xla() -> tf.Tensor:
     return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
 
 
-def _each_element_finite(leaves: list[Gradient], inverse: tf.Tensor | None = None) -> tf.Tensor:
-    """Look at every element, those of the smallest leaf first."""
-    first, *others = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
-    is_first_finite = _elements_finite([first], inverse)
+def _each_element_finite(
+    leaves: list[Gradient], inverse: tf.Tensor | None = None, unless: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Look at every element, those of the smallest leaf first; at none if `unless` says that all are finite."""
+    if unless is not None and tf.executing_eagerly() and bool(unless):
+        return tf.constant(True)
+    leaves = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
+    first, others = (leaves[:1], leaves[1:]) if len(leaves) > 1 or unless is None else ([], leaves)
+    is_first_finite = _elements_finite(first, inverse)
     if not others:
         return is_first_finite
     # XLA does not fuse what depends on a branch with what follows; that makes compiling four times as quick.
-    return tf.cond(is_first_finite, lambda: _elements_finite(others, inverse), lambda: tf.constant(False))
+    is_known = ~is_first_finite if unless is None else unless | ~is_first_finite
+    return tf.cond(is_known, lambda: is_first_finite, lambda: _elements_finite(others, inverse))
 
 
 def _elements_finite(leaves: list[Gradient], inverse: tf.Tensor | None) -> tf.Tensor:
     summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
-    return tf.reduce_all(
-        [tf.reduce_all(tf.math.is_finite(part)) for each in summed for part in _real_parts(_with_kernels(each))]
-    )
+    parts = [part for each in summed for part in _real_parts(_with_kernels(each))]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts]) if parts else tf.constant(True)
 
 
 def values_of(leaf: Gradient) -> tf.Tensor:
