@@ -6,16 +6,19 @@ or a variable that is applied again, begins the next step. Graphs are held weakl
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._verbs import Gradient, is_narrow
+from lossscale_tf._verbs import Gradient, is_narrow, values_of
 
 _Key: TypeAlias = "weakref.ref[Any] | None"
 """A graph, held weakly; None for eager execution."""
+_REMEMBERED = 16
+"""How many steps are remembered, for gradients that wait while other losses are scaled."""
 
 
 class Record:
@@ -24,9 +27,9 @@ class Record:
     Attributes:
         owner: The calls of its optimizer.
         by_keras: Whether `scale_loss` scaled the loss, so that the gradients are applied as they are.
-        losses: How many losses were scaled.
-        unscalings: How often gradients were unscaled.
-        is_whole: Whether one call, such as `minimize`, has scaled, differentiated and unscaled.
+        is_scaled: Whether a loss was scaled.
+        is_unscaled: Whether gradients were unscaled.
+        is_waiting: Whether the gradients of a scaled loss are still to come.
         is_from_outside: Whether the loss was scaled in another graph or thread, if at all.
 
     """
@@ -34,28 +37,24 @@ class Record:
     def __init__(self, owner: "Calls", by_keras: bool = False) -> None:
         self.owner = owner
         self.by_keras = by_keras
-        self.losses = self.unscalings = 0
-        self.is_whole = self.is_from_outside = False
+        self.is_scaled = self.is_unscaled = self.is_waiting = self.is_from_outside = False
+        self._expected: set[int] = set()
         self._applied: set[tuple[_Key, int]] = set()
         self._held_in: _Key = None
         self._loss_scale: Callable[[], tf.Tensor | None] = lambda: None
-        self._updates = 0
+        self._updates = self._since = 0
 
     @property
     def is_applied(self) -> bool:
         """Whether gradients of this step were applied, to some variables at least."""
         return bool(self._applied)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients of a scaled loss are still to come."""
-        return self.losses > self.unscalings and not self._applied
-
     def hold(self, loss_scale: tf.Tensor, updates: int = 0) -> None:
         """Note that a loss was multiplied by `loss_scale`, which had been updated so often in traces before."""
-        self.losses += 1
+        self._since = self._since or _number_of(loss_scale)
         self._held_in, self._updates = _here(), updates
         self._loss_scale = weakref.ref(loss_scale) if self._held_in else lambda: loss_scale
+        self.is_scaled = self.is_waiting = True
 
     def has_other_scale(self, loss_scale: tf.Tensor, updates: int) -> bool:
         """Return whether the scale has changed since it was held. Eagerly, synchronises with the host."""
@@ -66,10 +65,27 @@ class Record:
         """Return the scale that was held; None in another graph than it was held in, where no tensor may be used."""
         return self._loss_scale() if self._held_in == _here() else None
 
+    def is_older_than(self, number: int) -> bool:
+        """Return whether a tensor of this number was made since the loss was scaled."""
+        return self._since <= number
+
+    def expect(self, variables: Iterable[Any]) -> None:
+        """Note that one call has scaled, differentiated and unscaled, for gradients of `variables` to be applied."""
+        ids = set(map(id, variables))
+        self._expected |= ids
+        self._applied = {(key, each) for key, each in self._applied if each not in ids}
+        self.is_unscaled, self.is_waiting = True, False
+
+    def expects(self, variables: Sequence[Any]) -> bool:
+        """Return whether gradients of one of `variables`, or any, are expected and were not applied yet."""
+        expected = not self._expected.isdisjoint(map(id, variables)) if variables else bool(self._expected)
+        return expected and not self.is_applied_to(variables)
+
     def apply(self, variables: Iterable[Any]) -> None:
         """Note that gradients of `variables` are applied in the graph being built; two branches are two graphs."""
         here = _here()
         self._applied |= {(here, id(variable)) for variable in variables}
+        self.is_waiting = False
 
     def is_applied_to(self, variables: Sequence[Any]) -> bool:
         """Return whether gradients of one of `variables` were applied in the graph being built or in one around it."""
@@ -81,9 +97,13 @@ class Record:
     def as_from_outside(self) -> "Record":
         """Return a copy for a graph, without the scale: an eager one would be a constant there."""
         copy = Record(self.owner, self.by_keras)
-        copy.losses, copy.unscalings, copy._applied = self.losses, self.unscalings, set(self._applied)
-        copy.is_whole, copy.is_from_outside = self.is_whole, True
+        copy.is_scaled, copy.is_unscaled, copy.is_from_outside = self.is_scaled, self.is_unscaled, True
+        copy._applied, copy._expected = set(self._applied), set(self._expected)
+        self.is_waiting = False
         return copy
+
+
+_Steps: TypeAlias = deque[Record]
 
 
 class Calls:
@@ -91,55 +111,73 @@ class Calls:
 
     def __init__(self) -> None:
         self._threads = threading.local()
-        self._graphs: weakref.WeakKeyDictionary[Any, dict[int, Record]] = weakref.WeakKeyDictionary()
-        self._last_by_keras = False
+        self._graphs: weakref.WeakKeyDictionary[Any, dict[tuple[int, bool], _Steps]] = weakref.WeakKeyDictionary()
+        self._latest: Record | None = None
 
     def scale(self, loss_scale: tf.Tensor, updates: int = 0, by_keras: bool = False) -> Record:
         """Return the record of a loss that is scaled by `loss_scale`: a new one if the last was applied.
 
         Raises `CallOrderError` if gradients of a loss with another scale are still to come.
         """
-        here, replica = self._place(current_graph()), current_replica()
-        record = here.get(replica)
-        if record is None or record.is_applied or record.is_whole or record.by_keras != by_keras:
-            record = here[replica] = Record(self, by_keras)
-        elif record.is_open and record.has_other_scale(loss_scale, updates):
-            if not tf.executing_eagerly() or not self._is_unscaled_elsewhere():
-                self.forget_here()
-                raise CallOrderError(
-                    "the loss scale has changed while gradients of the last scaled loss are still to come; unscale "
-                    "and apply them before the next loss is scaled, or scale both losses before either is applied"
-                )
-            record = here[replica] = Record(self, by_keras)
+        steps = self._steps(current_graph())
+        record = steps[-1] if steps else None
+        if record is None or record.is_applied or record.by_keras != by_keras:
+            record = None
+        elif record.is_scaled and record.has_other_scale(loss_scale, updates):
+            self._require_nothing_waits(record)
+            record = None
+        if record is None:
+            record = Record(self, by_keras)
+            steps.append(record)
         record.hold(loss_scale, updates)
-        self._last_by_keras = by_keras
+        self._latest = record
         return record
 
-    def scale_and_unscale(self, loss_scale: tf.Tensor) -> Record:
-        """Return the record of one call that does both, which leaves the record of a loop as it is."""
-        record = Record(self)
-        record.is_whole, record.unscalings = True, 1
-        record.hold(loss_scale)
-        current = self._current()
-        if current is None or current.is_whole:
-            self._place(current_graph())[current_replica()] = record
-        return record
+    def scale_and_unscale(self, loss_scale: tf.Tensor, variables: Iterable[Any]) -> Record:
+        """Return the record of calls that do both, which leave the record of a loop as it is."""
+        steps = self._steps(current_graph(), are_whole=True)
+        if not steps:
+            steps.append(Record(self))
+        steps[-1].hold(loss_scale)
+        steps[-1].expect(variables)
+        return steps[-1]
 
-    def unscale(self) -> Record:
+    def unscale(self, grads: Sequence[Any]) -> Record:
         """Return the record of gradients to be unscaled: another one if their loss was scaled in a trace."""
         record = self._current()
-        if record is None or record.is_whole or (record.is_applied and self._is_scaled_elsewhere()):
+        if record is None or (record.is_applied and (record.is_from_outside or self._is_scaled_elsewhere())):
             record = self._from_outside(by_keras=False)
-        record.unscalings += 1
-        record.by_keras = False  # the loop unscales, and does not leave it to `apply_gradients`
+        record = self.of(grads, record)
+        record.is_unscaled, record.is_waiting = True, False
         return record
+
+    def of(self, grads: Sequence[Any], latest: Record) -> Record:
+        """Return the record of gradients: `latest`, or an older one if they were made before its loss was scaled.
+
+        Raises `CallOrderError` if they are of two losses with different scales.
+        """
+        numbers = [_number_of(grad) for grad in grads if isinstance(grad, tf.Tensor | tf.IndexedSlices)]
+        if not numbers or latest.is_older_than(min(numbers)):
+            return latest
+        steps = self._steps(current_graph())
+        oldest, newest = ([each for each in steps if each.is_older_than(n)] for n in (min(numbers), max(numbers)))
+        if not oldest:  # constants, which are older than all losses
+            return latest
+        if oldest[-1] is not newest[-1]:
+            self.forget_here()
+            raise CallOrderError(
+                "these gradients are of losses that were scaled by different loss scales; unscale those of one loss at "
+                "a time"
+            )
+        return oldest[-1]
 
     def apply(self, variables: Sequence[Any]) -> Record:
         """Return the record of gradients of `variables`, and note that they are applied."""
-        record = self._current()
-        is_over = record is not None and record.is_whole and record.is_applied and self._is_scaled_elsewhere()
+        whole = self._current(are_whole=True)
+        record = whole if whole is not None and whole.expects(variables) else self._current()
+        is_over = record is not None and record.is_applied and record.by_keras and self._is_scaled_elsewhere()
         if record is None or is_over or record.is_applied_to(variables):
-            record = self._from_outside(self._last_by_keras)
+            record = self._from_outside(by_keras=self._latest is not None and self._latest.by_keras)
         record.apply(variables)
         return record
 
@@ -150,62 +188,81 @@ class Calls:
 
     def is_missing(self, record: Record) -> tuple[bool, bool]:
         """Return whether scaling and unscaling are missing, in this step and in traces that leave theirs open."""
-        if record.losses and record.unscalings:
+        if record.is_scaled and record.is_unscaled:
             return False, False
-        is_unscaled = record.unscalings or any(each.unscalings for each in self._open_in_graphs())
-        return not record.losses and not self._is_scaled_elsewhere(), not is_unscaled
+        others = self._open_in_graphs()
+        return (
+            not record.is_scaled and not any(each.is_scaled for each in others),
+            not record.is_unscaled and not any(each.is_unscaled for each in others),
+        )
 
     def forget_here(self) -> None:
-        """Forget the step of this place and replica, as after an error."""
-        self._place(current_graph()).pop(current_replica(), None)
+        """Forget the steps of this place and replica, as after an error."""
+        self._steps(current_graph()).clear()
 
     def forget_eager(self) -> None:
         """Forget the eager steps of all threads, as after another state is loaded."""
         self._threads = threading.local()
 
-    def _current(self) -> Record | None:
+    def _require_nothing_waits(self, record: Record) -> None:
+        # Eager gradients may go into traces, which do not tell each time that they run.
+        if record.is_waiting and not (tf.executing_eagerly() and self._is_applied_in_graphs()):
+            self.forget_here()
+            raise CallOrderError(
+                "the loss scale has changed while gradients of the last scaled loss are still to come; unscale and "
+                "apply them before the next loss is scaled, or scale both losses before either is applied"
+            )
+
+    def _current(self, are_whole: bool = False) -> Record | None:
         """Return the record of this replica, in this graph or around it; that of eager execution is copied for a graph.
 
         None means that no call is known.
         """
-        here, replica = current_graph(), current_replica()
-        if here is None:
-            return self._place(None).get(replica)
+        here = current_graph()
+        steps = self._steps(here, are_whole)
+        if steps or here is None:
+            return steps[-1] if steps else None
         for graph in graphs_around():
-            record = self._place(graph).get(replica)
-            if record is not None and graph is None:
-                record = self._place(here)[replica] = record.as_from_outside()
-            if record is not None:
-                return record
+            around = self._steps(graph, are_whole)
+            if around and graph is None:
+                steps.append(around[-1].as_from_outside())
+                return steps[-1]
+            if around:
+                return around[-1]
         return None
 
     def _from_outside(self, by_keras: bool) -> Record:
         """Begin the record of a step that was scaled elsewhere, or not at all."""
-        record = self._place(current_graph())[current_replica()] = Record(self, by_keras)
+        record = Record(self, by_keras)
         record.is_from_outside = True
+        self._steps(current_graph()).append(record)
+        if self._latest is not None:
+            record.is_scaled, self._latest.is_waiting = self._latest.is_waiting, False
         return record
 
-    def _in_graphs(self) -> list[Record]:
-        return [record for place in list(self._graphs.values()) for record in place.values()]
+    def _in_graphs(self, are_whole: Iterable[bool] = (False, True)) -> list[Record]:
+        places = list(self._graphs.values())
+        return [steps[-1] for place in places for (_, whole), steps in place.items() if steps and whole in are_whole]
 
-    def _open_in_graphs(self) -> list[Record]:
+    def _open_in_graphs(self, are_whole: Iterable[bool] = (False, True)) -> list[Record]:
         """Return the records of traces that apply no gradients: another trace, or eager code, does."""
-        return [record for record in self._in_graphs() if not record.is_applied]
+        return [record for record in self._in_graphs(are_whole) if not record.is_applied]
 
     def _is_scaled_elsewhere(self) -> bool:
         """Return whether a trace scales losses and leaves their gradients to others."""
-        return any(record.losses for record in self._open_in_graphs())
+        return any(record.is_scaled for record in self._open_in_graphs(are_whole=[False]))
 
-    def _is_unscaled_elsewhere(self) -> bool:
-        """Return whether a trace unscales or applies gradients of losses that are scaled outside of it."""
-        return any(record.is_from_outside for record in self._in_graphs())
+    def _is_applied_in_graphs(self) -> bool:
+        """Return whether a trace unscales or applies gradients, which may be of losses that it has not scaled."""
+        return any(record.is_unscaled or record.is_applied for record in self._in_graphs(are_whole=[False]))
 
-    def _place(self, graph: Any) -> dict[int, Record]:
-        """Return the records of a graph, or of this thread for None, by replica."""
-        if graph is not None:
-            return self._graphs.setdefault(graph, {})
-        places: dict[str, dict[int, Record]] = vars(self._threads)
-        return places.setdefault("place", {})
+    def _steps(self, graph: Any, are_whole: bool = False) -> _Steps:
+        """Return the last steps of this replica in a graph, or in this thread for None."""
+        if graph is None:
+            place: dict[tuple[int, bool], _Steps] = vars(self._threads).setdefault("place", {})
+        else:
+            place = self._graphs.setdefault(graph, {})
+        return place.setdefault((current_replica(), are_whole), deque(maxlen=_REMEMBERED))
 
     # What is of a thread or a graph cannot be copied or pickled; a copy begins with a new step.
     def __reduce__(self) -> tuple[type["Calls"], tuple[()]]:
@@ -213,30 +270,32 @@ class Calls:
 
 
 class Mark(NamedTuple):
-    """What a returned tensor is: a scaled loss, or an unscaled gradient of a record.
+    """What a tensor is: a scaled loss, a gradient that was unscaled, or what that was before.
 
     In a graph, `origin` is the gradient before it was divided by `loss_scale`. Who applies it unscales and clips by one
     product, and TensorFlow prunes the unscaled tensor: a write and a read of all gradients less a step.
     """
 
     record: Record
-    is_gradient: bool
+    kind: Literal["loss", "scaled", "unscaled"]
     origin: Gradient | None = None
     loss_scale: tf.Tensor | None = None
 
 
 def mark_loss(leaf: tf.Tensor, record: Record) -> None:
     """Mark a scaled loss. This attribute is the only one that this package sets on tensors."""
-    leaf._loss_scaling = Mark(record, is_gradient=False)
+    leaf._loss_scaling = Mark(record, "loss")
 
 
 def mark_gradient(leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tensor) -> None:
-    """Mark an unscaled gradient, in a graph with what it was before, unless its dtype has changed."""
-    leaf._loss_scaling = unscaled = Mark(record, is_gradient=True)
+    """Mark a gradient before and after it was unscaled, in a graph with its origin, unless its dtype has changed."""
+    is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
+    unscaled = Mark(record, "unscaled")
+    leaf._loss_scaling = Mark(record, "unscaled", grad, loss_scale) if is_same else unscaled
     if isinstance(leaf, tf.IndexedSlices):
         leaf.values._loss_scaling = unscaled
-    if not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype):
-        leaf._loss_scaling = Mark(record, is_gradient=True, origin=grad, loss_scale=loss_scale)
+    if isinstance(grad, tf.Tensor | tf.IndexedSlices):
+        grad._loss_scaling = Mark(record, "scaled")
 
 
 def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
@@ -285,3 +344,11 @@ def _here() -> _Key:
 
 def _key(graph: Any) -> _Key:
     return None if graph is None else weakref.ref(graph)
+
+
+def _number_of(leaf: Gradient) -> int:
+    """Return a number that is larger than that of each older tensor."""
+    # Nothing public tells of two tensors which is older. TensorFlow counts them all, in graphs, too:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/tensor.py
+    number: int = values_of(leaf)._id
+    return number

@@ -251,6 +251,192 @@ def test_some_gradients_are_processed(mode):
     assert optimizer.steps_with_missing_calls == 0
 
 
+class Two:
+    """An optimizer around two weights at zero, and the steps that a loop may take."""
+
+    def __init__(self):
+        self.weights = [tf.Variable(0.0), tf.Variable(0.0)]
+        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+        self.optimizer.build(self.weights)
+
+    def scaled(self, weight, gradient, by="get_scaled_loss"):
+        """Return the scaled gradient of a loss."""
+        with tf.GradientTape() as tape:
+            loss = getattr(self.optimizer, by)(self.weights[weight] * gradient)
+        return tape.gradient(loss, [self.weights[weight]])
+
+    def apply(self, grads, weight):
+        """Apply gradients as they are."""
+        self.optimizer.apply_gradients([(grads[0], self.weights[weight])])
+
+    def unscale_and_apply(self, grads, weight):
+        """Apply scaled gradients as a loop does."""
+        self.apply(self.optimizer.get_unscaled_gradients(grads), weight)
+
+    def processed(self, weight, gradient):
+        """Take a step by `compute_gradients`, whose gradients are processed."""
+        weight = self.weights[weight]
+        pairs = self.optimizer.compute_gradients(lambda: weight * gradient, [weight])
+        self.optimizer.apply_gradients([(grad * 1.0, each) for grad, each in pairs])
+
+
+def _compute_gradients_after_keras(two):
+    two.apply(two.scaled(0, 3.0, "scale_loss"), 0)
+    two.processed(0, 5.0)
+    two.processed(1, 5.0)
+
+
+def _compute_gradients_after_a_loop(two):
+    two.unscale_and_apply(two.scaled(0, 3.0), 0)
+    two.processed(0, 5.0)
+    two.processed(1, 5.0)
+
+
+def _compute_gradients_in_between(two):
+    first = two.scaled(0, 8.0, "scale_loss")
+    two.processed(1, 5.0)
+    two.apply(first, 0)
+
+
+def _the_next_loss_before_the_second_is_unscaled(two):
+    first, second = two.scaled(0, 3.0), two.scaled(1, 5.0)
+    two.unscale_and_apply(first, 0)
+    third = two.scaled(0, 5.0)
+    two.unscale_and_apply(second, 1)
+    two.unscale_and_apply(third, 0)
+
+
+def _another_network_spelled_out(two):
+    first = two.scaled(0, 8.0)
+    for _ in range(5):
+        two.unscale_and_apply(two.scaled(1, 1.0), 1)
+    two.unscale_and_apply(first, 0)
+
+
+def _two_halves_with_a_step_in_between(two):
+    with tf.GradientTape(persistent=True) as tape:
+        loss = two.optimizer.get_scaled_loss(two.weights[0] * 3.0 + two.weights[1] * 5.0)
+    first, second = tape.gradient(loss, two.weights[:1]), tape.gradient(loss, two.weights[1:])
+    two.unscale_and_apply(first, 0)
+    two.unscale_and_apply(two.scaled(0, 5.0), 0)
+    two.unscale_and_apply(second, 1)
+
+
+def _micro_batches_unscaled_at_once(two):
+    total = tf.add_n([two.scaled(0, 1.0)[0] for _ in range(3)])
+    (first,) = two.optimizer.get_unscaled_gradients([total])
+    two.optimizer.minimize(lambda: two.weights[1] * 5.0, [two.weights[1]])
+    (second,) = two.optimizer.get_unscaled_gradients(two.scaled(0, 5.0))
+    two.apply([first + second], 0)
+
+
+def _unscaled_for_their_norm_alone(two):
+    for weight, gradient, by in ((0, 8.0, "scale_loss"), (1, 5.0, "get_scaled_loss")):
+        grads = two.scaled(weight, gradient, by)
+        tf.linalg.global_norm(two.optimizer.get_unscaled_gradients(grads))
+        two.optimizer.apply(grads, [two.weights[weight]])
+
+
+@EACH_MODE
+@pytest.mark.parametrize(
+    "program",
+    [
+        _compute_gradients_after_keras,
+        _compute_gradients_after_a_loop,
+        _compute_gradients_in_between,
+        _the_next_loss_before_the_second_is_unscaled,
+        _another_network_spelled_out,
+        _two_halves_with_a_step_in_between,
+        _micro_batches_unscaled_at_once,
+        _unscaled_for_their_norm_alone,
+    ],
+)
+def test_programs_of_two_weights(mode, program):
+    """The weights go by the true gradients, whatever comes between a loss and its step, and no call is missing."""
+    two = Two()
+    step = mode(lambda: program(two))
+    for calls in (1, 2):
+        step()
+        assert [float(each) for each in two.weights] == [-8.0 * calls, -5.0 * calls]
+    assert two.optimizer.steps_with_missing_calls == 0
+
+
+@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
+@pytest.mark.parametrize("place", ["thread", "function"])
+def test_gradients_that_another_place_applies(by, place):
+    """Scaled here, unscaled and applied in a thread or in a `tf.function` of its own: each step is right."""
+    two = Two()
+    for _ in range(4):
+        grads = two.scaled(0, 3.0, by)
+        apply = two.apply if by == "scale_loss" else two.unscale_and_apply
+        if place == "thread":
+            thread = threading.Thread(target=apply, args=(grads, 0))
+            thread.start()
+            thread.join()
+        else:
+            tf.function(lambda grad, apply=apply: apply([grad], 0), autograph=False)(grads[0])
+    assert float(two.weights[0]) == -12.0
+    assert two.optimizer.steps_with_missing_calls == 0
+
+
+def test_a_micro_batch_outside_of_the_function_that_takes_the_step():
+    """The function scales the last micro-batch, and unscales the sum."""
+    two = Two()
+
+    @tf.function(autograph=False)
+    def last(total):
+        two.unscale_and_apply([total + two.scaled(0, 3.0)[0]], 0)
+
+    for _ in range(4):
+        last(two.scaled(0, 3.0)[0])
+    assert float(two.weights[0]) == -24.0
+
+
+def test_a_loss_that_keras_scales_in_a_function():
+    """Its gradients are applied eagerly, after an eager step of another weight."""
+    two = Two()
+    backward = tf.function(lambda: two.scaled(1, 5.0, "scale_loss"), autograph=False)
+    for _ in range(3):
+        two.apply(two.scaled(0, 3.0, "scale_loss"), 0)
+        two.apply(backward(), 1)
+    assert [float(each) for each in two.weights] == [-9.0, -15.0]
+
+
+@EACH_MODE
+def test_a_loss_that_was_multiplied_by_hand(mode):
+    """Its gradients are unscaled by the present scale if no loss was scaled yet; the missing call is counted."""
+    two = Two()
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = two.weights[0] * 3.0 * two.optimizer.loss_scale
+        two.unscale_and_apply(tape.gradient(loss, two.weights[:1]), 0)
+
+    step = mode(step)
+    with pytest.warns(UserWarning, match="get_scaled_loss not called"):
+        step()
+    step()
+    assert float(two.weights[0]) == -6.0
+    assert two.optimizer.steps_with_missing_calls == 2
+
+
+@EACH_MODE
+def test_gradients_of_losses_with_different_scales_in_one_call(mode):
+    """Are refused, since they have no one scale; the next step is right."""
+    two = Two()
+
+    def step():
+        first, second = two.scaled(0, 3.0), two.scaled(1, 5.0)
+        two.unscale_and_apply(first, 0)
+        two.optimizer.get_unscaled_gradients(second + two.scaled(0, 3.0))
+
+    with pytest.raises(CallOrderError, match="losses that were scaled by different loss scales"):
+        mode(step)()
+    before = float(two.weights[1])
+    mode(lambda: two.unscale_and_apply(two.scaled(1, 5.0), 1))()
+    assert float(two.weights[1]) == before - 5.0
+
+
 @EACH_MODE
 def test_two_networks_under_one_loss(optimizer, mode):
     """Their gradients are unscaled one after the other, processed or not; the same tensor twice is refused."""

@@ -117,7 +117,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
         guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
         self._guard_state = None if guarding is None else guarding.state
-        self._used_scale = _variable_of_each_replica(chosen.init_state().loss_scale)
+        self._used_scale = _variable_of_each_replica(0.0)
         self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
         self._scaling = Scaling(self._step, self._used_scale)
         self._updates = Updates(inner, jit_compile)

@@ -48,12 +48,13 @@ class Scaling:
 
     def unscale(self, grads: Tree) -> Tree:
         """Return gradients unscaled by the scale of their own loss; raise `CallOrderError` where they are already."""
-        for leaf in tf.nest.flatten(grads):
+        leaves = tf.nest.flatten(grads)
+        for leaf in leaves:
             found = self._calls.mark_of(leaf)
-            if found is not None and found.is_gradient:
+            if found is not None and found.kind == "unscaled":
                 self._calls.forget_here()
                 raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        record = self._calls.unscale()
+        record = self._calls.unscale(leaves)
         return self._unscaled(grads, self._scale_of(record), record)
 
     def differentiate(
@@ -74,7 +75,7 @@ class Scaling:
             grads = tf.gradients(scaled, variables)
         else:
             grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
-        unscaled = self._unscaled(grads, loss_scale)
+        unscaled = self._unscaled(grads, loss_scale, self._calls.scale_and_unscale(loss_scale, variables))
         return list(zip(unscaled, variables, strict=True))
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
@@ -95,15 +96,16 @@ class Scaling:
         cannot be told whether they are. Other callers are warned, once, of calls that are missing.
         """
         marks = [self._calls.mark_of(grad) for grad in grads]
-        records = {each.record for each in marks if each is not None and each.is_gradient}
-        if not records:
-            record = self._calls.apply(variables)
-            if record.by_keras or (may_be_scaled and self._are_scaled(record)):
-                return grads, self._scale_of(record)
+        records = {each.record for each in marks if each is not None and each.kind == "unscaled"}
         for record in records:
             record.apply(variables)
-        self._warn_of_missing_calls(record)
-        if record.unscalings and any(map(is_overwritten, variables)):  # new values were divided like gradients
+        are_as_before = not records and None not in marks  # unscaled for another purpose, such as their norm
+        if not records:
+            record = self._calls.apply(variables)
+            if self._are_scaled(record, may_be_scaled, are_as_before):
+                return grads, self._scale_of(self._calls.of(grads, record))
+        self._warn_of_missing_calls(record, are_as_before)
+        if record.is_unscaled and any(map(is_overwritten, variables)):  # new values were divided like gradients
             factor = self._scale_of(record)
             pairs = zip(grads, variables, strict=True)
             return [times(grad, factor) if is_overwritten(each) else grad for grad, each in pairs], None
@@ -126,7 +128,7 @@ class Scaling:
         """Return the loss scaled, and the present scale; raise `CallOrderError` for a loss that is scaled already."""
         for leaf in tf.nest.flatten(loss):
             found = self._calls.mark_of(leaf)
-            if found is not None and not found.is_gradient:
+            if found is not None and found.kind == "loss":
                 self._calls.forget_here()
                 raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
         loss_scale = tf.convert_to_tensor(self._step.state.loss_scale)
@@ -135,21 +137,24 @@ class Scaling:
     def _scale_of(self, record: Record) -> tf.Tensor:
         """Return the scale of a record; of one that was begun elsewhere, the last scale that was used anywhere."""
         loss_scale = record.loss_scale()
-        return tf.convert_to_tensor(self._used_scale) if loss_scale is None else loss_scale
+        if loss_scale is not None:
+            return loss_scale
+        used = tf.convert_to_tensor(self._used_scale)
+        return tf.where(used > 0.0, used, tf.convert_to_tensor(self._step.state.loss_scale))  # none was used yet
 
     @unconverted
-    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: Record | None = None) -> Tree:
-        """Return gradients divided by `loss_scale`; without a record, they are of one call that has scaled the loss."""
-        record = self._calls.scale_and_unscale(loss_scale) if record is None else record
+    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: Record) -> Tree:
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             if is_gradient(leaf):
                 mark_gradient(leaf, record, grad, loss_scale)
         return unscaled
 
-    def _are_scaled(self, record: Record) -> bool:
-        """Return whether the gradients given to Keras 3's entry are of a scaled loss."""
-        if self._scales_nothing():
+    def _are_scaled(self, record: Record, may_be_scaled: bool, are_as_before: bool) -> bool:
+        """Return whether gradients are still scaled: of a loss that Keras scaled, or given to Keras 3's own entry."""
+        if record.by_keras:
+            return are_as_before or not record.is_unscaled
+        if not may_be_scaled or self._scales_nothing():
             return False
         no_loss_scaled, not_unscaled = self._calls.is_missing(record)
         if no_loss_scaled and not_unscaled:
@@ -157,11 +162,12 @@ class Scaling:
                 "apply was given gradients, but this optimizer scaled no loss for them, so that it cannot be told "
                 "whether they are scaled; scale the loss by scale_loss, or pass unscaled gradients to apply_gradients"
             )
-        return not_unscaled
+        return are_as_before or not_unscaled
 
-    def _warn_of_missing_calls(self, record: Record) -> None:
+    def _warn_of_missing_calls(self, record: Record, are_as_before: bool) -> None:
         """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
-        missing = self._calls.is_missing(record)
+        no_loss_scaled, not_unscaled = self._calls.is_missing(record)
+        missing = no_loss_scaled, not_unscaled or are_as_before
         if not any(missing) or self._scales_nothing():
             return
         self._missing_calls.assign_add(1)  # where a traced step runs, not only where it is traced

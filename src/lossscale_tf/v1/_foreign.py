@@ -20,7 +20,7 @@ def warn_of_foreign(calls: Calls, grads: Sequence[Gradient], variables: Sequence
     """Note that gradients of `variables` are applied, and warn if they cannot come from `compute_gradients`."""
     record = calls.apply(variables if tf.executing_eagerly() else ())
     is_missing, _ = calls.is_missing(record)
-    is_computed_here = record.is_whole and not record.is_from_outside
+    is_computed_here = record.is_scaled and not record.is_from_outside
     if is_missing or (is_computed_here and not tf.executing_eagerly() and _are_foreign(calls, grads)):
         warn_caller(
             "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
@@ -42,7 +42,8 @@ def _are_foreign(calls: Calls, grads: Sequence[Gradient]) -> bool:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        if calls.mark_of(tensor) is not None:
+        found = calls.mark_of(tensor)
+        if found is not None and found.kind == "unscaled":
             return False
         if id(tensor) in outside:
             tensors.append(outside[id(tensor)])

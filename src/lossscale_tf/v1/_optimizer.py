@@ -179,7 +179,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         )
         inverse = 1.0 / state.loss_scale
         unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
-        record = self._calls.scale_and_unscale(state.loss_scale)
+        record = self._calls.scale_and_unscale(state.loss_scale, [variable for _, variable in pairs])
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             if leaf is not None:
                 mark_gradient(leaf, record, grad, state.loss_scale)
