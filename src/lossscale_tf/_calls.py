@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import tensorflow as tf
 
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._verbs import Gradient, is_narrow, values_of
+from lossscale_tf._verbs import Gradient, is_narrow, unconverted
 
 _Key: TypeAlias = "weakref.ref[Any] | None"
 """A graph, held weakly; None for eager execution."""
@@ -133,6 +133,7 @@ class Calls:
         self._latest = record
         return record
 
+    @unconverted
     def scale_and_unscale(self, loss_scale: tf.Tensor, variables: Iterable[Any]) -> Record:
         """Return the record of calls that do both, which leave the record of a loop as it is."""
         steps = self._steps(current_graph(), are_whole=True)
@@ -350,5 +351,5 @@ def _number_of(leaf: Gradient) -> int:
     """Return a number that is larger than that of each older tensor."""
     # Nothing public tells of two tensors which is older. TensorFlow counts them all, in graphs, too:
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/tensor.py
-    number: int = values_of(leaf)._id
+    number: int = leaf.values._id if isinstance(leaf, tf.IndexedSlices) else leaf._id
     return number
