@@ -86,6 +86,7 @@ def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: s
     print(text)
     text = f"{text}\n\n{notes}" if notes else text
     if options.output_folder:
+        options.output_folder.mkdir(parents=True, exist_ok=True)
         (options.output_folder / f"{name}.md").write_text(
             f"# {title}\n\n{text}\n\nMade by `nox -s bench -- --output-folder {options.output_folder}`.\n"
         )
