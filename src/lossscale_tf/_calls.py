@@ -51,7 +51,8 @@ class Record:
 
     def hold(self, loss_scale: tf.Tensor, updates: int = 0) -> None:
         """Note that a loss was multiplied by `loss_scale`, which had been updated so often in traces before."""
-        self._since = self._since or _number_of(loss_scale)
+        if not self._since or self._expected:  # several losses of a loop have one scale, and the first is the oldest
+            self._since = _number_of(loss_scale)
         self._held_in, self._updates = _here(), updates
         self._loss_scale = weakref.ref(loss_scale) if self._held_in else lambda: loss_scale
         self.is_scaled = self.is_waiting = True
@@ -68,6 +69,10 @@ class Record:
     def is_older_than(self, number: int) -> bool:
         """Return whether a tensor of this number was made since the loss was scaled."""
         return self._since <= number
+
+    def is_newer_than(self, other: "Record | None") -> bool:
+        """Return whether its last loss was scaled after that of `other`, if there is one."""
+        return other is None or self._since > other._since
 
     def expect(self, variables: Iterable[Any]) -> None:
         """Note that one call has scaled, differentiated and unscaled, for gradients of `variables` to be applied."""
@@ -174,8 +179,9 @@ class Calls:
 
     def apply(self, variables: Sequence[Any]) -> Record:
         """Return the record of gradients of `variables`, and note that they are applied."""
-        whole = self._current(are_whole=True)
-        record = whole if whole is not None and whole.expects(variables) else self._current()
+        record, whole = self._current(), self._current(are_whole=True)
+        if whole is not None and whole.expects(variables) and whole.is_newer_than(record):
+            record = whole
         is_over = record is not None and record.is_applied and record.by_keras and self._is_scaled_elsewhere()
         if record is None or is_over or record.is_applied_to(variables):
             record = self._from_outside(by_keras=self._latest is not None and self._latest.by_keras)

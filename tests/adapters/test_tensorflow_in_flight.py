@@ -298,6 +298,13 @@ def _compute_gradients_in_between(two):
     two.apply(first, 0)
 
 
+def _gradients_that_are_not_applied(two):
+    two.optimizer.get_gradients(lambda: two.weights[0] * 3.0, two.weights[:1])
+    two.apply(two.scaled(0, 8.0, "scale_loss"), 0)
+    two.optimizer.compute_gradients(lambda: two.weights[1] * 3.0, two.weights[1:])
+    two.unscale_and_apply(two.scaled(1, 5.0), 1)
+
+
 def _the_next_loss_before_the_second_is_unscaled(two):
     first, second = two.scaled(0, 3.0), two.scaled(1, 5.0)
     two.unscale_and_apply(first, 0)
@@ -344,6 +351,7 @@ def _unscaled_for_their_norm_alone(two):
         _compute_gradients_after_keras,
         _compute_gradients_after_a_loop,
         _compute_gradients_in_between,
+        _gradients_that_are_not_applied,
         _the_next_loss_before_the_second_is_unscaled,
         _another_network_spelled_out,
         _two_halves_with_a_step_in_between,
