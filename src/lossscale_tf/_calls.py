@@ -103,7 +103,7 @@ class Record:
         """Return a copy for a graph, without the scale: an eager one would be a constant there."""
         copy = Record(self.owner, self.by_keras)
         copy.is_scaled, copy.is_unscaled, copy.is_from_outside = self.is_scaled, self.is_unscaled, True
-        copy._applied, copy._expected = set(self._applied), set(self._expected)
+        copy._applied, copy._expected, copy._since = set(self._applied), set(self._expected), self._since
         self.is_waiting = False
         return copy
 
