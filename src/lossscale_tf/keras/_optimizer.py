@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, Self, cast
 
 import keras
@@ -316,8 +315,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
         """
         build(self.inner_optimizer, variables)
-        with self._own_attributes():  # Keras shall not make averages and accumulators here, too
+        self._is_initialised = False  # so that Keras makes no averages and accumulators here, too
+        try:
             keras.optimizers.Optimizer.build(self, variables)
+        finally:
+            self._is_initialised = True
 
     @property
     def steps_with_missing_calls(self) -> int:
@@ -494,23 +496,13 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             if tf.executing_eagerly():
                 self._step.warn_if_resumed(self.inner_optimizer.iterations)
 
-    @contextmanager
-    def _own_attributes(self) -> Iterator[None]:
-        """Keep attributes from the inner optimizer for a while."""
-        object.__setattr__(self, "_is_initialised", False)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "_is_initialised", True)
-
     # The wrapper has all names of `_names.NAMES` from its inner optimizer, except while Keras's constructor or `build`
     # runs, which sets and reads its own defaults.
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner_optimizer")  # copying and unpickling ask before there is one
-        kind = Kind.OWN if inner is None else kind_of(self, name)
         if name in SETTINGS:
             return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
-        if kind in (Kind.HYPERPARAMETER, Kind.READ):
+        if inner is not None and kind_of(self, name) in (Kind.HYPERPARAMETER, Kind.READ):
             return getattr(inner, spelled(name))
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
