@@ -18,9 +18,16 @@ DialectWarning(UserWarning)                  under this config the other tool do
 A message names the value, the rule that it breaks and what to do.
 """
 
+from typing import TYPE_CHECKING
+
 
 class LossScaleError(Exception):
     """The base class of the errors that this library raises."""
+
+    if not TYPE_CHECKING:
+        # AutoGraph adds lines to a message, and makes an error of the same type only if it has this constructor:
+        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/autograph/pyct/error_utils.py
+        __init__ = Exception.__init__
 
 
 class PolicyError(LossScaleError, ValueError):

@@ -17,8 +17,8 @@ from lossscale_tf._verbs import Gradient, is_narrow, unconverted
 
 _Key: TypeAlias = "weakref.ref[Any] | None"
 """A graph, held weakly; None for eager execution."""
-_REMEMBERED = 16
-"""How many steps are remembered, for gradients that wait while other losses are scaled."""
+_REMEMBERED = 64
+"""How many scales are remembered, for gradients that wait while other losses are scaled."""
 
 
 class Record:
@@ -51,7 +51,7 @@ class Record:
 
     def hold(self, loss_scale: tf.Tensor, updates: int = 0) -> None:
         """Note that a loss was multiplied by `loss_scale`, which had been updated so often in traces before."""
-        if not self._since or self._expected:  # several losses of a loop have one scale, and the first is the oldest
+        if not self._since or self._expected:  # losses of a loop that have one scale are as old as the first of them
             self._since = _number_of(loss_scale)
         self._held_in, self._updates = _here(), updates
         self._loss_scale = weakref.ref(loss_scale) if self._held_in else lambda: loss_scale
@@ -66,9 +66,14 @@ class Record:
         """Return the scale that was held; None in another graph than it was held in, where no tensor may be used."""
         return self._loss_scale() if self._held_in == _here() else None
 
-    def is_older_than(self, number: int) -> bool:
-        """Return whether a tensor of this number was made since the loss was scaled."""
-        return self._since <= number
+    def is_older_than(self, grads: Sequence[Any]) -> bool:
+        """Return whether one of `grads` was made since the loss was scaled; the others may be constants."""
+        numbers = [_number_of(each) for each in grads if isinstance(each, tf.Tensor | tf.IndexedSlices)]
+        return not numbers or self._since <= max(numbers)
+
+    def is_as_old_as(self, last: "Record") -> None:
+        """Note that `last` has the same scale, so that gradients that are older than this record are divided by it."""
+        self._since = last._since
 
     def is_newer_than(self, other: "Record | None") -> bool:
         """Return whether its last loss was scaled after that of `other`, if there is one."""
@@ -125,15 +130,15 @@ class Calls:
         Raises `CallOrderError` if gradients of a loss with another scale are still to come.
         """
         steps = self._steps(current_graph())
-        record = steps[-1] if steps else None
-        if record is None or record.is_applied or record.by_keras != by_keras:
-            record = None
-        elif record.is_scaled and record.has_other_scale(loss_scale, updates):
-            self._require_nothing_waits(record)
-            record = None
-        if record is None:
-            record = Record(self, by_keras)
+        record, last = Record(self, by_keras), steps[-1] if steps else None
+        if last is None or (last.is_scaled and last.has_other_scale(loss_scale, updates)):
+            self._require_nothing_waits(last)
             steps.append(record)
+        elif last.is_applied or last.by_keras != by_keras:
+            record.is_as_old_as(last)
+            steps[-1] = record
+        else:
+            record = last
         record.hold(loss_scale, updates)
         self._latest = record
         return record
@@ -158,29 +163,21 @@ class Calls:
         return record
 
     def of(self, grads: Sequence[Any], latest: Record) -> Record:
-        """Return the record of gradients: `latest`, or an older one if they were made before its loss was scaled.
-
-        Raises `CallOrderError` if they are of two losses with different scales.
-        """
-        numbers = [_number_of(grad) for grad in grads if isinstance(grad, tf.Tensor | tf.IndexedSlices)]
-        if not numbers or latest.is_older_than(min(numbers)):
+        """Return the record of gradients: `latest`, or an older one if they were made before its loss was scaled."""
+        if latest.is_older_than(grads):
             return latest
-        steps = self._steps(current_graph())
-        oldest, newest = ([each for each in steps if each.is_older_than(n)] for n in (min(numbers), max(numbers)))
-        if not oldest:  # constants, which are older than all losses
-            return latest
-        if oldest[-1] is not newest[-1]:
-            self.forget_here()
-            raise CallOrderError(
-                "these gradients are of losses that were scaled by different loss scales; unscale those of one loss at "
-                "a time"
-            )
-        return oldest[-1]
+        older = [record for record in self._steps(current_graph()) if record.is_older_than(grads)]
+        return older[-1] if older else latest  # constants are older than all losses
 
-    def apply(self, variables: Sequence[Any]) -> Record:
+    def apply(self, variables: Sequence[Any], grads: Sequence[Any] = ()) -> Record:
         """Return the record of gradients of `variables`, and note that they are applied."""
         record, whole = self._current(), self._current(are_whole=True)
-        if whole is not None and whole.expects(variables) and whole.is_newer_than(record):
+        if (
+            whole is not None
+            and whole.expects(variables)
+            and whole.is_newer_than(record)
+            and whole.is_older_than(grads)
+        ):
             record = whole
         is_over = record is not None and record.is_applied and record.by_keras and self._is_scaled_elsewhere()
         if record is None or is_over or record.is_applied_to(variables):
@@ -211,9 +208,11 @@ class Calls:
         """Forget the eager steps of all threads, as after another state is loaded."""
         self._threads = threading.local()
 
-    def _require_nothing_waits(self, record: Record) -> None:
+    def _require_nothing_waits(self, last: Record | None) -> None:
+        if last is None or not last.is_waiting:
+            return
         # Eager gradients may go into traces, which do not tell each time that they run.
-        if record.is_waiting and not (tf.executing_eagerly() and self._is_applied_in_graphs()):
+        if not tf.executing_eagerly() or not self._is_applied_in_graphs():
             self.forget_here()
             raise CallOrderError(
                 "the loss scale has changed while gradients of the last scaled loss are still to come; unscale and "

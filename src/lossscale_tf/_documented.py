@@ -185,7 +185,10 @@ _BASE_DEFAULTS = {
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:
     """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
     if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
-        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`.")
+        raise ValueError(
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`. Those of the loss scale are "
+            "`initial_scale`, `dynamic_growth_steps` and `dynamic`, or pass policy=DynamicScaling(...)"
+        )
     for name, value in arguments.items():
         if value != _BASE_DEFAULTS[name]:
             raise ValueError(

@@ -107,6 +107,7 @@ class Wrapper:
         state = state_from_dict(saved, self.policy)
         guard_state = None if self._step.guard is None else guard_state_from_dict(saved)
         assigned = self._step.state.assign(state)
+        self._step.restored()
         if self._step.guard is not None:
             assigned += self._step.guard.state.assign(guard_state)
         return None if tf.executing_eagerly() else tf.group(*assigned)

@@ -298,6 +298,15 @@ def _compute_gradients_in_between(two):
     two.apply(first, 0)
 
 
+def _gradients_for_a_log_in_between(two):
+    first = two.scaled(0, 8.0, "scale_loss")
+    two.optimizer.get_gradients(lambda: two.weights[0] * 3.0, two.weights[:1])
+    two.apply(first, 0)
+    second = two.scaled(1, 5.0, "scale_loss")
+    two.optimizer.get_gradients(lambda: two.weights[1] * 3.0, two.weights[1:])
+    two.optimizer.apply(second, two.weights[1:])
+
+
 def _gradients_that_are_not_applied(two):
     two.optimizer.get_gradients(lambda: two.weights[0] * 3.0, two.weights[:1])
     two.apply(two.scaled(0, 8.0, "scale_loss"), 0)
@@ -351,6 +360,7 @@ def _unscaled_for_their_norm_alone(two):
         _compute_gradients_after_keras,
         _compute_gradients_after_a_loop,
         _compute_gradients_in_between,
+        _gradients_for_a_log_in_between,
         _gradients_that_are_not_applied,
         _the_next_loss_before_the_second_is_unscaled,
         _another_network_spelled_out,
@@ -429,20 +439,62 @@ def test_a_loss_that_was_multiplied_by_hand(mode):
 
 
 @EACH_MODE
-def test_gradients_of_losses_with_different_scales_in_one_call(mode):
-    """Are refused, since they have no one scale; the next step is right."""
+@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
+def test_gradients_among_which_are_constants(mode, by):
+    """TensorFlow keeps zeros for variables that the loss does not depend on, which are older than the loss."""
+    variables = [tf.Variable([1.0] * 4), tf.Variable([2.0] * 4)]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+    optimizer.build(variables)
+
+    def step():
+        with tf.GradientTape() as tape:
+            first, _ = tf.identity_n(variables)
+            loss = getattr(optimizer, by)(tf.reduce_sum(first * 3.0))
+        grads = tape.gradient(loss, variables)
+        grads = grads if by == "scale_loss" else optimizer.get_unscaled_gradients(grads)
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    step = mode(step)
+    for _ in range(4):
+        step()
+    np.testing.assert_array_equal(variables[0], [-11.0] * 4)
+    np.testing.assert_array_equal(variables[1], [2.0] * 4)
+
+
+@EACH_MODE
+def test_a_gradient_waits_for_many_steps(mode):
+    """The scale of its loss is still known after forty others."""
     two = Two()
 
     def step():
-        first, second = two.scaled(0, 3.0), two.scaled(1, 5.0)
+        first = two.scaled(0, 3.0)
+        for _ in range(40):
+            two.unscale_and_apply(two.scaled(1, 1.0), 1)
         two.unscale_and_apply(first, 0)
-        two.optimizer.get_unscaled_gradients(second + two.scaled(0, 3.0))
 
-    with pytest.raises(CallOrderError, match="losses that were scaled by different loss scales"):
-        mode(step)()
-    before = float(two.weights[1])
-    mode(lambda: two.unscale_and_apply(two.scaled(1, 5.0), 1))()
-    assert float(two.weights[1]) == before - 5.0
+    mode(step)()
+    assert [float(each) for each in two.weights] == [-3.0, -40.0]
+
+
+@EACH_MODE
+def test_variables_of_keras_and_their_values(mode):
+    """They are the same variable, by whichever it is named."""
+    weight = keras.Variable(0.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+    optimizer.build([weight])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(weight * 3.0)
+        optimizer.apply_gradients([(tape.gradient(loss, weight.value), weight)])
+        (grad,) = optimizer.get_gradients(lambda: weight * 5.0, [weight.value])
+        optimizer.apply_gradients([(grad * 1.0, weight)])
+
+    step = mode(step)
+    step()
+    step()
+    assert float(weight.value) == -16.0
+    assert optimizer.steps_with_missing_calls == 0
 
 
 @EACH_MODE

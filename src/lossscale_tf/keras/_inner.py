@@ -79,7 +79,7 @@ def is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer)
 
 
-def _as_tensorflow(variables: Any) -> list[Any]:
+def as_tensorflow(variables: Any) -> list[Any]:
     """Return TensorFlow's variables, where Keras 3 has its own around them."""
     return [each.value if isinstance(each, keras.Variable) else each for each in variables]
 
@@ -89,9 +89,9 @@ def build(inner: Any, variables: Any) -> None:
     if is_keras_3(inner):
         inner.build(variables)
     elif hasattr(inner, "build"):
-        inner.build(_as_tensorflow(variables))
+        inner.build(as_tensorflow(variables))
     else:
-        inner._create_all_weights(_as_tensorflow(variables))
+        inner._create_all_weights(as_tensorflow(variables))
 
 
 def build_once(optimizer: Any, variables: list[Any]) -> None:
@@ -114,7 +114,7 @@ def _have_no_values_yet(variables: Any) -> bool:
     if tf.executing_eagerly() or merges_replicas():
         return False
     with tf.init_scope():
-        return not all(bool(variable.is_initialized()) for variable in _as_tensorflow(variables))
+        return not all(bool(variable.is_initialized()) for variable in as_tensorflow(variables))
 
 
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
@@ -125,7 +125,7 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
         return
     is_legacy = hasattr(inner, "_create_slots")
     summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
-    inner.apply_gradients(zip(grads, _as_tensorflow(variables), strict=True), **summed)
+    inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
@@ -134,7 +134,7 @@ def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | 
     if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # which is the default
         return None
     return lambda grads, variables: [
-        grad for grad, _ in aggregator(list(zip(grads, _as_tensorflow(variables), strict=True)))
+        grad for grad, _ in aggregator(list(zip(grads, as_tensorflow(variables), strict=True)))
     ]
 
 

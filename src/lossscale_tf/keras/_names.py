@@ -29,6 +29,8 @@ SETTINGS = {
 REMEDIES = {
     "loss_scale": "since the policy changes the scale; make the optimizer with another policy, or pass load_state_dict "
     "a state_dict() with another loss_scale",
+    "inner_optimizer": "since what is built belongs to the one before; make another LossScaleOptimizer around it, and "
+    "pass its load_state_dict this one's state_dict()",
     "initial_scale": "since it is the policy's; make the optimizer with another policy",
 }
 _HYPERPARAMETERS = ("learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay")
@@ -69,7 +71,7 @@ def listed(names: Any, inner: Any) -> list[str]:
     """Return what `dir` lists of a wrapper that has `names` itself: besides them, what it reads from `inner`."""
     of_inner = dir(inner)
     shared = {*NAMES, *_legacy_hyperparameters(inner)}
-    names = {*names, *(name for name in shared if spelled(name) in of_inner)}
+    names = {*names, *SETTINGS, *(name for name in shared if spelled(name) in of_inner)}
     # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
     return sorted(names if "get_slot_names" in of_inner else names - {"get_slot_names"})
 

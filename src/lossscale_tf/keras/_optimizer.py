@@ -507,7 +507,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self._is_initialised and name in NAMES:
+        if not self._is_initialised and name in NAMES and name != "inner_optimizer":
             return
         if not self._is_initialised or name.startswith("_") or name == "built":
             super().__setattr__(name, value)

@@ -11,7 +11,7 @@ from lossscale_tf._calls import Calls, Record, mark_gradient, mark_loss, origins
 from lossscale_tf._step import Step, is_overwritten
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
 from lossscale_tf._warning import warn_caller
-from lossscale_tf.keras._inner import require_no_session
+from lossscale_tf.keras._inner import as_tensorflow, require_no_session
 
 
 class Scaling:
@@ -75,8 +75,8 @@ class Scaling:
             grads = tf.gradients(scaled, variables)
         else:
             grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
-        unscaled = self._unscaled(grads, loss_scale, self._calls.scale_and_unscale(loss_scale, variables))
-        return list(zip(unscaled, variables, strict=True))
+        record = self._calls.scale_and_unscale(loss_scale, as_tensorflow(variables))
+        return list(zip(self._unscaled(grads, loss_scale, record), variables, strict=True))
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
         """Return the unscaled gradients of a callable or a tensor of this graph, each of which there must be."""
@@ -98,10 +98,10 @@ class Scaling:
         marks = [self._calls.mark_of(grad) for grad in grads]
         records = {each.record for each in marks if each is not None and each.kind == "unscaled"}
         for record in records:
-            record.apply(variables)
+            record.apply(as_tensorflow(variables))
         are_as_before = not records and None not in marks  # unscaled for another purpose, such as their norm
         if not records:
-            record = self._calls.apply(variables)
+            record = self._calls.apply(as_tensorflow(variables), grads)
             if self._are_scaled(record, may_be_scaled, are_as_before):
                 return grads, self._scale_of(self._calls.of(grads, record))
         self._warn_of_missing_calls(record, are_as_before)
