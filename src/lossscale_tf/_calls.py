@@ -276,10 +276,10 @@ class Calls:
 
 
 class Mark(NamedTuple):
-    """What a tensor is: a scaled loss, a gradient that was unscaled, or what that was before.
+    """The kind of a tensor: a scaled loss, an unscaled gradient, or a gradient that was passed to be unscaled.
 
-    In a graph, `origin` is the gradient before it was divided by `loss_scale`. Who applies it unscales and clips by one
-    product, and TensorFlow prunes the unscaled tensor: a write and a read of all gradients less a step.
+    In a graph, `origin` is the gradient before it was divided by `loss_scale`. When it is applied, one product unscales
+    and clips it, and TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients.
     """
 
     record: Record

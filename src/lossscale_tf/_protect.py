@@ -12,9 +12,8 @@ from lossscale_tf._verbs import unconverted
 class Before:
     """The values before a try of `variables`, and of those of `trained` to which the loss writes, to be put back.
 
-    A value is no copy. It shares the memory of its variable, and a write leaves that memory alone only while a value is
-    held. The values of trained variables that the loss has not written are let go before the optimizer updates them: it
-    can then do so in place.
+    A held value is not a copy: it shares the memory of its variable until the variable is written. Values of trained
+    variables that the loss has not written are released before the optimizer updates them, so that it updates in place.
     """
 
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/training_op_helpers.h#L233

@@ -14,7 +14,7 @@ from lossscale_core import OperationRange, RangeReport
 from lossscale_tf._range_recorder import Recorder, Variables
 from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
 
-_SEED = 1441151881  # one that nobody is likely to have set
+_SEED = 1441151881  # a seed that is unlikely to be set
 
 
 def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:

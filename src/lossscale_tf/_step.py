@@ -91,11 +91,11 @@ class Step:
         return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, norm, *grads))
 
     def restored(self) -> None:
-        """Note that the state comes from a checkpoint, so that nobody needs to be warned."""
+        """Note that the state comes from a checkpoint, so that no warning is needed."""
         self.has_begun = True
 
     def warn_if_resumed(self, iterations: Any) -> None:
-        """Warn, once, if the wrapped optimizer goes on and the scale starts over; `iterations` are its steps."""
+        """Warn, once, if the wrapped optimizer continues and the scale starts over; `iterations` are its steps."""
         if self.has_begun:
             return
         self.has_begun = True
@@ -167,7 +167,7 @@ class Step:
         after: ScaleState = before if spiked else self.policy.update(before, is_finite)
         self.state.assign_changed(before, after)
         self.last_step = step_info(before, after, spiked=spiked)
-        # The state is set before anything is raised, so that `Tries` and callers who catch it go on at the lower scale.
+        # The state is set before anything is raised: `Tries` and callers who catch it continue at the lower scale.
         check_overflow_streak(self.policy, after)
         self.watch.check(self.policy, after)
         if judged is not None and self.guard is not None:
@@ -201,7 +201,7 @@ class Step:
         return accepted, assignments + self.state.assign(after)
 
 
-def fitted(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
+def cast_to_variables(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
     """Return gradients times `factor`, if there is one, as they are applied: each in its variable's dtype."""
     return [
         grad if is_overwritten(variable) else cast_for(variable, grad, factor)
@@ -250,7 +250,7 @@ class _StepLock:
     """Lets one thread at a time take an eager step, in which the state is read, updated on the host, and set.
 
     Replicas, which are threads as well and may wait for each other within a step, are not kept apart; nor is the only
-    replica of a strategy that merges, since another thread then goes on with its step.
+    replica of a strategy that merges, since another thread then continues its step.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,12 @@
 """Likely slips with the TensorFlow wrappers: each is answered in a sentence that says what to do."""
 
+import warnings
+
 import keras
 import pytest
 import tensorflow as tf
 
-from lossscale_core.errors import CheckpointError
+from lossscale_core.errors import CallOrderError, CheckpointError
 from lossscale_tf import LossScaleLogger, LossScaleOptimizer, v1
 
 
@@ -74,3 +76,42 @@ def test_an_empty_state(optimizer):
     """Is called empty."""
     with pytest.raises(CheckpointError, match="the saved state is empty; pass a dict"):
         optimizer.load_state_dict({})
+
+
+def test_another_inner_optimizer():
+    """It is refused, since the variables that are built belong to the first."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0), tf.Variable(1.0)
+    with pytest.raises(AttributeError, match="make another LossScaleOptimizer around it"):
+        optimizer.inner_optimizer = keras.optimizers.SGD(0.25)
+    optimizer.minimize(lambda: variable**2, [variable])
+    assert float(variable) == 0.0
+
+
+def test_an_unknown_argument():
+    """The message names the arguments of the loss scale."""
+    with pytest.raises(ValueError, match=r"init_scale.*Those of the loss scale are `initial_scale`"):
+        LossScaleOptimizer(keras.optimizers.SGD(), init_scale=8.0)
+
+
+def test_errors_keep_their_type_in_a_function_that_autograph_converts():
+    """So that they can be caught; AutoGraph adds the lines that led to them."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0), tf.Variable(1.0)
+
+    @tf.function
+    def scaled_twice():
+        return optimizer.get_scaled_loss(optimizer.get_scaled_loss(variable * 1.0))
+
+    with pytest.raises(CallOrderError, match="this loss is scaled already"):
+        scaled_twice()
+
+
+def test_a_loaded_state_is_no_reason_to_warn():
+    """Though it has counted no steps, as one that comes from another tool."""
+    inner, variable = keras.optimizers.SGD(0.5), tf.Variable(1.0)
+    inner.build([variable])
+    inner.apply([tf.constant(0.0)], [variable])
+    optimizer = LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 4096.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.minimize(lambda: variable**2, [variable])

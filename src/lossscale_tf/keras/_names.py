@@ -1,18 +1,22 @@
 """The names that a wrapper shares with its inner optimizer: one table of four kinds, and what does not fit it."""
 
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 from lossscale_tf.keras._inner import is_keras_3
 
 
 class Kind(Enum):
-    """What reading and setting a name of the wrapper do."""
+    """The kinds of names."""
 
-    HYPERPARAMETER = "read from and set on the inner optimizer, whose compiled update is forgotten"
-    READ = "read from the inner optimizer, and to be set there"
-    OWN = "the wrapper's own"
-    REFUSED = "cannot be set"
+    HYPERPARAMETER = auto()
+    """Read from and set on the inner optimizer; its compiled update is forgotten."""
+    READ = auto()
+    """Read from the inner optimizer, and to be set there."""
+    OWN = auto()
+    """The wrapper's own."""
+    REFUSED = auto()
+    """Not to be set."""
 
 
 SETTINGS = {
@@ -68,7 +72,7 @@ def set_iterations(inner: Any, value: Any) -> None:
 
 
 def listed(names: Any, inner: Any) -> list[str]:
-    """Return what `dir` lists of a wrapper that has `names` itself: besides them, what it reads from `inner`."""
+    """Return what `dir` lists of a wrapper that has `names` itself, with what it reads from `inner`."""
     of_inner = dir(inner)
     shared = {*NAMES, *_legacy_hyperparameters(inner)}
     names = {*names, *SETTINGS, *(name for name in shared if spelled(name) in of_inner)}

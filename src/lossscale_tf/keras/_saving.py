@@ -1,7 +1,7 @@
 """Wrappers in configs, in Keras's files, and in `tf.train.Checkpoint`.
 
 Configs are ours, Keras 3's, and those of `tf.keras.mixed_precision`'s two wrappers. Around an optimizer of tf_keras, a
-checkpoint has the bare optimizer's own layout, and the loss scale beside it.
+checkpoint has the bare optimizer's own layout, and the loss scale in addition.
 `tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each restores what the others saved:
 https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/mixed_precision/loss_scale_optimizer.py#L1444
 """

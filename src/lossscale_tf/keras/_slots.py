@@ -73,7 +73,7 @@ class Slots:
 
 
 def _parts(slot: str, owners: list[str]) -> tuple[str, str]:
-    """Return the owner of a variable of this name and the slot's name there; an empty one if nobody owns it."""
+    """Return the owner of a variable of this name and the slot's name there; an empty one if it has no owner."""
     for owner in owners:
         if slot.endswith(f"/{owner}"):
             return owner, slot.removesuffix(f"/{owner}").rpartition("/")[2]

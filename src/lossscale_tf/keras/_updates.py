@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_tf._step import fitted, summed_over_replicas
+from lossscale_tf._step import cast_to_variables, summed_over_replicas
 from lossscale_tf._verbs import Gradient, unscale_by
 from lossscale_tf.keras._inner import apply_summed, own_aggregator
 
@@ -32,7 +32,7 @@ class Updates:
         if self.is_compiled:
             self._compiled_for(variables)(tuple(grads), factor)
         else:
-            apply_summed(self._inner, fitted(grads, variables, factor), variables)
+            apply_summed(self._inner, cast_to_variables(grads, variables, factor), variables)
 
     def forget_compiled(self) -> None:
         """Compile again from now on, since compiled updates hold the old values of hyperparameters."""
@@ -49,7 +49,7 @@ class Updates:
         if key not in self._compiled:  # what is compiled keeps the variables alive, so that no id comes again
 
             def update(grads: Any, factor: Any) -> None:
-                apply_summed(self._inner, fitted(grads, variables, factor), variables)
+                apply_summed(self._inner, cast_to_variables(grads, variables, factor), variables)
 
             self._compiled[key] = tf.function(update, autograph=False, jit_compile=True)
         return self._compiled[key]

@@ -14,7 +14,7 @@ from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step, fitted, merges_replicas
+from lossscale_tf._step import Step, cast_to_variables, merges_replicas
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
 from lossscale_tf._wrapper import (
     Wrapper,
@@ -221,7 +221,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         grads, loss_scale = origins(grads)
 
         def update(grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> Any:
-            pairs = zip(fitted(grads, variables, factor), variables, strict=True)
+            pairs = zip(cast_to_variables(grads, variables, factor), variables, strict=True)
             return self._optimizer.apply_gradients(pairs, global_step=global_step)
 
         train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
