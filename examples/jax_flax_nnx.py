@@ -1,10 +1,11 @@
-"""flax nnx in float16: an `nnx.Optimizer` that is loss-scaled, and skips the steps that overflow.
+"""flax nnx in float16: an `nnx.Optimizer` that is loss-scaled, and BatchNorm that a skipped step leaves as it was.
 
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_nnx.py
 
-A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large. The
-training step is nnx's own but for three words: `loss_scaled`, `scale` and `get_scale_state`.
+A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large.
+`loss_scaled` holds back weights and optimizer where a step overflows. The forward pass has changed the batch statistics
+by then; the step copies them before it, and `select` puts the copy back.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
-from lossscale_jax import get_scale_state, loss_scaled, scale
+from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics, step_info
+from lossscale_jax import get_scale_state, loss_scaled, scale, select
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128
@@ -29,11 +30,12 @@ class Network(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(64, 64, dtype=jnp.float16, rngs=rngs)
+        self.bn = nnx.BatchNorm(64, momentum=0.9, dtype=jnp.float16, rngs=rngs)
         self.out = nnx.Linear(64, 10, dtype=jnp.float16, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return the logits, in float16."""
-        return self.out(nnx.relu(self.hidden(images)))
+        return self.out(nnx.relu(self.bn(self.hidden(images))))
 
 
 class Result(NamedTuple):
@@ -47,13 +49,18 @@ class Result(NamedTuple):
 @nnx.jit
 def step(network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> None:
     """Train on one batch, in place."""
+    before = get_scale_state(optimizer.opt_state)
+    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))  # a copy; nnx.state alone is the network's own variables
 
     def scaled_loss(network: Network) -> jax.Array:
         logits = network(images).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return scale(loss, get_scale_state(optimizer.opt_state))
+        return scale(loss, before)
 
     optimizer.update(network, nnx.grad(scaled_loss)(network))
+    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
+    new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    nnx.update(network, select(applied, new, old))
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
@@ -68,6 +75,7 @@ def main(steps: int = 200, seed: int = 0) -> Result:
         step(network, optimizer, images[rows], labels[rows])
         if n % 50 == 0:
             watch.log(POLICY, get_scale_state(optimizer.opt_state))
+    network.eval()
     accuracy = float((network(test_images).argmax(axis=1) == test_labels).mean())
     scale_state = get_scale_state(optimizer.opt_state)
     applied_steps = metrics(scale_state)["applied_steps"]

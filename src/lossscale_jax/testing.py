@@ -1,13 +1,15 @@
 """A check for train steps: a step that is skipped must return everything but the scale state as it was."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_jax._gradients import name_of
+from lossscale_jax._gradients import is_array, name_of
 from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]
@@ -36,10 +38,20 @@ def check_train_step(
     check_train_step(step, (params, opt_state, average), [batch] * 6)
     ```
 
+    The state may hold modules of flax nnx, which the step changes in place, or what `nnx.split`, `nnx.state` and
+    `nnx.to_pure_dict` return. An `nnx.Optimizer` counts every call in its `step`, which moves on skipped steps, too:
+
+    ```python
+    def pair_step(pair, batch):
+        step(*pair, batch)
+    check_train_step(pair_step, (network, optimizer), [batch] * 6, may_move=["[1].step"])
+    ```
+
     Args:
-        step: `step(state, batch)` returns the state after the step, or a tuple of it and anything else. `jax.jit` it as
-            in training, without donation.
+        step: `step(state, batch)` returns the state after the step, or a tuple of it and anything else; where the state
+            holds modules it may return anything. `jax.jit` it as in training, without donation.
         state: All that the step carries on, a pytree that holds the state of `loss_scaled`, or the scale state itself.
+            Modules are copied, and stay as they are.
         batches: A batch for each step: five or more, so that all planned overflows happen.
         may_move: Paths that a skipped step may change, as in the message of the error: random keys, a count of batches.
 
@@ -50,6 +62,7 @@ def check_train_step(
     batches = list(batches)
     if len(batches) <= max(_BAD_STEPS):
         raise ValueError(f"{len(batches)} batches are too few; pass at least {max(_BAD_STEPS) + 1}")
+    step, state = _without_modules(step, state)
     if not _scale_states(state):
         raise ValueError("the state holds no scale state; pass all that the step carries on, the optimizer state too")
     for number, batch in enumerate(batches):
@@ -59,6 +72,32 @@ def check_train_step(
             _require_counted(number, state, after)
         else:
             state = _require_same_at_any_scale(number, step, state, batch)
+
+
+def _without_modules(step: Callable[..., Any], state: PyTree) -> tuple[Callable[..., Any], PyTree]:
+    """Return a step and its state, with the variables of flax nnx modules in place of modules that the step changes."""
+    nnx: Any = sys.modules.get("flax.nnx")  # imported by whoever has made a module
+
+    def holds_modules(tree: PyTree) -> bool:
+        return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Module | nnx.Optimizer)
+
+    if nnx is None or not holds_modules(state):
+        return step, state
+    graph, variables = nnx.split(state)
+    structure: Any = jax.tree.structure(variables)
+
+    def step_of_variables(variables: PyTree, batch: Any) -> PyTree:
+        modules = nnx.merge(graph, variables)
+        result = step(modules, batch)
+        for returned in (result, *(result[:1] if isinstance(result, tuple) else ())):
+            if holds_modules(returned) and jax.tree.structure(nnx.state(returned)) == structure:
+                return nnx.state(returned)
+        return nnx.state(modules)
+
+    return step_of_variables, variables
 
 
 def _result(step: Callable[..., Any], state: PyTree, batch: Any, like: PyTree) -> PyTree:
@@ -90,13 +129,13 @@ def _require_skipped(number: int, before: PyTree, after: PyTree, may_move: Seque
 
 
 def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
+    counts = _scale_states(after)
     for name, old in _scale_states(before).items():
-        new = _scale_states(after)[name]
-        if int(new.skipped_steps) != int(old.skipped_steps) + 1:
+        new = counts[name]
+        if int(new) != int(old) + 1:
             raise TrainStepError(
-                f"step {number} overflowed, but {name}.skipped_steps went from {int(old.skipped_steps)} to "
-                f"{int(new.skipped_steps)}; scale the loss, and pass every step to the policy, so that the loss scale "
-                "can follow"
+                f"step {number} overflowed, but {name}.skipped_steps went from {int(old)} to {int(new)}; scale "
+                "the loss, and pass every step to the policy, so that the loss scale can follow"
             )
 
 
@@ -114,27 +153,58 @@ def _require_same_at_any_scale(number: int, step: Callable[..., Any], state: PyT
 
 
 def _is_scale_state(node: Any) -> bool:
+    if isinstance(node, Mapping):  # nnx.state makes one of a NamedTuple
+        return "loss_scale" in node and "skipped_steps" in node
     return isinstance(node, tuple) and hasattr(node, "loss_scale") and hasattr(node, "skipped_steps")
 
 
+def _is_variable(node: Any) -> bool:
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
 def _scale_states(state: PyTree) -> dict[str, Any]:
+    """Return how many steps each scale state has skipped, by the paths of the scale states."""
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_scale_state)
-    return {name_of(path): node for path, node in nodes if _is_scale_state(node)}
+    return {
+        name_of(path): leaf
+        for path, node in nodes
+        if _is_scale_state(node)
+        for within, leaf in jax.tree_util.tree_leaves_with_path(node)
+        if _is_entry(within, "skipped_steps")
+    }
 
 
 def _followers(state: PyTree) -> dict[str, Any]:
-    """Return the leaves outside of scale states by their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_scale_state)
-    return {name_of(path): node for path, node in nodes if not _is_scale_state(node)}
+    """Return the leaves outside of scale states by their paths; variables of flax nnx are named as in their modules."""
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda node: _is_scale_state(node) or _is_variable(node)
+    ):
+        if _is_variable(node):
+            name = re.sub(r"\['(\w+)'\]", r".\1", jax.tree_util.keystr(path)).removeprefix(".")
+            for within, leaf in jax.tree_util.tree_leaves_with_path(node):
+                found[name + jax.tree_util.keystr(within[1:])] = leaf  # the first key is that of the variable's value
+        elif not _is_scale_state(node):
+            found[name_of(path)] = node
+    return found
 
 
 def _with_scale(state: PyTree, scale: float) -> PyTree:
+    """Return a copy of the state with another loss scale, and the same arrays for the rest."""
+
     def replaced(node: Any) -> Any:
-        if not _is_scale_state(node):
-            return node
-        return node._replace(loss_scale=jnp.full_like(node.loss_scale, scale))
+        return jax.tree_util.tree_map_with_path(scaled, node) if _is_scale_state(node) else node
+
+    def scaled(path: Any, leaf: Any) -> Any:
+        return jnp.full_like(leaf, scale) if _is_entry(path, "loss_scale") else leaf
 
     return jax.tree.map(replaced, state, is_leaf=_is_scale_state)
+
+
+def _is_entry(path: Any, name: str) -> bool:
+    """Return whether a path in a scale state leads to the entry of this name, an array or a variable that holds it."""
+    return jax.tree_util.keystr(path[:1], simple=True) == name
 
 
 def _values(leaf: Any) -> Array:
@@ -143,12 +213,16 @@ def _values(leaf: Any) -> Array:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if not (is_array(a) and is_array(b)):  # functions and names are leaves of Equinox's modules
+        return a is b or (not (is_array(a) or is_array(b)) and bool(a == b))
     a, b = _values(a), _values(b)
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _is_close(old: Any, a: Any, b: Any) -> bool:
     """Return whether two results agree, within two percent of how far they moved."""
+    if not (is_array(a) and is_array(b)):
+        return _same(a, b)
     old, a, b = _values(old), _values(a), _values(b)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return bool((a == b).all())
@@ -159,6 +233,8 @@ def _is_close(old: Any, a: Any, b: Any) -> bool:
 
 
 def _change(name: str, before: Any, after: Any) -> str:
+    if not (is_array(before) and is_array(after)):
+        return f"{name} went from {before!r} to {after!r}"
     before, after = _values(before), _values(after)
     return f"{name} went from {before} to {after}" if before.shape == after.shape == () else f"{name} changed"
 

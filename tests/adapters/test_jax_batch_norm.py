@@ -1,0 +1,307 @@
+"""Statistics that a forward pass moves: the documented lines put them back, and `check_train_step` names them."""
+
+import runpy
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from lossscale_core import DynamicScaling, diagnose, metrics, step_info
+from lossscale_jax import all_finite, get_scale_state, loss_scaled, scale, select
+from lossscale_jax.testing import TrainStepError, check_train_step
+
+POLICY = DynamicScaling(init_scale=2.0**10)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+IMAGES = np.random.default_rng(0).standard_normal((6, 128, 64), dtype=np.float32)
+LABELS = np.random.default_rng(1).integers(0, 10, (6, 128))
+BATCHES = list(zip(IMAGES, LABELS, strict=True))
+COUNT = "[1].step"  # of `nnx.Optimizer`, which counts every call
+
+
+class Network(nnx.Module):
+    """A layer with BatchNorm before it, and one in a list."""
+
+    def __init__(self, rngs):
+        self.bn = nnx.BatchNorm(64, rngs=rngs)
+        self.out = nnx.List([nnx.Linear(64, 10, rngs=rngs), nnx.BatchNorm(10, rngs=rngs)])
+
+    def __call__(self, images):
+        """Return the logits."""
+        linear, norm = self.out
+        return norm(linear(self.bn(images)))
+
+
+def _modules(**settings):
+    network = Network(nnx.Rngs(0))
+    return network, nnx.Optimizer(network, loss_scaled(optax.sgd(0.1), POLICY, **settings), wrt=nnx.Param)
+
+
+def _loss(network, batch):
+    images, labels = batch
+    return optax.softmax_cross_entropy_with_integer_labels(network(images), labels).mean()
+
+
+def _scaled_grads(network, optimizer, batch):
+    state = get_scale_state(optimizer.opt_state)
+    return nnx.grad(lambda network: scale(_loss(network, batch), state))(network)
+
+
+def _naive(modules, batch):
+    network, optimizer = modules
+    optimizer.update(network, _scaled_grads(network, optimizer, batch))
+
+
+def _documented(modules, batch):
+    network, optimizer = modules
+    before = get_scale_state(optimizer.opt_state)
+    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    optimizer.update(network, _scaled_grads(network, optimizer, batch))
+    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
+    new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    nnx.update(network, select(applied, new, old))
+
+
+def _useless(modules, batch):
+    """Take a step that keeps the variables themselves, which the forward pass changes."""
+    network, optimizer = modules
+    before = get_scale_state(optimizer.opt_state)
+    old = nnx.state(network, nnx.BatchStat)
+    optimizer.update(network, _scaled_grads(network, optimizer, batch))
+    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
+    nnx.update(network, select(applied, nnx.state(network, nnx.BatchStat), old))
+
+
+def _poisoned(batch):
+    images, labels = batch
+    return np.concatenate([np.full_like(images[:1], np.inf), images[1:]]), labels
+
+
+def _leaves(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def _split(step):
+    """Return a step over what `nnx.split` returns."""
+
+    @jax.jit
+    def functional(state, batch):
+        modules = nnx.merge(*state)
+        step(modules, batch)
+        return nnx.split(modules)
+
+    return functional
+
+
+def _pure(step, graph):
+    """Return a step over the arrays in plain dicts."""
+
+    @jax.jit
+    def functional(state, batch):
+        modules = nnx.merge(graph, state)
+        step(modules, batch)
+        return nnx.to_pure_dict(nnx.state(modules))
+
+    return functional
+
+
+def test_the_nnx_example_survives_an_infinite_image():
+    """One image of 128 is infinite; the statistics are bit for bit as before, and the next batch moves them."""
+    names = runpy.run_path(str(EXAMPLES / "jax_flax_nnx.py"))
+    network = names["Network"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(network, loss_scaled(optax.adam(1e-2), POLICY), wrt=nnx.Param)
+    names["step"](network, optimizer, *BATCHES[0])
+    before = _leaves(nnx.state(network))
+    names["step"](network, optimizer, *_poisoned(BATCHES[1]))
+    assert metrics(get_scale_state(optimizer.opt_state))["skipped_steps"] == 1
+    assert _leaves(nnx.state(network)) == before
+    names["step"](network, optimizer, *BATCHES[2])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(network)))
+    assert not set(before) & set(_leaves(nnx.state(network, nnx.BatchStat)))
+
+
+@pytest.mark.parametrize("step", [_naive, _useless])
+def test_statistics_that_nothing_keeps_are_ruined_in_silence(step):
+    """The page warns of it: the weights are kept, the diagnosis is healthy, and no element of `bn.mean` is finite."""
+    network, optimizer = _modules()
+    compiled = nnx.jit(step)
+    for batch in [BATCHES[0]] * 50 + [_poisoned(BATCHES[1]), BATCHES[2]]:
+        compiled((network, optimizer), batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(network, nnx.Param)))
+    assert diagnose(POLICY, get_scale_state(optimizer.opt_state)).startswith("healthy")
+    assert not np.isfinite(network.bn.mean[...]).any()
+
+
+@pytest.mark.parametrize("accumulation", [{}, {"drop": "micro_batch"}], ids=["window", "micro_batch"])
+def test_a_bad_micro_batch_moves_no_statistics(accumulation):
+    """In the middle of a window the gradients say so; the policy is told at the end."""
+
+    @nnx.jit
+    def step(network, optimizer, batch):
+        old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+        grads = _scaled_grads(network, optimizer, batch)
+        optimizer.update(network, grads)
+        new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+        nnx.update(network, select(all_finite(grads), new, old))
+
+    network, optimizer = _modules(accumulation_steps=3, **accumulation)
+    step(network, optimizer, BATCHES[0])
+    before = _leaves(nnx.state(network))
+    step(network, optimizer, _poisoned(BATCHES[1]))
+    assert _leaves(nnx.state(network)) == before
+    step(network, optimizer, BATCHES[2])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(network)))
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+def test_a_step_over_modules_is_checked(transform):
+    """It changes them in place and returns nothing; the message names the statistic as the network does."""
+    check_train_step(transform(_documented), _modules(), BATCHES, may_move=[COUNT])
+    with pytest.raises(TrainStepError, match=r"step 0 .* but \[0\]\.bn\.mean changed, \[0\]\.bn\.var changed,"):
+        check_train_step(transform(_naive), _modules(), BATCHES, may_move=[COUNT])
+    with pytest.raises(TrainStepError, match=r"\[0\]\.bn\.mean changed"):
+        check_train_step(transform(_useless), _modules(), BATCHES, may_move=[COUNT])
+
+
+def test_the_check_leaves_the_modules_alone():
+    """It works on copies, so that training may begin with what was checked."""
+    modules = _modules()
+    before = _leaves(nnx.state(modules))
+    check_train_step(nnx.jit(_documented), modules, BATCHES, may_move=[COUNT])
+    assert _leaves(nnx.state(modules)) == before
+
+
+def test_a_step_over_modules_may_return_something():
+    """The modules, with metrics or without; or metrics alone, in whatever form."""
+
+    def returning(result):
+        def step(modules, batch):
+            _documented(modules, batch)
+            return result(modules)
+
+        return nnx.jit(step)
+
+    for result in (
+        lambda modules: modules,
+        lambda modules: (modules, {"loss": 1.0}),
+        lambda modules: jnp.float32(1.0),
+        lambda modules: (jnp.float32(1.0), {"loss": 1.0}),
+    ):
+        check_train_step(returning(result), _modules(), BATCHES, may_move=[COUNT])
+
+
+def test_a_module_and_an_optimizer_state_are_checked():
+    """The step changes the module in place and returns the optimizer state, an ordinary pytree."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+
+    @nnx.jit
+    def step(training, batch):
+        network, opt_state = training
+        before = get_scale_state(opt_state)
+        grads = nnx.grad(lambda network: scale(_loss(network, batch), before))(network)
+        updates, opt_state = optimizer.update(grads, opt_state, nnx.state(network, nnx.Param))
+        nnx.update(network, optax.apply_updates(nnx.state(network, nnx.Param), updates))
+        return network, opt_state
+
+    network = Network(nnx.Rngs(0))
+    with pytest.raises(TrainStepError, match=r"\[0\]\.bn\.mean changed, .*\.var changed; select it"):
+        check_train_step(step, (network, optimizer.init(nnx.state(network, nnx.Param))), BATCHES)
+
+
+def test_the_count_of_an_nnx_optimizer_is_named():
+    """It counts every call, which a schedule that reads it must know."""
+    with pytest.raises(TrainStepError, match=r"but \[1\]\.step went from 0 to 1;"):
+        check_train_step(nnx.jit(_documented), _modules(), BATCHES)
+
+
+def test_split_modules_are_checked():
+    """What `nnx.split` and `nnx.to_pure_dict` return is named alike, but for the brackets of dicts."""
+    for step, fails in [(_documented, False), (_naive, True)]:
+        graph, state = nnx.split(_modules())
+        runs = [
+            (_split(step), (graph, state), "[1][1].step", r"\[1\]\[0\]\.bn\.mean changed"),
+            (_pure(step, graph), nnx.to_pure_dict(state), "[1]['step']", r"\[0\]\['bn'\]\['mean'\] changed"),
+        ]
+        for functional, start, count, message in runs:
+            if fails:
+                with pytest.raises(TrainStepError, match=message):
+                    check_train_step(functional, start, BATCHES, may_move=[count])
+            else:
+                check_train_step(functional, start, BATCHES, may_move=[count])
+
+
+def test_a_module_without_its_optimizer_is_refused():
+    """The scale state is with the optimizer."""
+    with pytest.raises(ValueError, match="holds no scale state"):
+        check_train_step(nnx.jit(_documented), _modules()[0], BATCHES)
+
+
+class Equinox(eqx.Module):
+    """A linear layer and BatchNorm, with a function among the leaves."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    activation: object = jax.nn.relu
+
+    def __call__(self, image, state):
+        """Return the logits of an image, and the state."""
+        logits, state = self.norm(self.linear(image), state)
+        return self.activation(logits), state
+
+
+def _equinox():
+    def make(key):
+        return Equinox(eqx.nn.Linear(64, 10, key=key), eqx.nn.BatchNorm(10, "batch", mode="batch"))
+
+    model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+    return optimizer, (model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
+
+
+def _equinox_step(optimizer, follow):
+    @eqx.filter_jit
+    def step(training, batch):
+        model, model_state, opt_state = training
+        images, labels = batch
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        before = get_scale_state(opt_state)
+
+        def scaled_loss(params):
+            forward = jax.vmap(eqx.combine(params, static), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+            logits, new_state = forward(images, model_state)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            return scale(loss, before), new_state
+
+        grads, new_state = jax.grad(scaled_loss, has_aux=True)(params)
+        params, opt_state = optimizer.apply_gradients(grads, opt_state, params)
+        applied = step_info(before, get_scale_state(opt_state)).applied
+        return eqx.combine(params, static), follow(applied, new_state, model_state), opt_state
+
+    return step
+
+
+def test_the_state_of_equinox_is_kept():
+    """An infinite image moves nothing of it; the check passes the step, and names the state of one that forgets it."""
+    optimizer, start = _equinox()
+    step = _equinox_step(optimizer, select)
+    training = step(start, BATCHES[0])
+    after = step(training, _poisoned(BATCHES[1]))
+    assert _leaves(eqx.filter(after[:2], eqx.is_array)) == _leaves(eqx.filter(training[:2], eqx.is_array))
+    check_train_step(step, start, BATCHES)
+    with pytest.raises(TrainStepError, match=r"step 0 was to be skipped, but \[1\]\[<flat index 0>\]"):
+        check_train_step(_equinox_step(optimizer, lambda applied, new, old: new), start, BATCHES)
+
+
+def test_the_linen_example_survives_an_infinite_image():
+    """Parameters, batch statistics and counter are bit for bit as before."""
+    names = runpy.run_path(str(EXAMPLES / "jax_flax_linen.py"))
+    step = jax.jit(names["step"].__wrapped__)  # without donation, so that the state before can be compared
+    before = step(step(names["init"](0), *BATCHES[0]), *BATCHES[1])
+    after = step(before, *_poisoned(BATCHES[2]))
+    assert _leaves((after.params, after.batch_stats, after.step)) == _leaves(
+        (before.params, before.batch_stats, before.step)
+    )
