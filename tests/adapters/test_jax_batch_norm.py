@@ -14,6 +14,7 @@ from flax import nnx
 from lossscale_core import DynamicScaling, diagnose, metrics, step_info
 from lossscale_jax import all_finite, get_scale_state, loss_scaled, scale, select
 from lossscale_jax.testing import TrainStepError, check_train_step
+from tests.adapters.pages import code_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,16 +25,16 @@ COUNT = "[1].step"  # of `nnx.Optimizer`, which counts every call
 
 
 class Network(nnx.Module):
-    """A layer with BatchNorm before it, and one in a list."""
+    """A layer with BatchNorm before and after it."""
 
     def __init__(self, rngs):
         self.bn = nnx.BatchNorm(64, rngs=rngs)
-        self.out = nnx.List([nnx.Linear(64, 10, rngs=rngs), nnx.BatchNorm(10, rngs=rngs)])
+        self.linear = nnx.Linear(64, 10, rngs=rngs)
+        self.out = nnx.BatchNorm(10, rngs=rngs)
 
     def __call__(self, images):
         """Return the logits."""
-        linear, norm = self.out
-        return norm(linear(self.bn(images)))
+        return self.out(self.linear(self.bn(images)))
 
 
 def _modules(**settings):
@@ -248,52 +249,35 @@ class Equinox(eqx.Module):
     activation: object = jax.nn.relu
 
     def __call__(self, image, state):
-        """Return the logits of an image, and the state."""
-        logits, state = self.norm(self.linear(image), state)
-        return self.activation(logits), state
+        """Return the outputs of an image, and the state."""
+        outputs, state = self.norm(self.linear(image), state)
+        return self.activation(outputs), state
 
 
-def _equinox():
+def _equinox(follow):
+    """Return the step of docs/jax.md, with what it calls for `select`, and its state at the start."""
+
     def make(key):
         return Equinox(eqx.nn.Linear(64, 10, key=key), eqx.nn.BatchNorm(10, "batch", mode="batch"))
 
     model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-    return optimizer, (model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
-
-
-def _equinox_step(optimizer, follow):
-    @eqx.filter_jit
-    def step(training, batch):
-        model, model_state, opt_state = training
-        images, labels = batch
-        params, static = eqx.partition(model, eqx.is_inexact_array)
-        before = get_scale_state(opt_state)
-
-        def scaled_loss(params):
-            forward = jax.vmap(eqx.combine(params, static), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-            logits, new_state = forward(images, model_state)
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-            return scale(loss, before), new_state
-
-        grads, new_state = jax.grad(scaled_loss, has_aux=True)(params)
-        params, opt_state = optimizer.apply_gradients(grads, opt_state, params)
-        applied = step_info(before, get_scale_state(opt_state)).applied
-        return eqx.combine(params, static), follow(applied, new_state, model_state), opt_state
-
-    return step
+    names = globals() | {"optimizer": optimizer, "select": follow}
+    exec(code_of("docs/jax.md", "BatchNorm and other state of a model", 3), names)
+    start = model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return lambda training, batch: names["equinox_step"](*training, *batch), start
 
 
 def test_the_state_of_equinox_is_kept():
     """An infinite image moves nothing of it; the check passes the step, and names the state of one that forgets it."""
-    optimizer, start = _equinox()
-    step = _equinox_step(optimizer, select)
+    step, start = _equinox(select)
     training = step(start, BATCHES[0])
     after = step(training, _poisoned(BATCHES[1]))
     assert _leaves(eqx.filter(after[:2], eqx.is_array)) == _leaves(eqx.filter(training[:2], eqx.is_array))
     check_train_step(step, start, BATCHES)
+    forgetful, start = _equinox(lambda applied, new, old: new)
     with pytest.raises(TrainStepError, match=r"step 0 was to be skipped, but \[1\]\[<flat index 0>\]"):
-        check_train_step(_equinox_step(optimizer, lambda applied, new, old: new), start, BATCHES)
+        check_train_step(forgetful, start, BATCHES)
 
 
 def test_the_linen_example_survives_an_infinite_image():
