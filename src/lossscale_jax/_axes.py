@@ -27,19 +27,18 @@ def total_norm(norm: Array, axis_name: Hashable) -> Array:
     return largest * jnp.sqrt(lax.psum(share * share, axis_name))
 
 
-def varying_as(x: Tree, like: PyTree) -> Tree:
-    """Return the pytree `x` marked as varying over every axis over which a leaf of `like` does."""
-    return _vary_over(x, _varying_axes(like))
-
-
 def matching(x: Tree, like: PyTree) -> Tree:
     """Return the pytree `x` in the dtypes and marked as varying over the axes of `like`, leaf by leaf."""
 
-    def match(leaf: Any, other: Any) -> Any:
-        leaf = leaf if jnp.result_type(leaf) == other.dtype else leaf.astype(other.dtype)
+    def cast(leaf: Any, other: Any) -> Any:
+        dtype = jnp.result_type(other)
+        return leaf if jnp.result_type(leaf) == dtype else leaf.astype(dtype)
+
+    def varied(leaf: Any, other: Any) -> Any:
         return _vary(leaf, _varying_axes(other))
 
-    return jax.tree.map(match, x, like)
+    x = jax.tree.map(cast, x, like)
+    return jax.tree.map(varied, x, like) if _manual_axes() else x
 
 
 def zeros_where_reduced(x: Tree, like: PyTree) -> Tree:
@@ -48,16 +47,12 @@ def zeros_where_reduced(x: Tree, like: PyTree) -> Tree:
     def reduced(leaf: Any, other: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if _varying_axes(leaf) - _varying_axes(other) else leaf
 
-    return jax.tree.map(reduced, x, like)
+    return jax.tree.map(reduced, x, like) if _manual_axes() else x
 
 
 def vary_over(x: Tree, axis_name: Hashable) -> Tree:
     """Return the pytree `x` marked as varying over `axis_name`, so that nothing reduces its gradient unasked."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return _vary_over(x, frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes))
-
-
-def _vary_over(x: Tree, axes: frozenset[str]) -> Tree:
+    axes = _manual_axes().intersection(axis_name if isinstance(axis_name, tuple) else (axis_name,))
     return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
 
 
@@ -66,10 +61,15 @@ def _vary(leaf: Any, axes: frozenset[str]) -> Any:
     return vary(leaf, missing) if missing else leaf
 
 
+def _manual_axes() -> frozenset[str]:
+    """Return the axes of the `shard_map` that is being traced."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def _varying_axes(x: PyTree) -> frozenset[str]:
     """Return the mesh axes over which `shard_map` knows a leaf to vary; without `check_vma` it knows of none."""
     axes: frozenset[str] = frozenset()
-    for leaf in jax.tree.leaves(x):
+    for leaf in jax.tree.leaves(x) if _manual_axes() else ():
         axes |= varying_axes(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
     return axes
 

@@ -6,22 +6,34 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
 from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
-from lossscale_jax._accumulation import Accumulation, Attempt, Drop
+from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import require_optimizer
 from lossscale_jax._debug import unchecked
-from lossscale_jax._gradients import finite_when_unscaled, lift_leaves, multiply
+from lossscale_jax._decide import Skip, decide, select
 from lossscale_jax._late import update_or_skip
-from lossscale_jax._norm import clip_factor, global_norm
+from lossscale_jax._leaves import lift_leaves
 from lossscale_jax._placement import place_beside
+from lossscale_jax._stages import (
+    Attempt,
+    Drop,
+    Settings,
+    Stage,
+    Transform,
+    cast_back,
+    check,
+    check_by_norm,
+    clipped,
+    judge,
+    unscaled,
+)
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
-from lossscale_jax._step import Skip, apply_or_skip, with_extra_args, with_updates, zeros_unless
 from lossscale_jax._types import PyTree, Tree
-from lossscale_jax._verbs import init_state, select, unscale
+from lossscale_jax._updates import no_updates, with_extra_args, with_updates
+from lossscale_jax._verbs import init_state
 
 
 class Optimizer(Protocol):
@@ -137,194 +149,132 @@ def loss_scaled(
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
     require_optimizer(inner)
-    accumulation = Accumulation(accumulation_steps, drop)
-    wrapper = _Wrapper(as_policy(policy), inner, axis_name, max_norm, keep_dtypes, accumulation, guard, skip)
-    wrapper.validate()
+    settings = Settings(axis_name, max_norm, accumulation_steps, drop, keep_dtypes, guard, skip)
+    settings.validate()
+    wrapper = _Wrapper(inner, as_policy(policy), settings, _stages(settings), _transforms(settings))
     return LossScaledTransformation(wrapper.init, wrapper.update)
 
 
-_REDUCE = "reduce them first, as with jax.lax.pmean"
-_ADVICE = (
-    f"{_REDUCE}; or, where the wrapped optimizer reduces them or each device owns a part of the parameters, pass "
-    "axis_name={names}"
-)
+def _stages(settings: Settings) -> tuple[Stage, ...]:
+    guarded = settings.guard is not None
+    if settings.accumulates:  # clipping and the guard look at the window's mean
+        return (check, accumulate, *((norm_of_mean, judge) if guarded else ()))
+    read = check_by_norm if guarded or settings.max_norm is not None else check
+    return (read, *((judge,) if guarded else ()))
 
 
-_Step = Callable[[PyTree, PyTree], tuple[Tree, PyTree]]
-"""Takes gradients and the inner state; returns a result of that step and the inner state after it."""
+def _transforms(settings: Settings) -> tuple[Transform, ...]:
+    return (
+        mean if settings.accumulates else unscaled,
+        *((clipped,) if settings.max_norm is not None else ()),
+        *((cast_back,) if settings.keep_dtypes else ()),
+    )
 
 
 class _Wrapper(NamedTuple):
-    """The settings of `loss_scaled`, and what it does with them."""
+    """The functions of an optimizer that `loss_scaled` made."""
 
-    policy: ScalingPolicy
     inner: Optimizer
-    axis_name: Hashable
-    max_norm: float | None
-    keep_dtypes: bool
-    accumulation: Accumulation
-    guard: SpikeGuard | None
-    skip: Skip
-
-    def validate(self) -> None:
-        if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
-            raise PolicyError(f"max_norm={self.max_norm!r} must be positive and finite; leave it out not to clip")
-        if self.axis_name is not None and (self.max_norm is not None or self.accumulation.size != 1):
-            raise PolicyError(
-                "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
-                "that are not; reduce the gradients over the axis first and leave axis_name out"
-            )
-        if not isinstance(self.keep_dtypes, bool):
-            raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
-        if not isinstance(self.guard, SpikeGuard | None):
-            raise PolicyError(f"guard={self.guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
-        if self.skip not in ("cond", "select"):
-            raise PolicyError(f"skip={self.skip!r} must be 'cond' or 'select'; leave it out for 'cond'")
-        self.accumulation.validate()
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.accumulation.size > 1
-
-    @property
-    def _branches(self) -> bool:
-        return self.skip == "cond"
+    policy: ScalingPolicy
+    settings: Settings
+    stages: tuple[Stage, ...]
+    """What is done with the gradients until it is known whether the step is applied."""
+    transforms: tuple[Transform, ...]
+    """What is done with them where it is applied, before the wrapped optimizer is given them."""
 
     def init(self, params: PyTree) -> LossScaledState:
         inner_state = self.inner.init(self._shown(params))
         if find_scale_states(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        window = self.accumulation.init(params) if self._accumulates else None
-        guard_state = None if self.guard is None else jax.tree.map(jnp.asarray, self.guard.init_state())
+        window = empty_window(params) if self.settings.accumulates else None
+        guard = self.settings.guard
+        guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_beside(_state(init_state(self.policy), inner_state, window, guard_state), params)
 
     def update(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
-        inner_update = with_extra_args(self.inner.update)
+        attempt = self._attempt(updates, state)
 
-        def step(grads: Tree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            return inner_update(grads, inner_state, self._shown(params), **extra_args)
+        def step(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            return self._inner_update(source, attempt, inner_state, params, extra_args)
 
-        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
-            like = updates if state.window else source
-            return update_or_skip(applies, apply, source, state.inner_state, like, self.skip)
+        def skip(applied: tuple[Tree, PyTree], _: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
+            # skip returns gradients, and the updates take their memory; what drops them is fused into what adds them.
+            # What an optimizer reduces itself no longer varies over that axis; zeros will do, since they are dropped.
+            return _axes.zeros_where_reduced(updates, applied[0]), inner_state
 
-        return self._take(step, take, updates, state)
+        result, inner_state = update_or_skip(
+            attempt.applies, step, skip, attempt.source, state.inner_state, by=self.settings.skip
+        )
+        return select(attempt.applies, result, no_updates(result)), self._after(attempt, inner_state)
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
-        inner_update = with_extra_args(self.inner.update)
+        attempt = self._attempt(grads, state)
 
-        def step(grads: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            updates, inner_state = inner_update(grads, inner_state, self._shown(params), **extra_args)
+        def step(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            updates, inner_state = self._inner_update(source, attempt, inner_state, params, extra_args)
             return with_updates(params, updates), inner_state
 
-        def take(applies: Array, apply: _Step[Tree], source: PyTree) -> tuple[Tree, PyTree]:
-            def skip(_: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-                return params, inner_state
+        def skip(_: Any, __: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
+            return params, inner_state
 
-            return apply_or_skip(applies, apply, skip, source, state.inner_state, by=self.skip)
-
-        return self._take(step, take, grads, state)
-
-    def _take(
-        self,
-        step: _Step[Tree],
-        take: Callable[[Array, _Step[Tree], PyTree], tuple[Tree, PyTree]],
-        grads: PyTree,
-        state: LossScaledState,
-    ) -> tuple[Tree, LossScaledState]:
-        """Return the result of `step`, which `take` applies or skips, and the next state."""
-        self._require_own(state)
-        before = state.scale_state
-        finite, norm = self._check(grads, before)
-        if state.window is None:
-            attempt = Attempt(finite, finite, None, grads, lambda grads: unscale(grads, before), None)
-        else:
-            attempt = self.accumulation.attempt(state.window, grads, finite, before)
-        attempt, norm, guard_state = self._judge(attempt, norm, state.guard_state)
-
-        def apply(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            unscaled = self._clip(attempt.gradients(source), norm)
-            return step(optax.tree.cast_like(unscaled, grads) if self.keep_dtypes else unscaled, inner_state)
-
-        source = attempt.source if self._branches else zeros_unless(attempt.applies, attempt.source)
-        result, inner_state = take(attempt.applies, apply, source)
-        after = self.policy.update(before, attempt.grads_finite, xp=jnp)
-        if attempt.counts is not None:
-            after = select(attempt.counts, after, before)
-        return result, _state(after, inner_state, attempt.window, guard_state)
+        operands = attempt.source, state.inner_state
+        result, inner_state = decide(attempt.applies, step, skip, *operands, by=self.settings.skip)
+        return result, self._after(attempt, inner_state)
 
     @unchecked
-    def _judge(
-        self, attempt: Attempt, norm: Array | None, state: GuardState | None
-    ) -> tuple[Attempt, Array | None, GuardState | None]:
-        """Return what is left of `attempt` once the guard has judged its norm; the norm, and the guard's next state."""
-        if self.guard is None or state is None:
-            return attempt, norm, None
-        if norm is None:  # of a window's mean, which is worth a read only where it would be applied
-            norm = apply_or_skip(
-                attempt.applies,
-                lambda source: self._norm(attempt.gradients(source)),
-                lambda _: jnp.float32(jnp.inf),
-                attempt.source,
-                by=self.skip,
-            )
-        # All devices together may overflow where each one's norm is finite, and infinity would not count as a spike.
-        total = jnp.minimum(_axes.total_norm(norm, self.axis_name), float(jnp.finfo(jnp.float32).max))
-        judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
-        accepted, after = self.guard.judge(state, judged, xp=jnp)
-        return attempt.unless(attempt.applies & ~accepted), norm, after
+    def _attempt(self, grads: PyTree, state: LossScaledState) -> Attempt:
+        """Return what the stages find out about the gradients."""
+        self._require_own(state)
+        attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state)
+        for stage in self.stages:
+            attempt = stage(attempt, self.settings)
+        return attempt
+
+    def _inner_update(
+        self, source: PyTree, attempt: Attempt, inner_state: PyTree, params: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        """Return the wrapped optimizer's updates and its state after the step."""
+        for transform in self.transforms:
+            source = transform(source, attempt, self.settings)
+        return with_extra_args(self.inner.update)(source, inner_state, self._shown(params), **extra_args)
+
+    def _after(self, attempt: Attempt, inner_state: PyTree) -> LossScaledState:
+        """Return the state after the call."""
+        scale_state = self.policy.update(attempt.scale_state, attempt.grads_finite, xp=jnp)
+        if attempt.counts is not None:
+            scale_state = select(attempt.counts, scale_state, attempt.scale_state)
+        window = None if attempt.window is None else attempt.window._replace(stepped=attempt.applies)
+        return _state(scale_state, inner_state, window, attempt.guard_state)
+
+    def _shown(self, params: PyTree) -> PyTree:
+        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
+        return params if self.settings.keep_dtypes else lift_leaves(params)
 
     def _require_own(self, state: Any) -> None:
         """Raise where `state` was not made by `init`, or with other settings."""
+        size, guard = self.settings.accumulation_steps, self.settings.guard
         if not is_own_state(state):
             raise ScaleStateError(
                 f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the "
                 "gradients. To go on from a checkpoint of the wrapped optimizer alone, pass "
                 "optimizer.init(params)._replace(inner_state=...)"
             )
-        if (state.window is not None) != self._accumulates:
+        if (state.window is not None) != self.settings.accumulates:
             raise PolicyError(
-                f"accumulation_steps={self.accumulation.size} does not fit a state made "
+                f"accumulation_steps={size} does not fit a state made "
                 f"{'without' if state.window is None else 'with'} accumulation; make the optimizer as it was saved"
             )
-        if (state.guard_state is None) != (self.guard is None):
+        if (state.guard_state is None) != (guard is None):
             raise PolicyError(
-                f"guard={self.guard!r} does not fit a state made {'without' if self.guard else 'with'} a guard; make "
+                f"guard={guard!r} does not fit a state made {'without' if guard else 'with'} a guard; make "
                 "the optimizer as it was saved, or pass "
                 "optimizer.init(params)._replace(scale_state=..., inner_state=..., window=...)"
             )
-
-    def _check(self, grads: PyTree, before: Any) -> tuple[Array, Array | None]:
-        """Return whether the gradients are finite, and their norm where the same read tells it."""
-        norm = None
-        # Of a micro-batch no norm is wanted: clipping and the guard look at the window's mean.
-        if self._accumulates or (self.max_norm is None and self.guard is None):
-            finite = finite_when_unscaled(grads, before.loss_scale, self.keep_dtypes, self._branches)
-        else:
-            norm = self._norm(grads, before.loss_scale)
-            finite = jnp.isfinite(norm)
-            if self.keep_dtypes:  # what is finite in float32 may be infinite in the dtype that is kept
-                finite &= finite_when_unscaled(grads, before.loss_scale, keep_dtypes=True, branches=self._branches)
-        finite = _axes.all_true(finite, self.axis_name)
-        _axes.require_reduced(finite, before, _REDUCE if self.max_norm or self._accumulates else _ADVICE)
-        return finite, norm
-
-    def _clip(self, unscaled: PyTree, norm: Array | None) -> PyTree:
-        """Return gradients clipped to `max_norm`; `norm` is None for a window's mean that no guard has judged."""
-        if self.max_norm is None:
-            return unscaled
-        return multiply(unscaled, clip_factor(self._norm(unscaled) if norm is None else norm, self.max_norm))
-
-    def _norm(self, grads: PyTree, loss_scale: Array | None = None) -> Array:
-        return global_norm(grads, loss_scale, self._branches)
-
-    def _shown(self, params: PyTree) -> PyTree:
-        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
-        return params if self.keep_dtypes else lift_leaves(params)
 
 
 def _state(scale_state: Any, inner_state: PyTree, window: Any, guard_state: GuardState | None) -> LossScaledState:

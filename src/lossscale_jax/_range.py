@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from lossscale_core import OperationRange, RangeReport
 from lossscale_jax._arguments import require_function
 from lossscale_jax._debug import unchecked
-from lossscale_jax._gradients import is_array, named_gradients
+from lossscale_jax._leaves import is_array, named_gradients
 from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
 from lossscale_jax._verbs import scale
 

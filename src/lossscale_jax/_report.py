@@ -5,7 +5,7 @@ from jax import Array
 
 from lossscale_core import GradientReport
 from lossscale_jax._debug import unchecked
-from lossscale_jax._gradients import named_gradients, real_parts
+from lossscale_jax._leaves import named_gradients, real_parts
 from lossscale_jax._types import PyTree
 
 

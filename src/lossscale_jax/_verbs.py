@@ -1,6 +1,5 @@
-"""The five verbs: pure functions of pytrees, right under every transform."""
+"""The verbs: pure functions of pytrees, right under every transform. `select` is in `_decide`."""
 
-import functools
 from collections.abc import Hashable
 from typing import Any, overload
 
@@ -14,7 +13,8 @@ from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantS
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of
 from lossscale_jax._debug import unchecked
-from lossscale_jax._gradients import finite_when_unscaled, is_array, multiply, name_of, times
+from lossscale_jax._finite import finite_when_unscaled
+from lossscale_jax._leaves import multiply, times
 from lossscale_jax._types import HasLossScale, PyTree, Tree
 
 
@@ -107,53 +107,6 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     """
     # XLA fuses a product into what reads it, and would store a quotient first.
     return multiply(grads, 1.0 / jnp.asarray(loss_scale_of(state, "unscale(grads, state)")))
-
-
-def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
-    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
-
-    Pass everything that a skipped step must not change in one call: parameters, optimizer state, batch statistics,
-    averages, step counters, PRNG keys. Does not synchronise with the host.
-
-    Args:
-        grads_finite: A bool array of shape `()`; or a Python bool, which picks the leaves of one side untouched.
-        new: The pytree after the step.
-        old: The pytree before the step. Leaves that are not arrays, such as an activation function, must be equal.
-
-    Returns:
-        One of the two pytrees, leaf by leaf.
-
-    Raises:
-        TypeError: `grads_finite` is not a flag, such as a pytree in its place.
-        ValueError: Structures, shapes, dtypes or leaves that are not arrays differ, or the flag has a shape.
-    """
-    if not is_array(grads_finite):
-        raise TypeError(
-            f"grads_finite is a {type(grads_finite).__name__}; call select(grads_finite, new, old), one flag first"
-        )
-    if jnp.shape(grads_finite) != ():
-        raise ValueError(f"grads_finite has shape {jnp.shape(grads_finite)}; pass one flag, of shape ()")
-    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, grads_finite), new, old)
-
-
-def _select_leaf(grads_finite: ArrayLike, path: Any, new: Any, old: Any) -> Any:
-    if not (is_array(new) and is_array(old)):
-        is_neither = not (is_array(new) or is_array(old))  # an array would be compared element by element
-        if new is old or (is_neither and new == old):
-            return new
-        raise ValueError(
-            f"{name_of(path)} is {new!r} in new and {old!r} in old; a leaf that is not an array must not change"
-        )
-    if jnp.shape(new) != jnp.shape(old):
-        raise ValueError(
-            f"{name_of(path)} has shape {jnp.shape(new)} in new and {jnp.shape(old)} in old; "
-            "pass two trees of the same shapes"
-        )
-    if hasattr(new, "dtype") and hasattr(old, "dtype") and new.dtype != old.dtype:
-        raise ValueError(f"{name_of(path)} is {new.dtype} in new and {old.dtype} in old; cast one of them")
-    if isinstance(grads_finite, bool):
-        return new if grads_finite else old
-    return jnp.where(grads_finite, new, old)
 
 
 def _number(leaf: Any) -> Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_jax._gradients import is_array, name_of
+from lossscale_jax._leaves import is_array, name_of
 from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]

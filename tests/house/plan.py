@@ -91,21 +91,24 @@ PLAN = {
         _arguments: _types
         _axes: _types _versions
         _placement: _types
-        _gradients: _axes _debug _types
-        _norm: _axes _debug _gradients _types
-        _report: _debug _gradients _types
-        _verbs: _arguments _axes _debug _gradients _types
-        testing: _gradients _types
-        _accumulation: _debug _gradients _types _verbs
+        _leaves: _types
+        _decide: _axes _debug _leaves _types
+        _finite: _axes _debug _decide _leaves _types
+        _late: _decide _types
+        _report: _debug _leaves _types
+        _updates: _leaves _types
+        _verbs: _arguments _axes _debug _finite _leaves _types
+        testing: _leaves _types
+        _stages: _axes _decide _finite _leaves _types _verbs
+        _accumulation: _decide _finite _leaves _stages _types _verbs
         _autodiff: _arguments _axes _types _verbs
-        _range: _arguments _debug _gradients _range_interpreter _verbs
-        _step: _axes _debug _gradients _types _verbs
-        _late: _axes _step _types _verbs
+        _range: _arguments _debug _leaves _range_interpreter _verbs
         _retries: _arguments _autodiff _axes _types
         _state: _accumulation _placement _types
         _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _axes _debug _gradients _late _norm _placement _state _step _types _verbs
-        __init__: _autodiff _export _optimizer _range _report _retries _state _verbs
+        _optimizer: _accumulation _arguments _axes _debug _decide _late _leaves _placement _stages _state _types
+            _updates _verbs
+        __init__: _autodiff _decide _export _optimizer _range _report _retries _state _verbs
     """,
     "lossscale_tf": """
         _documented:
