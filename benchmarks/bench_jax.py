@@ -10,7 +10,7 @@ are donated. Runs on JAX's default device. Exits with status 1 where a bar is mi
 allowed.
 """
 
-import itertools
+import ctypes
 import math
 import sys
 import time
@@ -44,6 +44,12 @@ no scaling, show what scaling costs beside a fast backward pass.
 Without scaling, XLA can use up each gradient as soon as it is there. With scaling, all gradients are kept until it is
 known whether they are finite, and the update reads them once more: that is the temporary memory beyond that of no
 scaling. jmp, flax and mpx, which select afterwards, and `skip="select"` keep the old parameters and states as well.
+
+On a CPU, glibc gives blocks of 32 MiB and more back to the system when they are freed, and the next step meets a page
+fault for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The
+rows with freed memory kept have what the environment variables `MALLOC_MMAP_THRESHOLD_=1073741824` and
+`MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients are written, read to be checked and read
+again to be applied, while without scaling they stay in the processor's cache.
 
 Where an optimizer's updates follow element by element from its new state and the gradients, as Adam's do, `update`
 computes them outside of the conditional, so that XLA fuses them into what adds them and stores none. Other updates take
@@ -238,26 +244,42 @@ def _adam_step(params: Any, opt_state: Any, grads: Any) -> Any:
 
 def train_rows(quick: bool) -> list[Row]:
     """Time whole train steps at two batch sizes, and say what temporary memory they need."""
-    rows = []
-    for dtype, batch_size in itertools.product((jnp.float16,) if quick else (jnp.float16, jnp.float32), BATCH_SIZES):
-        where = f"{batch_size} samples, computed in {jnp.dtype(dtype).name} ({ON})"
-        x = jax.random.normal(jax.random.key(1), (batch_size, WIDTH))
-        contenders = train_steps(dtype)
-        if dtype == jnp.float32:  # where mpx computes in float16 nevertheless, and nothing needs scaling
-            contenders = {name: contenders[name] for name in ("no scaling", "apply_gradients", "update and apply")}
-        turns, memory = {}, {}
-        for name, (step, carry) in contenders.items():
-            compiled = jax.jit(step, donate_argnums=0).lower(carry, x).compile()
-            memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
-            turns[name] = _Turn(compiled, carry, x)
-        times = dict(zip(turns, interleaved(list(turns.values()), 2 if quick else 25), strict=True))
-        for name, bar in (("apply_gradients", 1.15), ("update and apply", 1.35), (SELECTING, math.inf)):
-            if name in times:
-                rows += [Row(f"train step, {name}, {where}", "× no scaling", times[name] / times["no scaling"], bar)]
-        work = f"train step, apply_gradients, {where}"
-        peers = [name for name in PEERS if name in times]
-        rows += [Row(work, f"× {name}", times["apply_gradients"] / times[name], 1.0) for name in peers]
-        rows += [Row(f"its temporary memory: {name}, {where}", "MiB", memory[name], math.inf) for name in memory]
+    dtypes = (jnp.float16,) if quick else (jnp.float16, jnp.float32)
+    rows = [row for dtype in dtypes for size in BATCH_SIZES for row in _train_rows(dtype, size, ON, quick)]
+    if ON == "cpu" and keep_freed_memory():
+        rows += _train_rows(dtypes[-1], BATCH_SIZES[0], f"{ON}, freed memory kept", quick)
+    return rows
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep the memory of one step for the next, as the two variables in NOTES do; return whether it does."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mmap_threshold, trim_threshold = -3, -1  # their names in malloc.h
+    return mallopt is not None and all(mallopt(each, 2**30) for each in (mmap_threshold, trim_threshold))
+
+
+def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:
+    where = f"{batch_size} samples, computed in {jnp.dtype(dtype).name} ({on})"
+    x = jax.random.normal(jax.random.key(1), (batch_size, WIDTH))
+    contenders = train_steps(dtype)
+    if dtype == jnp.float32:  # where mpx computes in float16 nevertheless, and nothing needs scaling
+        contenders = {name: contenders[name] for name in ("no scaling", "apply_gradients", "update and apply")}
+    turns, memory = {}, {}
+    for name, (step, carry) in contenders.items():
+        compiled = jax.jit(step, donate_argnums=0).lower(carry, x).compile()
+        memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        turns[name] = _Turn(compiled, carry, x)
+    times = dict(zip(turns, interleaved(list(turns.values()), 2 if quick else 25), strict=True))
+    bars = {"apply_gradients": 1.15, "update and apply": 1.35, SELECTING: math.inf}
+    rows = [
+        Row(f"train step, {name}, {where}", "× no scaling", times[name] / times["no scaling"], bar)
+        for name, bar in bars.items()
+        if name in times
+    ]
+    work = f"train step, apply_gradients, {where}"
+    peers = [name for name in PEERS if name in times]
+    rows += [Row(work, f"× {name}", times["apply_gradients"] / times[name], 1.0) for name in peers]
+    rows += [Row(f"its temporary memory: {name}, {where}", "MiB", memory[name], math.inf) for name in memory]
     return rows
 
 
