@@ -1,7 +1,7 @@
 """The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class Interpreter:
         alone = jaxpr.replace(constvars=[], invars=[*inputs], outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
         is_scaled = any(each.is_scaled for each in given)
         # `primitive.bind` would do without the mesh and the other settings under which the equation was traced.
-        results = [Tracked(each, is_scaled) for each in jax.core.eval_jaxpr(alone, (), *inputs.values())]
+        results = [Tracked(each, is_scaled) for each in _run_alone(alone, inputs.values())]
         if eqn.primitive.name not in _MOVES:
             for each in results:
                 if is_low_precision(each.array):
@@ -154,6 +154,21 @@ class Interpreter:
         self._count += 1
         if self._count % 1000 == 0:
             print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
+
+
+def _run_alone(jaxpr: Jaxpr, inputs: Iterable[Any]) -> list[Any]:
+    """Run one equation; a product by an algorithm that the device refuses is computed by the default one."""
+    operands = list(inputs)
+    try:
+        return jax.core.eval_jaxpr(jaxpr, (), *operands)
+    except (ValueError, RuntimeError):
+        (eqn,) = jaxpr.eqns
+        if not isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+            raise
+        # As `jax.nn.dot_product_attention` does itself where no `jit` is around it:
+        # https://github.com/jax-ml/jax/blob/jax-v0.7.2/jax/_src/nn/functions.py
+        default = eqn.replace(params={**eqn.params, "precision": None})
+        return jax.core.eval_jaxpr(jaxpr.replace(eqns=[default]), (), *operands)
 
 
 def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:

@@ -414,12 +414,32 @@ def test_what_runs_on_several_devices_is_measured_as_one_operation(kind):
 
 @pytest.mark.parametrize(
     ("fun", "message"),
-    [(lambda x: x, "scalar-output"), (lambda x: (x.sum(), 0), "scalar-output"), (lambda x: "loss", "is not a number")],
+    [
+        (lambda x: x, r"a loss of shape \(3,\)"),
+        (lambda x: (x.sum(), 0), "pass has_aux=True"),
+        (lambda x: "loss", "fun returned a str"),
+    ],
 )
 def test_what_is_not_a_loss_is_refused(fun, message):
-    """As `jax.grad` refuses it."""
+    """The loss is one number, as for `jax.grad`."""
     with pytest.raises(TypeError, match=message):
         range_report(fun, jnp.ones(3))
+
+
+def _attend(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v).astype(jnp.float32).sum()
+
+
+def test_a_range_report_of_jaxs_attention_in_float16():
+    """JAX asks for an algorithm that a CPU refuses within `jit`; the report runs the product as JAX does eagerly."""
+    q, k, v = (4 * jax.random.normal(key, (1, 6, 2, 8), jnp.float16) for key in jax.random.split(jax.random.key(0), 3))
+    report = range_report(_attend, q, k, v, argnums=(0, 1, 2))
+    assert {record.operation for record in report.forward} >= {"dot_general"}
+    assert report.loss == pytest.approx(float(_attend(q, k, v)), rel=1e-2)
+    for factor, is_finite in ((0.5, True), (2.0, False)):
+        seed = jnp.float32(factor * report.overflows_above)
+        grads = jax.vjp(_attend, q, k, v)[1](seed)
+        assert all(bool(jnp.isfinite(each).all()) for each in grads) == is_finite
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------
