@@ -64,13 +64,19 @@ def namespace(array: Array) -> Namespace:
 def host_flag(grads_finite: Any) -> bool:
     """Return `grads_finite` as a Python bool, waiting for its device if necessary.
 
-    Raises `TypeError` for a value that is not a bool of shape `()`.
+    Raises `TypeError` for a value that is not a bool of shape `()`, or that is not known yet.
     """
     if grads_finite is True or grads_finite is False:
         return grads_finite
     if getattr(grads_finite, "shape", None) != ():
         raise TypeError(f"grads_finite={grads_finite!r} must be a bool of shape (); pass what all_finite returned")
-    return bool(grads_finite)
+    try:
+        return bool(grads_finite)
+    except TypeError as error:
+        raise TypeError(
+            "grads_finite is traced, and has no value while a function is compiled, and the state is on the host; pass "
+            "a state of the framework's arrays, such as the adapter's init_state(policy) returns"
+        ) from error
 
 
 @overload

@@ -5,7 +5,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import AnyScaleState
+from lossscale_core._state import AnyScaleState, read
 from lossscale_core.messages import shown_number
 
 _FEW = 5
@@ -19,7 +19,7 @@ class Numbers:
     """The numbers of a state, read once from its device."""
 
     def __init__(self, policy: BaseScaling, state: AnyScaleState) -> None:
-        self.scale = float(state.loss_scale)
+        self.scale = read(state.loss_scale)
         self.steps = int(state.steps)
         self.skipped = int(state.skipped_steps)
         self.streak = int(state.overflow_streak)

@@ -10,7 +10,7 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_COUNT
-from lossscale_core._state import AnyScaleState, Array, ArrayT_co
+from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
 from lossscale_core._watch import require_above_floor
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_core.messages import shown_number
@@ -161,7 +161,7 @@ def check_overflow_streak(
         return
     if on_floor == "raise":
         require_above_floor(members, state)
-    streak = int(state.overflow_streak)
+    streak = int(read(state.overflow_streak))
     if limit is not None and streak >= limit:
         scale = (
             f", and the loss scale is down to {shown_number(float(state.loss_scale))}" if members.scales_losses else ""

@@ -77,3 +77,19 @@ def one_more(counter: Array) -> Array:
     """Return an int32 counter plus 1; a full counter stays full, because int32 would wrap around."""
     # Without `where`, which would need a namespace; subtracted first, since a full counter plus 1 would wrap around.
     return counter - counter // LARGEST_COUNT + 1
+
+
+def read(number: Array) -> float:
+    """Return one number of a state as a Python float, waiting for its device if necessary.
+
+    Raises `TypeError` for a number without a value, as every framework has them while it compiles a function.
+    """
+    try:
+        return float(number)
+    except TypeError as error:
+        if getattr(number, "shape", None) != ():
+            raise
+        raise TypeError(
+            f"the state is traced, and a {type(number).__name__} has no value while a function is compiled; call this "
+            "outside of it, with the state that it returns"
+        ) from error

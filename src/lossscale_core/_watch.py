@@ -9,7 +9,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
-from lossscale_core._state import AnyScaleState, ScaleState
+from lossscale_core._state import AnyScaleState, ScaleState, read
 from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_core.messages import shown_number
 
@@ -149,7 +149,7 @@ class ScaleWatch:
 
 def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
     """Raise `ScaleFloorError` if the last step overflowed and left the scale at the policy's floor."""
-    if not state.overflow_streak:
+    if not read(state.overflow_streak):
         return
     numbers = Numbers(policy, state)
     if numbers.at_floor:
@@ -164,7 +164,7 @@ def _on_host(state: AnyScaleState) -> AnyScaleState:
     if isinstance(state.loss_scale, _OF_THE_HOST):
         return state
     return ScaleState(
-        np.float32(float(state.loss_scale)), *(int(getattr(state, name)) for name in ScaleState._fields[1:])
+        np.float32(read(state.loss_scale)), *(int(getattr(state, name)) for name in ScaleState._fields[1:])
     )
 
 
