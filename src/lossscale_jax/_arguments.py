@@ -1,8 +1,19 @@
-"""Arguments in the wrong place: one sentence that says what belongs there."""
+"""Errors for arguments and results that do not fit: one sentence that says what belongs there."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
-from lossscale_jax._types import HasLossScale
+import jax
+import jax.numpy as jnp
+
+from lossscale_core.messages import shown_names
+from lossscale_jax._leaves import is_array
+from lossscale_jax._types import HasLossScale, PyTree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def loss_scale_of(state: HasLossScale, call: str) -> Any:
@@ -29,3 +40,92 @@ def require_optimizer(inner: Any) -> None:
             f"inner={inner!r} must be an optimizer with init and update; pass one that is made, such as "
             "optax.adamw(1e-3), and the policy after it"
         )
+
+
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the loss and what else `fun` returned; raise `TypeError` where the loss is not a scalar."""
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise TypeError(
+            f"fun returned {_described(result)}, and has_aux=True needs a pair of the loss and anything else; return "
+            "such a pair, or leave has_aux out"
+        )
+    loss, aux = result if has_aux else (result, None)
+    if not is_array(loss):
+        hint = "pass has_aux=True if it returns a pair of the loss and anything else"
+        raise TypeError(
+            f"fun returned {_described(loss)}, and the loss must be a scalar; "
+            f"{hint if isinstance(loss, tuple) and not has_aux else 'return the loss alone'}"
+        )
+    if jnp.shape(loss) != ():
+        raise TypeError(
+            f"fun returned a loss of shape {jnp.shape(loss)}, and the loss must be a scalar; return its mean, as by "
+            "jnp.mean(loss)"
+        )
+    return loss, aux
+
+
+def _described(value: Any) -> str:
+    return f"an array of shape {jnp.shape(value)}" if is_array(value) else f"a {type(value).__name__}"
+
+
+def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method of `(self, grads, state, params)` so that an error names how gradients and parameters differ.
+
+    Only a call that fails is looked at, since an optimizer may accept such a difference.
+    """
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            bound = inspect.signature(method).bind(*args, **kwargs)
+            bound.apply_defaults()
+            _, grads, state, params, *_ = bound.arguments.values()
+            window = getattr(state, "window", None)
+            like = window.total if params is None and window is not None else params
+            difference = None if like is None else _difference(grads, like)
+            if difference is None:
+                raise
+            raise ValueError(f"{difference}; pass what jax.grad returns for these parameters") from error
+
+    return run
+
+
+def _difference(grads: PyTree, params: PyTree) -> str | None:
+    """Return how gradients differ from parameters, or None; a part without leaves may stand for any parameters."""
+    given, own = _shapes(grads), _shapes(params)
+    left_out = [path for path, shape in given.items() if shape is None]  # such as None for what is not trained
+    more = [path for path, shape in given.items() if shape is not None and path not in own]
+    fewer = [
+        path
+        for path, shape in own.items()
+        if shape is not None and path not in given and not any(path[: len(each)] == each for each in left_out)
+    ]
+    if more and fewer:
+        return f"the gradients have {_names(more)}, which the parameters lack, and lack {_names(fewer)}"
+    if more:
+        return f"the gradients have {_names(more)}, which the parameters lack"
+    if fewer:
+        return f"the gradients lack {_names(fewer)}, which the parameters have"
+    for path in own:
+        if None not in (own[path], given.get(path)) and own[path] != given[path]:
+            return f"{_names([path])} of the gradients has shape {given[path]}, and the parameter has shape {own[path]}"
+    structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_empty) for tree in (grads, params)]
+    if given.keys() == own.keys() and structures[0] != structures[1]:
+        return f"the gradients are {structures[0]}, and the parameters {structures[1]}"
+    return None
+
+
+def _shapes(tree: PyTree) -> dict[Any, tuple[int, ...] | None]:
+    """Return the shapes of the leaves by their paths, and None for a part without leaves."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
+    return {path: None if _is_empty(leaf) else jnp.shape(leaf) for path, leaf in named}
+
+
+def _is_empty(node: Any) -> bool:
+    return not jax.tree.leaves(node)
+
+
+def _names(paths: list[Any]) -> str:
+    return shown_names(jax.tree_util.keystr(path) or "one leaf" for path in paths)

@@ -10,7 +10,7 @@ import jax
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._arguments import loss_scale_of, require_function
+from lossscale_jax._arguments import loss_and_aux, loss_scale_of, require_function
 from lossscale_jax._types import HasLossScale, PyTree
 from lossscale_jax._verbs import all_finite, scale, unscale
 
@@ -86,7 +86,7 @@ def value_and_grad(
         A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
 
     Raises:
-        TypeError: `fun` is not a function; or, when called, `state` is not a state.
+        TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
         ValueError: When called under `shard_map`: devices that share a state have gradients or losses of their own.
     """
     require_function(fun, "value_and_grad(fun)(state, *args)")
@@ -95,7 +95,7 @@ def value_and_grad(
         loss_scale_of(state, "value_and_grad(fun)(state, *args)")
 
         def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
-            value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            value, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
             return scale(value, state), (value, aux)
 
         chosen = _chosen(argnums, len(args))

@@ -11,7 +11,7 @@ from jax import Array, lax
 from lossscale_jax import _axes
 from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide
-from lossscale_jax._leaves import gradient_leaves, lift, real_parts, times
+from lossscale_jax._leaves import gradient_leaves, is_traced, lift, real_parts, times
 from lossscale_jax._types import PyTree
 
 _EXPONENT_OF_FLOAT16 = 0x7C00
@@ -27,7 +27,7 @@ def finite_when_unscaled(
     not finite itself, or the scale is below 1, is every element looked at. By "select" every element is looked at once.
     """
     leaves = gradient_leaves(grads)
-    check = _all_finite if _is_traced(leaves, loss_scale) else _all_finite_at_once
+    check = _all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once
     return check(leaves, loss_scale, keep_dtypes, by)
 
 
@@ -57,7 +57,7 @@ def global_norm(grads: PyTree, loss_scale: Array | None = None, by: Skip = "cond
     leaves = gradient_leaves(grads)
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    return (_global_norm if _is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale, by)
+    return (_global_norm if is_traced(leaves, loss_scale) else _global_norm_at_once)(leaves, loss_scale, by)
 
 
 def _global_norm(leaves: list[Array], loss_scale: Array | None, by: Skip) -> Array:
@@ -89,11 +89,6 @@ def clip_factor(norm: Array, max_norm: float) -> Array:
 # Eagerly, `cond` would be compiled again at every call.
 _all_finite_at_once = jax.jit(_all_finite, static_argnums=(2, 3))
 _global_norm_at_once = jax.jit(_global_norm, static_argnums=2)
-
-
-def _is_traced(leaves: list[Array], loss_scale: Any) -> bool:
-    """Return whether any of these arrays stands for a value that is not there yet."""
-    return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
 
 
 def _each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:

@@ -32,6 +32,11 @@ def _gradients_with_paths(grads: PyTree) -> list[tuple[Any, Array]]:
     return found
 
 
+def is_traced(leaves: list[Array], loss_scale: Any = None) -> bool:
+    """Return whether any of these arrays stands for a value that is not there yet."""
+    return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
+
+
 def is_gradient(leaf: Any) -> bool:
     """Return whether `leaf` holds floats, real or complex; raise `TypeError` where it is not an array."""
     if not is_array(leaf):

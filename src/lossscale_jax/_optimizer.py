@@ -11,7 +11,7 @@ from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
-from lossscale_jax._arguments import require_optimizer
+from lossscale_jax._arguments import explain_structures, require_optimizer
 from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide, select
 from lossscale_jax._late import update_or_skip
@@ -191,6 +191,7 @@ class _Wrapper(NamedTuple):
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_beside(_state(init_state(self.policy), inner_state, window, guard_state), params)
 
+    @explain_structures
     def update(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
@@ -210,6 +211,7 @@ class _Wrapper(NamedTuple):
         )
         return select(attempt.applies, result, no_updates(result)), self._after(attempt, inner_state)
 
+    @explain_structures
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:

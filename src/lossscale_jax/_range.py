@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
 from lossscale_core import OperationRange, RangeReport
-from lossscale_jax._arguments import require_function
+from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_array, named_gradients
 from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
@@ -95,7 +95,7 @@ class _Passes:
     def _scaled_loss(self, loss_scale: Any, *args: Any) -> tuple[Any, Any]:
         # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes again.
         result = self._fun(*jax.tree.map(lambda leaf: leaf, args))
-        loss = result[0] if self._has_aux else result
+        loss, _ = loss_and_aux(result, self._has_aux)
         return scale(loss, _Seed(loss_scale)), loss
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:

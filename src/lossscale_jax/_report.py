@@ -5,7 +5,7 @@ from jax import Array
 
 from lossscale_core import GradientReport
 from lossscale_jax._debug import unchecked
-from lossscale_jax._leaves import named_gradients, real_parts
+from lossscale_jax._leaves import is_traced, named_gradients, real_parts
 from lossscale_jax._types import PyTree
 
 
@@ -24,9 +24,15 @@ def overflow_report(grads: PyTree) -> list[GradientReport]:
         A report for each such leaf, named by its path in the pytree; empty where nothing overflowed.
 
     Raises:
-        TypeError: A leaf is not an array.
+        TypeError: A leaf is not an array, or is traced: the call is within a compiled function.
     """
-    return [_report(name, leaf) for name, leaf in named_gradients(grads) if not bool(jnp.isfinite(leaf).all())]
+    named = named_gradients(grads)
+    if is_traced([leaf for _, leaf in named], None):
+        raise TypeError(
+            "the gradients are traced, and have no values while a function is compiled; return them from the compiled "
+            "function, and call overflow_report(grads) outside of it"
+        )
+    return [_report(name, leaf) for name, leaf in named if not bool(jnp.isfinite(leaf).all())]
 
 
 def _report(name: str, values: Array) -> GradientReport:

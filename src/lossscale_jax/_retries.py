@@ -62,7 +62,7 @@ def retrying_value_and_grad(
         A function `(state, *args, **kwargs)` that returns `RetriedGradients`.
 
     Raises:
-        TypeError: `fun` is not a function; or, when called, `state` is not a state.
+        TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
         PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
     """
     require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")

@@ -88,10 +88,10 @@ PLAN = {
         _range_interpreter:
         _types:
         _versions:
-        _arguments: _types
         _axes: _types _versions
         _placement: _types
         _leaves: _types
+        _arguments: _leaves _types
         _decide: _axes _debug _leaves _types
         _finite: _axes _debug _decide _leaves _types
         _late: _decide _types

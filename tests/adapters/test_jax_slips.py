@@ -1,0 +1,206 @@
+"""Likely slips with the JAX functions: each is answered in a sentence that says what to do."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from lossscale_core import DynamicScaling, ScaleWatch, check_overflow_streak, diagnose
+from lossscale_jax import (
+    get_scale_state,
+    init_state,
+    loss_scaled,
+    overflow_report,
+    range_report,
+    retrying_value_and_grad,
+    value_and_grad,
+)
+
+POLICY = DynamicScaling(max_overflow_streak=3)
+PARAMS = {"weight": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+
+
+def _losses(params):
+    """Return a loss for each of three samples."""
+    return params["weight"].sum(axis=0) ** 2
+
+
+def _call_each(fun, **options):
+    """Return the calls that differentiate `fun`."""
+    state = init_state(POLICY)
+    return [
+        lambda: value_and_grad(fun, **options)(state, PARAMS),
+        lambda: jax.jit(value_and_grad(fun, **options))(state, PARAMS),
+        lambda: retrying_value_and_grad(fun, POLICY, retries=2, **options)(state, PARAMS),
+        lambda: range_report(fun, PARAMS, **options),
+    ]
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fun", "options", "message"),
+    [
+        (
+            _losses,
+            {},
+            r"^fun returned a loss of shape \(3,\), .* a scalar; return its mean, as by jnp\.mean",
+        ),
+        (lambda params: (_losses(params), 1), {"has_aux": True}, r"^fun returned a loss of shape \(3,\)"),
+        (lambda params: (_losses(params).mean(), 1), {}, "^fun returned a tuple, .*; pass has_aux=True"),
+        (lambda params: None, {}, "^fun returned a NoneType, .* a scalar; return the loss"),
+        (lambda params: _losses(params).mean(), {"has_aux": True}, r"^fun returned .*, and has_aux=True .* a pair"),
+    ],
+    ids=["vector", "vector-with-aux", "aux-without-flag", "nothing", "flag-without-aux"],
+)
+def test_what_a_function_must_return(fun, options, message):
+    """The loss is a scalar, and stands first in a pair with `has_aux`: eagerly, compiled, retried and in a report."""
+    for call in _call_each(fun, **options):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_a_pair_may_be_a_list():
+    """As for `jax.value_and_grad`, any two things are a pair."""
+    result = value_and_grad(lambda params: [_losses(params).mean(), 7], has_aux=True)(init_state(POLICY), PARAMS)
+    assert result.aux == 7
+
+
+# -- values that are not there yet -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state: diagnose(POLICY, state),
+        lambda state: ScaleWatch().log(POLICY, state),
+        lambda state: ScaleWatch("raise").check(POLICY, state),
+        lambda state: check_overflow_streak(POLICY, state),
+        lambda state: check_overflow_streak("dynamic", state, on_floor="raise"),
+    ],
+    ids=["diagnose", "log", "check", "streak", "floor"],
+)
+def test_reading_a_state_while_a_step_is_compiled(read):
+    """The state has no value yet; outside, on the state that comes back, the same call works."""
+
+    @jax.jit
+    def step(state):
+        read(state)
+        return state
+
+    message = (
+        "^the state is traced, .* has no value while a function is compiled; call this outside of it, with the state"
+    )
+    with pytest.raises(TypeError, match=message):
+        step(init_state(POLICY))
+    read(init_state(POLICY))
+
+
+def test_diagnosing_the_states_of_several_devices():
+    """A state of stacked numbers has values, so that JAX's own words hold."""
+    stacked = jax.vmap(lambda _: init_state(POLICY))(jnp.arange(2))
+    with pytest.raises(TypeError, match="Only scalar arrays"):
+        diagnose(POLICY, stacked)
+
+
+def test_a_report_of_gradients_while_a_step_is_compiled():
+    """The gradients have no values yet; return them."""
+    with pytest.raises(TypeError, match=r"^the gradients are traced, .*; return them from the compiled function"):
+        jax.jit(overflow_report)({"weight": jnp.ones(2)})
+
+
+def test_a_state_of_the_host_and_a_flag_of_a_compiled_step():
+    """The rule of a state on the host chooses in Python; with a state of JAX's the same step works."""
+
+    def stepped(state):
+        return jax.jit(lambda finite: POLICY.update(state, finite))(jnp.asarray(False))
+
+    with pytest.raises(
+        TypeError,
+        match=r"^grads_finite is traced, .* on the host; pass .* adapter's init_state\(policy\)",
+    ):
+        stepped(POLICY.init_state())
+    assert float(stepped(init_state(POLICY)).loss_scale) == 2.0**15
+    as_argument = jax.jit(POLICY.update)(POLICY.init_state(), jnp.asarray(False))
+    assert float(as_argument.loss_scale) == 2.0**15
+
+
+# -- gradients that are not those of the parameters --------------------------------------------------------------------
+
+
+def _take(optimizer, method, grads, compiled):
+    function = getattr(optimizer, method)
+    state = optimizer.init(PARAMS)
+    return (jax.jit(function) if compiled else function)(grads, state, PARAMS)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("method", ["update", "apply_gradients"])
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({"weight": jnp.ones((2, 3))}, r"^the gradients lack \['bias'\], which the parameters have"),
+        (PARAMS | {"scale": jnp.ones(1)}, r"^the gradients have \['scale'\], which the parameters lack"),
+        ((PARAMS["weight"], PARAMS["bias"]), r"^the gradients have \[0\], \[1\], which the parameters lack, and lack"),
+        (PARAMS | {"bias": jnp.ones(2)}, r"^\['bias'\] of the gradients has shape \(2,\), and .* shape \(3,\)"),
+        ((jnp.ones(()), PARAMS), r"^the gradients have \[0\], \[1\]\['bias'\], "),
+    ],
+    ids=["fewer", "more", "another-container", "another-shape", "a-pair"],
+)
+def test_gradients_of_another_structure(grads, message, method, compiled):
+    """The sentence names what differs, and says what to pass; also where gradients are accumulated."""
+    for steps in (1, 2):
+        optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=steps)
+        with pytest.raises(ValueError, match=message + r".*; pass what jax\.grad returns for these parameters"):
+            _take(optimizer, method, grads, compiled)
+
+
+def test_gradients_of_another_structure_without_parameters():
+    """A window of micro-batches knows the parameters; without it the error is the wrapped optimizer's."""
+    for steps, message in ((2, r"^the gradients lack \['bias'\]"), (1, "pytree structure error")):
+        optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=steps)
+        with pytest.raises(ValueError, match=message):
+            optimizer.update({"weight": jnp.ones((2, 3))}, optimizer.init(PARAMS))
+
+
+def test_a_list_in_place_of_a_tuple():
+    """The paths are the same, and the structures are not."""
+    params = [jnp.ones(2), jnp.ones(2)]
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    with pytest.raises(ValueError, match=r"^the gradients are PyTreeDef\(\(\*, \*\)\), and the parameters PyTreeDef"):
+        optimizer.update(tuple(params), optimizer.init(params), params)
+
+
+def test_an_error_of_the_wrapped_optimizer_stays_its_own():
+    """It has nothing to do with the structures."""
+
+    def fail(updates, state, params=None):
+        raise ValueError("the wrapped optimizer fails")
+
+    optimizer = loss_scaled(optax.GradientTransformation(lambda params: (), fail), POLICY)
+    with pytest.raises(ValueError, match=r"^the wrapped optimizer fails"):
+        optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+
+
+def test_gradients_that_leave_out_what_is_not_trained():
+    """Equinox has None in place of a gradient, and flax nnx a state of fewer kinds: both work as in optax."""
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        count: jax.Array
+
+    model = Model(jnp.ones(3), jnp.int32(5))
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    grads = eqx.filter_grad(lambda model: model.weight.sum() * 2.0**16)(model)
+    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+    assert int(get_scale_state(opt_state).skipped_steps) == 0
+    assert float(eqx.apply_updates(model, updates).weight[0]) < 1.0
+
+    network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    nnx_optimizer = nnx.Optimizer(network, loss_scaled(optax.adam(0.1), POLICY), wrt=nnx.Param)
+    nnx_optimizer.update(network, nnx.grad(lambda network: network(jnp.ones((1, 2))).sum())(network))
+    assert int(get_scale_state(nnx_optimizer.opt_state).steps) == 1
