@@ -47,8 +47,9 @@ def retrying_value_and_grad(
     state = policy.update(state, gradients.grads_finite)
     ```
 
-    The tries run in one `while_loop` with the same arguments, random keys included, and `fun` is compiled once. Does
-    not synchronise with the host.
+    The tries run in one `while_loop` with the same arguments, random keys included, and `fun` is compiled once, outside
+    of `jit`, too: bit for bit, the gradients are those of a compiled `value_and_grad`, not those that JAX computes
+    eagerly, operation by operation. Does not synchronise with the host.
 
     Args:
         fun: As for `value_and_grad`.
