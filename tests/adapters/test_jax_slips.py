@@ -160,7 +160,7 @@ def test_gradients_of_another_structure(grads, message, method, compiled):
 
 def test_gradients_of_another_structure_without_parameters():
     """A window of micro-batches knows the parameters; without it the error is the wrapped optimizer's."""
-    for steps, message in ((2, r"^the gradients lack \['bias'\]"), (1, "pytree structure error")):
+    for steps, message in ((2, r"^the gradients lack \['bias'\]"), (1, r"^(?!the gradients)")):
         optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=steps)
         with pytest.raises(ValueError, match=message):
             optimizer.update({"weight": jnp.ones((2, 3))}, optimizer.init(PARAMS))
