@@ -12,13 +12,12 @@ from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core.errors import PolicyError
 from lossscale_core.files import TOML_END, TOML_START, read_data, suffix_of, write_whole
-from lossscale_core.messages import shown
+from lossscale_core.messages import nearest_name, shown
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
-_LONGEST_NAME = 100
 # Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
@@ -108,7 +107,7 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise PolicyError(
-            f"kind={shown(kind)} is not a kind of policy; {_nearest(kind, KINDS)}{_known(KINDS)}; "
+            f"kind={shown(kind)} is not a kind of policy; {nearest_name(kind, KINDS)}{_known(KINDS)}; "
             "a kind of your own is known once its module is imported"
         )
     fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
@@ -116,7 +115,7 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     for name in values:
         if name not in fields:
             raise PolicyError(
-                f"{shown(name)} is not a key of a {kind!r} policy; {_nearest(name, fields)}{_known(fields)}"
+                f"{shown(name)} is not a key of a {kind!r} policy; {nearest_name(name, fields)}{_known(fields)}"
             )
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in values:
@@ -204,14 +203,6 @@ _WRITERS = {".toml": _write_toml, ".json": _write_json}
 def _require_known_suffix(path: str | os.PathLike[str]) -> None:
     if suffix_of(path) not in _WRITERS:
         raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; rename it to the suffix of its format")
-
-
-def _nearest(name: Any, known: Mapping[str, Any]) -> str:
-    # Imported late, as json above: most processes write no policy and misspell no key, and pay for every import.
-    import difflib
-
-    nearest = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1) if isinstance(name, str) else []
-    return f"did you mean {nearest[0]!r}? " if nearest else ""
 
 
 def _known(names: Mapping[str, Any]) -> str:

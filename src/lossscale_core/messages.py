@@ -6,9 +6,10 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["escaped", "shown", "shown_names", "shown_number"]
+__all__ = ["escaped", "nearest_name", "shown", "shown_names", "shown_number"]
 
 _LONGEST = 500
+_LONGEST_NAME = 100
 _MOST_NAMES = 12
 _ABBREVIATED = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int)
 
@@ -124,6 +125,24 @@ def shown_number(number: float) -> str:
     """
     mantissa, exponent = math.frexp(number)
     return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
+
+
+def nearest_name(name: Any, known: Iterable[str]) -> str:
+    """Return the question whether the nearest known name was meant.
+
+    Args:
+        name: What was given in the place of a known name: any value.
+        known: The known names.
+
+    Returns:
+        The question, which ends in a space, or an empty text if no known name is near.
+    """
+    # Imported late: most processes misspell nothing, and pay for every import.
+    import difflib
+
+    # The time of a match grows with the product of the lengths, and the name may come from any file.
+    found = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1) if isinstance(name, str) else []
+    return f"did you mean {found[0]!r}? " if found else ""
 
 
 def _name(name: Any) -> str:

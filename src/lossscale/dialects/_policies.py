@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lossscale.dialects._kinds import SETTINGS, adapts, settings_of
 from lossscale.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Settings, Tool
-from lossscale.dialects._tools import find_tool, nearest
+from lossscale.dialects._tools import find_tool
 from lossscale_core import (
     PolicyLike,
     ScalingPolicy,
@@ -19,7 +19,7 @@ from lossscale_core import (
     policy_to_dict,
 )
 from lossscale_core.errors import DialectWarning, PolicyError
-from lossscale_core.messages import shown
+from lossscale_core.messages import nearest_name, shown
 
 _REMARKS = ("note", "comment", "_comment")  # JSON has no comments, so that people write them under these keys
 _MOST_WRAPPED = 8
@@ -104,7 +104,7 @@ def form_of(tool: Tool, config: Mapping[str, Any]) -> Form:
             raise PolicyError(
                 f"{tool.name}: {name} belongs to another form of config than the other keys; pass one form"
             )
-        raise PolicyError(f"{shown(name)} is not a key of {tool.name}; {nearest(name, names)}known: {', '.join(names)}")
+        raise PolicyError(f"{shown(name)} is not a key of {tool.name}; {nearest_name(name, names)}known: {', '.join(names)}")
     return form
 
 

@@ -1,6 +1,5 @@
 """The records of all tools by name; each tool is a module that ends in its `TOOLS` and is listed in `_MODULES`."""
 
-import difflib
 from typing import Any
 
 from lossscale.dialects import (
@@ -18,7 +17,7 @@ from lossscale.dialects import (
     _torch,
 )
 from lossscale.dialects._record import Tool
-from lossscale_core.messages import shown
+from lossscale_core.messages import nearest_name, shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.
@@ -44,11 +43,4 @@ def find_tool(name: Any, error: type[Exception]) -> Tool:
     """Return the record of this name. Raises `error` with the nearest known name."""
     if isinstance(name, str) and name in TOOLS:
         return TOOLS[name]
-    raise error(f"{shown(name)} is not a known tool; {nearest(name, TOOLS)}known: {', '.join(TOOLS)}")
-
-
-def nearest(name: Any, known: Any) -> str:
-    """Return a question about the nearest known name, or an empty text."""
-    # The time of a match grows with the product of the lengths, and the name may come from any file.
-    found = difflib.get_close_matches(name[:100], list(known), n=1) if isinstance(name, str) else []
-    return f"did you mean {found[0]!r}? " if found else ""
+    raise error(f"{shown(name)} is not a known tool; {nearest_name(name, TOOLS)}known: {', '.join(TOOLS)}")
