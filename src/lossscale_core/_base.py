@@ -88,7 +88,7 @@ class BaseScaling:
         settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
         # object.__setattr__ is the way into a frozen dataclass from its own __post_init__:
         # https://docs.python.org/3/library/dataclasses.html#frozen-instances
-        for field, rule in _settings.rules_of(self):
+        for field, rule in _settings.rules_of(type(self)):
             settings[field.name] = rule.validate(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, settings[field.name])
         _settings.require_ordered_scales(settings)
@@ -116,7 +116,7 @@ class BaseScaling:
 
     def settings(self) -> dict[str, Any]:
         """Return the values of the policy's settings by name."""
-        return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(self)}
+        return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(type(self))}
 
     def bounds(self) -> tuple[float, float]:
         """Return the smallest and the largest loss scale that a state under this policy may have."""

@@ -10,6 +10,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
+from lossscale_core._slips import unknown_name
 from lossscale_core.errors import PolicyError
 from lossscale_core.files import TOML_END, TOML_START, read_data, suffix_of, write_whole
 from lossscale_core.messages import nearest_name, shown
@@ -114,9 +115,7 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
         if name not in fields:
-            raise PolicyError(
-                f"{shown(name)} is not a key of a {kind!r} policy; {nearest_name(name, fields)}{_known(fields)}"
-            )
+            raise PolicyError(unknown_name(name, f"a key of a {kind!r} policy", fields))
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in values:
             raise PolicyError(f"a {kind!r} policy needs {name}; add it, as in {name} = 1024.0")

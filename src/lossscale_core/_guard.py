@@ -13,6 +13,7 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule
+from lossscale_core._slips import explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
 from lossscale_core.errors import SpikeStreakError
 
@@ -53,6 +54,7 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
     """float32: the spikes in a row up to now."""
 
 
+@explain_settings(_RULES)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeGuard:
     """Skip a step whose gradient norm is far above the norms before it.

@@ -14,7 +14,8 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
-from lossscale_core._settings import SMALLEST_SCALE
+from lossscale_core._settings import RULES, SMALLEST_SCALE
+from lossscale_core._slips import explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
@@ -27,6 +28,7 @@ _FULL_FLOAT32 = 2.0**24
 """The largest count in float32: 2**24 + 1 rounds to 2**24."""
 
 
+@explain_settings(RULES)
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoScaling(BaseScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
@@ -51,6 +53,7 @@ class NoScaling(BaseScaling):
         return after
 
 
+@explain_settings(RULES)
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedScaling(BaseScaling):
     """Keep the loss scale at `init_scale`, and skip the steps that overflow.
@@ -79,6 +82,7 @@ class FixedScaling(BaseScaling):
         return after
 
 
+@explain_settings(RULES)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling(BaseScaling):
     """Raise the loss scale while gradients stay finite, and lower it when they overflow.
@@ -189,6 +193,7 @@ class TolerantScaleState(NamedTuple, Generic[ArrayT_co]):
     """float32: overflows since the scale last backed off."""
 
 
+@explain_settings(RULES)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TolerantScaling(BaseScaling):
     """Lower the loss scale only when the fraction of overflows reaches `tolerance`; raise it like `DynamicScaling`.

@@ -1,7 +1,8 @@
 """The rules of a policy's fields as data, from which checks, the JSON Schema and the command's tables are made."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Rule:
             return None
         # np.int64 and np.float32 are neither int nor float, and json could not write them.
         value = value.item() if isinstance(value, np.generic) else value
-        if not self._accepts(value):
+        if not self.accepts(value):
             raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._hint_for(value)}")
         return self.type(value)
 
@@ -49,7 +50,7 @@ class Rule:
             return f"pass {round(value)}"
         return self.hint
 
-    def _accepts(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
         if self.type is bool or isinstance(value, bool):
             return self.type is bool and isinstance(value, bool)
@@ -145,15 +146,23 @@ def check_setting(name: str, value: Any) -> Any:
 _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 
-def rules_of(policy: Any) -> Iterator[tuple[dataclasses.Field[Any], Rule]]:
-    """Yield each field of a policy or policy class with the rule for its name, or else the rule for its type."""
-    for field in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
+def _find_rules(policy_type: type[Any]) -> tuple[tuple[dataclasses.Field[Any], Rule], ...]:
+    """Return each field of a policy class with the rule for its name, or else the rule for its type."""
+    found = []
+    for field in dataclasses.fields(policy_type) if dataclasses.is_dataclass(policy_type) else ():
         # `from __future__ import annotations` in the file of a policy turns the types of its fields into text.
         type_name = getattr(field.type, "__name__", field.type)
         rule = RULES.get(field.name) or _RULES_OF_TYPES.get(str(type_name))
         if rule is None:
             raise TypeError(f"{field.name} is declared as {field.type}; declare a setting as float, int or bool")
-        yield field, rule
+        found.append((field, rule))
+    return tuple(found)
+
+
+# Cached, because each construction of a policy asks for them.
+_cached: Any = functools.cache(_find_rules)  # mypy does not take a class for hashable
+rules_of: Callable[[type[Any]], tuple[tuple[dataclasses.Field[Any], Rule], ...]] = _cached
+"""Return each field of a policy class with the rule for its name, or else the rule for its type."""
 
 
 def require_ordered_scales(settings: Mapping[str, Any]) -> None:

@@ -13,16 +13,17 @@ PLAN = {
         messages:
         tree:
         _settings: errors messages
+        _slips: _settings messages
         files: errors messages
         _state: _settings
         _arrays: _finite _state tree
         _base: _arrays _settings _state errors
-        _guard: _arrays _settings _state errors
+        _guard: _arrays _settings _slips _state errors
         _diagnosis: _base _guard _settings _state messages
-        _policy: _arrays _base _settings _state
+        _policy: _arrays _base _settings _slips _state
         _schema: _base _settings
         _strategies: _base _settings
-        _config: _base _policy _settings errors files messages
+        _config: _base _policy _settings _slips errors files messages
         _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _policy _settings _state errors messages
         _placement: _arrays _base _config _policy _state

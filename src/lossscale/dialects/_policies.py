@@ -104,7 +104,9 @@ def form_of(tool: Tool, config: Mapping[str, Any]) -> Form:
             raise PolicyError(
                 f"{tool.name}: {name} belongs to another form of config than the other keys; pass one form"
             )
-        raise PolicyError(f"{shown(name)} is not a key of {tool.name}; {nearest_name(name, names)}known: {', '.join(names)}")
+        raise PolicyError(
+            f"{shown(name)} is not a key of {tool.name}; {nearest_name(name, names)}known: {', '.join(names)}"
+        )
     return form
 
 

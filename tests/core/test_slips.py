@@ -1,0 +1,100 @@
+"""Likely slips with the core: each is answered in a sentence that says what was given, the rule and what to do."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, TolerantScaling, policy_from_dict
+from lossscale_core.errors import PolicyError
+
+SETTINGS = "known: init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, refill_on_finite"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: DynamicScaling(grow_interval=3),
+            f"'grow_interval' is not a setting of DynamicScaling; did you mean 'growth_interval'? {SETTINGS}",
+        ),
+        (
+            lambda: dataclasses.replace(DynamicScaling(), hysteresys=2),
+            f"'hysteresys' is not a setting of DynamicScaling; did you mean 'hysteresis'? {SETTINGS}",
+        ),
+        (
+            lambda: DynamicScaling(scale_window=1000),
+            f"'scale_window' is not a setting of DynamicScaling; {SETTINGS}",
+        ),
+        (lambda: TolerantScaling(tolerence=0.1), "did you mean 'tolerance'? known: tolerance, init_scale"),
+        (lambda: FixedScaling(scale=4.0), "'scale' is not a setting of FixedScaling; did you mean 'init_scale'?"),
+        (lambda: NoScaling(init_scale=4.0), "'init_scale' is not a setting of NoScaling; known: none"),
+        (lambda: SpikeGuard(treshold=8.0), "'treshold' is not a setting of SpikeGuard; did you mean 'threshold'?"),
+    ],
+)
+def test_a_misspelt_setting_names_the_nearest(make, sentence):
+    """A constructor, `replace` and a guard say so as a file does, and it stays the TypeError of any Python function."""
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        make()
+
+
+def test_a_misspelt_setting_is_answered_alike_in_a_file_and_in_code():
+    """What was meant, and what is known, are found by one rule."""
+    said = []
+    for call, error in (
+        (lambda: DynamicScaling(grow_interval=3), TypeError),
+        (lambda: policy_from_dict({"kind": "dynamic", "grow_interval": 3}), PolicyError),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value).partition("; ")[2])
+    assert said[0] == said[1]
+    assert said[0].startswith("did you mean 'growth_interval'? known: init_scale, ")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: DynamicScaling(1024.0),
+            "DynamicScaling takes settings by name, and 1024.0 has none; write DynamicScaling(init_scale=1024.0)",
+        ),
+        (
+            lambda: DynamicScaling(1024.0, 2.0, 0.5, 2000),
+            "and 1024.0, 2.0, 0.5, 2000 have none; write DynamicScaling(init_scale=1024.0, growth_factor=2.0, "
+            "backoff_factor=0.5, growth_interval=2000)",
+        ),
+        (lambda: TolerantScaling(0.1), "0.1 has none; write TolerantScaling(tolerance=0.1)"),
+        (lambda: TolerantScaling(1024.0), "1024.0 has none; write TolerantScaling(init_scale=1024.0)"),
+        (lambda: SpikeGuard(4.0), "4.0 has none; write SpikeGuard(threshold=4.0)"),
+        (lambda: DynamicScaling("dynamic"), "'dynamic' has none; write DynamicScaling(init_scale=65536.0)"),
+        (lambda: NoScaling(1.0), "NoScaling takes no settings, but got 1.0; leave out 1.0"),
+        (lambda: FixedScaling(4.0, 2.0), "FixedScaling takes init_scale, but got 4.0, 2.0; leave out 2.0"),
+        (lambda: FixedScaling(), "FixedScaling needs init_scale; pass it, as in FixedScaling(init_scale=1024.0)"),
+    ],
+)
+def test_a_setting_without_its_name_gets_one(make, sentence):
+    """The value is named by the first setting whose rule takes it, so that what to write is valid."""
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        make()
+
+
+def test_two_values_for_one_setting_are_pythons_own_error():
+    """Its sentence says enough."""
+    with pytest.raises(TypeError, match="multiple values for argument 'init_scale'"):
+        FixedScaling(4.0, init_scale=4.0)
+
+
+@pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(4.0), DynamicScaling(hysteresis=2), SpikeGuard()])
+def test_the_sentence_costs_no_signature(policy):
+    """Editors and `inspect` still see the settings with their defaults, and a policy is copied and pickled as ever."""
+    parameters = inspect.signature(type(policy)).parameters
+    assert list(parameters) == [field.name for field in dataclasses.fields(policy)]
+    assert all(
+        parameters[field.name].default in (field.default, inspect.Parameter.empty)
+        for field in dataclasses.fields(policy)
+    )
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
