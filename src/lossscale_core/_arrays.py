@@ -10,6 +10,7 @@ import numpy as np
 
 from lossscale_core import tree
 from lossscale_core._finite import all_finite_in
+from lossscale_core._slips import loss_scale_of, not_a_flag
 from lossscale_core._state import AnyScaleState, Array
 
 Namespace: TypeAlias = Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOST_SCALARS = (np.generic, bool, int, float, complex)
 _ON_HOST = (*_HOST_SCALARS, np.ndarray)
+_SELECT = "select(grads_finite, new, old)"
 
 
 class HOST:
@@ -61,15 +63,15 @@ def namespace(array: Array) -> Namespace:
         ) from error
 
 
-def host_flag(grads_finite: Any) -> bool:
+def host_flag(grads_finite: Any, call: str) -> bool:
     """Return `grads_finite` as a Python bool, waiting for its device if necessary.
 
-    Raises `TypeError` for a value that is not a bool of shape `()`, or that is not known yet.
+    Raises `TypeError` that shows the `call` for a value that is not a bool of shape `()`, or that is not known yet.
     """
     if grads_finite is True or grads_finite is False:
         return grads_finite
     if getattr(grads_finite, "shape", None) != ():
-        raise TypeError(f"grads_finite={grads_finite!r} must be a bool of shape (); pass what all_finite returned")
+        raise not_a_flag(grads_finite, call)
     try:
         return bool(grads_finite)
     except TypeError as error:
@@ -102,14 +104,15 @@ def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> An
         The scaled loss in the structure of `loss`, in float32, or in float64 if `loss` is.
 
     Raises:
-        TypeError: A leaf of `loss` is not an array.
+        TypeError: A leaf of `loss` is not an array, or `state` is not a state.
     """
+    loss_scale = loss_scale_of(state, "scale(loss, state)")
 
     def scale_leaf(leaf: Any) -> Any:
         if leaf is None:
             return None
         array, leaf_xp = _with_namespace(leaf, xp)
-        return _lifted(array, leaf_xp) * _scale_for(array, state.loss_scale, leaf_xp)
+        return _lifted(array, leaf_xp) * _scale_for(array, loss_scale, leaf_xp)
 
     return tree.map_leaves(scale_leaf, loss)
 
@@ -170,8 +173,9 @@ def unscale(grads: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) 
         survive; float32, float64 and complex leaves keep their dtype.
 
     Raises:
-        TypeError: A leaf of `grads` is not an array.
+        TypeError: A leaf of `grads` is not an array, or `state` is not a state.
     """
+    loss_scale = loss_scale_of(state, "unscale(grads, state)")
 
     def unscale_leaf(leaf: Any) -> Any:
         if leaf is None:
@@ -179,9 +183,7 @@ def unscale(grads: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) 
         array, leaf_xp = _with_namespace(leaf, xp)
         return (
             # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
-            _lifted(array, leaf_xp) / _scale_for(array, state.loss_scale, leaf_xp)
-            if _is_gradient(array, leaf_xp)
-            else leaf
+            _lifted(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp) if _is_gradient(array, leaf_xp) else leaf
         )
 
     unscaled: TreeT = tree.map_leaves(unscale_leaf, grads)
@@ -210,10 +212,15 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
     """
     selected: TreeT
     if isinstance(grads_finite, _ON_HOST):
-        take_new = host_flag(grads_finite)
+        take_new = host_flag(grads_finite, _SELECT)
         selected = tree.map_leaves(lambda a, b: a if take_new else b, new, old)
         return selected
-    flag_xp = namespace(grads_finite) if xp is None else xp
+    try:
+        flag_xp = namespace(grads_finite) if xp is None else xp
+    except TypeError as error:
+        if isinstance(grads_finite, dict | list | tuple):
+            raise not_a_flag(grads_finite, _SELECT) from error
+        raise
 
     def select_leaf(a: Any, b: Any) -> Any:
         if a is None:

@@ -12,6 +12,7 @@ from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, poli
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.messages import shown, shown_number
@@ -43,7 +44,10 @@ def state_to_dict(
         PolicyError: `policy` is not a policy.
     """
     saved: dict[str, Any] = {"version": VERSION}
-    saved.update(_plain_numbers(state))
+    try:
+        saved.update(_plain_numbers(state))
+    except AttributeError as error:
+        raise not_a_state(state, "state_to_dict(state, policy)") from error
     if policy is not None:
         policy = as_policy(policy)
         if (config := _config_of(policy)) is not None:

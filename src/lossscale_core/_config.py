@@ -57,6 +57,10 @@ def as_policy(source: Any) -> ScalingPolicy:
         return _WITHOUT_SETTINGS[source]
     if isinstance(source, str | os.PathLike) and suffix_of(source) in _WRITERS:
         return load_policy(source)
+    if hasattr(source, "loss_scale"):
+        raise PolicyError(
+            f"{shown(source)} is a state and not a policy; pass the policy first, as in diagnose(policy, state)"
+        )
     raise PolicyError(
         f"{shown(source)} is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
         "a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"

@@ -5,6 +5,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._slips import loss_scale_of
 from lossscale_core._state import AnyScaleState, read
 from lossscale_core.messages import shown_number
 
@@ -19,7 +20,7 @@ class Numbers:
     """The numbers of a state, read once from its device."""
 
     def __init__(self, policy: BaseScaling, state: AnyScaleState) -> None:
-        self.scale = read(state.loss_scale)
+        self.scale = read(loss_scale_of(state, "diagnose(policy, state)"))
         self.steps = int(state.steps)
         self.skipped = int(state.skipped_steps)
         self.streak = int(state.overflow_streak)

@@ -15,7 +15,7 @@ import numpy as np
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._settings import RULES, SMALLEST_SCALE
-from lossscale_core._slips import explain_settings
+from lossscale_core._slips import explain_settings, not_a_state
 from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
@@ -24,6 +24,7 @@ Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 """Returns the loss scale after growth or backoff, given the policy, the scale before and the array namespace."""
 
+_UPDATE = "update(state, grads_finite)"
 _FULL_FLOAT32 = 2.0**24
 """The largest count in float32: 2**24 + 1 rounds to 2**24."""
 
@@ -349,13 +350,17 @@ def _select(
     grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
 ) -> Any:
     """Return the state after the transition that `grads_finite` chooses."""
-    xp = namespace(state.loss_scale) if xp is None else xp
-    if xp is np and state.loss_scale.shape == ():  # NumPy computes on scalars ten times as fast
+    try:
+        loss_scale = state.loss_scale
+    except AttributeError as error:
+        raise not_a_state(state, _UPDATE) from error
+    xp = namespace(loss_scale) if xp is None else xp
+    if xp is np and loss_scale.shape == ():  # NumPy computes on scalars ten times as fast
         scalars = state._make(value[()] for value in state)
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
     steps = one_more(state.steps)
     if xp is HOST:  # the flag is known, so that only one transition is computed
-        return (after_finite if host_flag(grads_finite) else after_overflow)(state, steps, xp)
+        return (after_finite if host_flag(grads_finite, _UPDATE) else after_overflow)(state, steps, xp)
     choose = functools.partial(xp.where, grads_finite)
     return state._make(map(choose, after_finite(state, steps, xp), after_overflow(state, steps, xp)))

@@ -10,6 +10,7 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_COUNT
+from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
 from lossscale_core._watch import require_above_floor
 from lossscale_core.errors import OverflowStreakError, PolicyError
@@ -120,7 +121,10 @@ def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | N
         `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
             if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
     """
-    numbers = state._asdict()
+    try:
+        numbers = state._asdict()
+    except AttributeError as error:
+        raise not_a_state(state, "metrics(state)") from error
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
@@ -188,6 +192,7 @@ def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | No
 
     Raises:
         PolicyError: `policy` is not a policy.
+        TypeError: `state` is not a state.
     """
     members = BaseScaling.of(as_policy(policy))
     return diagnosis(members, Numbers(members, state), guard)

@@ -17,6 +17,29 @@ def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
     return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
+def not_a_state(value: Any, call: str) -> TypeError:
+    """Return the error for a value in the place of a state, as where arguments are swapped."""
+    return TypeError(
+        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
+        "or update returned"
+    )
+
+
+def not_a_flag(value: Any, call: str) -> TypeError:
+    """Return the error for a value in the place of the flag, as where arguments are swapped."""
+    return TypeError(
+        f"grads_finite={shown(value)} must be a bool of shape (); call {call}, with what all_finite returned"
+    )
+
+
+def loss_scale_of(state: Any, call: str) -> Any:
+    """Return the loss scale of a state; raise the error that shows the `call` where it is something else."""
+    try:
+        return state.loss_scale
+    except AttributeError as error:
+        raise not_a_state(state, call) from error
+
+
 def explain_settings(rules: Mapping[str, Rule]) -> Callable[[type[T]], type[T]]:
     """Return a decorator of dataclasses whose `TypeError` for a wrong argument says which setting was meant."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
+from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, ScaleState, read
 from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_core.messages import shown_number
@@ -161,8 +162,11 @@ def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
 
 def _on_host(state: AnyScaleState) -> AnyScaleState:
     """Return the first fields of a state as host scalars, each read once, if it is not on the host."""
-    if isinstance(state.loss_scale, _OF_THE_HOST):
-        return state
+    try:
+        if isinstance(state.loss_scale, _OF_THE_HOST):
+            return state
+    except AttributeError as error:
+        raise not_a_state(state, "log(policy, state)") from error
     return ScaleState(
         np.float32(read(state.loss_scale)), *(int(getattr(state, name)) for name in ScaleState._fields[1:])
     )

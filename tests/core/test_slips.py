@@ -6,11 +6,32 @@ import inspect
 import pickle
 import re
 
+import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, TolerantScaling, policy_from_dict
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScaleWatch,
+    SpikeGuard,
+    TolerantScaling,
+    check_overflow_streak,
+    diagnose,
+    init_state,
+    metrics,
+    policy_from_dict,
+    scale,
+    select,
+    state_to_dict,
+    unscale,
+)
 from lossscale_core.errors import PolicyError
+from lossscale_core.testing import simulate, simulate_gradients
 
+POLICY = DynamicScaling()
+STATE = POLICY.init_state()
+GRADS = {"w": np.ones(3, np.float32)}
 SETTINGS = "known: init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, refill_on_finite"
 
 
@@ -98,3 +119,54 @@ def test_the_sentence_costs_no_signature(policy):
         for field in dataclasses.fields(policy)
     )
     assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: scale(STATE, np.float32(2.0)), "state=np.float32(2.0) is not a state, since it has no loss_scale; "),
+        (lambda: scale(np.float32(2.0), POLICY), "call scale(loss, state)"),
+        (lambda: scale(2.0, 65536.0), "state=65536.0 is not a state"),
+        (lambda: unscale(STATE, GRADS), "call unscale(grads, state)"),
+        (lambda: select(GRADS, GRADS, True), "call select(grads_finite, new, old), with what"),
+        (lambda: select(GRADS["w"], GRADS["w"], True), "grads_finite=ndarray of shape (3,) must be a bool of shape ()"),
+        (lambda: POLICY.update(True, STATE), "state=True is not a state, since it has no loss_scale; call update("),
+        (lambda: POLICY.update(True, STATE, xp=np), "call update(state, grads_finite)"),
+        (lambda: TolerantScaling().update(np.True_, STATE), "call update(state, grads_finite)"),
+        (lambda: NoScaling().update(True, STATE), "call update(state, grads_finite)"),
+        (
+            lambda: POLICY.update(STATE, GRADS),
+            "must be a bool of shape (); call update(state, grads_finite), with what all_finite",
+        ),
+        (lambda: diagnose(POLICY, POLICY), "is not a state, since it has no loss_scale"),
+        (lambda: diagnose(POLICY, None), "state=None is not a state, since it has no loss_scale"),
+        (lambda: ScaleWatch("raise").check(STATE, POLICY), "call log(policy, state), with a state that init_state"),
+        (lambda: state_to_dict(POLICY, STATE), "call state_to_dict(state, policy)"),
+        (lambda: metrics(POLICY), "call metrics(state), with a state that init_state or update returned"),
+        (lambda: simulate([True, False], POLICY), "call simulate(policy, grads_finite)"),
+        (lambda: simulate([True, False], "dynamic"), "call simulate(policy, grads_finite)"),
+        (lambda: simulate(POLICY, 5), "grads_finite=5 must be a sequence of bools"),
+        (lambda: simulate_gradients([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
+    ],
+)
+def test_swapped_arguments_are_shown_in_their_order(call, sentence):
+    """The message names the argument that is in the wrong place, and the order of the call."""
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: diagnose(STATE, POLICY),
+        lambda: check_overflow_streak(STATE, POLICY),
+        lambda: ScaleWatch().log(STATE, POLICY),
+        lambda: simulate(STATE, [True]),
+        lambda: init_state(STATE),
+    ],
+)
+def test_a_state_is_not_a_policy(call):
+    """The message shows which of the two comes first."""
+    sentence = r"ScaleState\(.*\) is a state and not a policy; pass the policy first, as in diagnose\(policy, state\)"
+    with pytest.raises(PolicyError, match=sentence):
+        call()

@@ -12,6 +12,7 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
 from lossscale_core._policy import LIBRARY_KINDS
 from lossscale_core._state import ScaleState
+from lossscale_core.messages import shown
 
 if TYPE_CHECKING:  # hypothesis is not a dependency of the package
     from hypothesis.strategies import SearchStrategy
@@ -68,12 +69,10 @@ def simulate(
 
     Raises:
         PolicyError: `policy` is not a policy.
-        TypeError: `grads_finite` is text, or holds something other than bools, 0 and 1.
+        TypeError: `grads_finite` is not a sequence, or holds something other than bools, 0 and 1.
         ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
-    if isinstance(grads_finite, str):
-        raise TypeError(f"grads_finite={grads_finite!r} must be a sequence of bools, not text; pass [True, False]")
-    flags = list(map(_as_flag, grads_finite))
+    flags = _as_flags(grads_finite)
     if (norms is None) != (guard is None):
         raise ValueError("a guard judges norms; pass both norms= and guard=, or none of them")
     if guard is None:
@@ -101,11 +100,19 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     Raises:
         PolicyError: `policy` is not a policy.
         ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative element.
+        TypeError: `gradient_max` does not hold numbers.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(LARGEST_NUMBER)}; pass the gradients' own dtype")
-    magnitudes = np.asarray(gradient_max, dtype=np.float64)
+    try:
+        magnitudes = np.asarray(gradient_max, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"gradient_max={shown(gradient_max)} must be a sequence of numbers; call simulate_gradients(policy, "
+            "gradient_max), with magnitudes such as [1.0, 2.0]"
+        ) from error
     if magnitudes.ndim != 1:
         raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
     if (magnitudes < 0.0).any():
@@ -184,6 +191,20 @@ def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
     """
     strategy: SearchStrategy[list[bool]] = _strategies().runs_of_flags(max_steps)
     return strategy
+
+
+def _as_flags(grads_finite: Any) -> list[bool]:
+    """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
+    try:
+        flags = None if isinstance(grads_finite, str) else iter(grads_finite)
+    except TypeError:
+        flags = None
+    if flags is None:
+        raise TypeError(
+            f"grads_finite={shown(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
+            "with flags such as [True, False]"
+        )
+    return list(map(_as_flag, flags))
 
 
 def _as_flag(flag: Any) -> bool:
