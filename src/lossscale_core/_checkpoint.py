@@ -15,7 +15,7 @@ from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown, shown_number
+from lossscale_core.messages import shown, shown_names, shown_number
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
@@ -176,8 +176,13 @@ def _plain_number(value: Any) -> int | float:
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
+    if not saved:
+        raise CheckpointError(f"the saved state is empty; {_HINT}")
     if "version" not in saved:
-        raise CheckpointError(f"the saved state {'has no version' if saved else 'is empty'}; {_HINT}")
+        raise CheckpointError(
+            f"the saved state has no version, but {shown_names(saved)}; pass a dict that state_to_dict returned, or, "
+            "if another tool such as torch saved it, lossscale.dialects.state_from_tool('torch', saved)"
+        )
     version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_HINT}")

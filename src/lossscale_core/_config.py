@@ -1,6 +1,7 @@
 """Policies as plain dicts, TOML and JSON; what is written is read back as an equal policy."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar, overload
@@ -52,19 +53,41 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        return FixedScaling(source)  # type: ignore[arg-type]  # a NumPy number is checked as any other
+        return _fixed(source)
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     if isinstance(source, str | os.PathLike) and suffix_of(source) in _WRITERS:
         return load_policy(source)
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
+        _require_known_suffix(source)
     if hasattr(source, "loss_scale"):
         raise PolicyError(
             f"{shown(source)} is a state and not a policy; pass the policy first, as in diagnose(policy, state)"
         )
     raise PolicyError(
-        f"{shown(source)} is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', "
-        "a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
+        f"{shown(source)} is not a loss-scaling policy; {_meant(source)}pass a policy such as DynamicScaling(), "
+        "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
+
+
+def _fixed(scale: Any) -> FixedScaling:
+    try:
+        return FixedScaling(scale)
+    except PolicyError as error:
+        message = f"{shown(scale)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
+        raise PolicyError(message) from None
+
+
+def _meant(source: Any) -> str:
+    """Return the question whether another policy was meant, or an empty text."""
+    policy_type = KINDS.get(source) if isinstance(source, str) else source
+    if isinstance(policy_type, type) and issubclass(policy_type, BaseScaling):
+        return f"did you mean {policy_type.__name__}(...)? "
+    try:
+        number = float(source) if isinstance(source, str) else 0.0
+    except ValueError:
+        return nearest_name(source.lower(), _WITHOUT_SETTINGS)
+    return f"did you mean the number {number}? " if 0.0 < number < math.inf else ""
 
 
 def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
@@ -141,7 +164,11 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     """
     _require_known_suffix(path)
     # json accepts NaN and Infinity: https://docs.python.org/3/library/json.html#infinite-and-nan-number-values
-    config = read_data(path, PolicyError, parse_constant=_refuse_constant)
+    try:
+        config = read_data(path, PolicyError, parse_constant=_refuse_constant)
+    except FileNotFoundError as error:
+        hint = "pass the path of a policy file, such as dump_policy writes"
+        raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None
     try:
         return policy_from_dict(config)
     except PolicyError as error:
@@ -204,8 +231,11 @@ _WRITERS = {".toml": _write_toml, ".json": _write_json}
 
 
 def _require_known_suffix(path: str | os.PathLike[str]) -> None:
-    if suffix_of(path) not in _WRITERS:
-        raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; rename it to the suffix of its format")
+    if suffix_of(path) in _WRITERS:
+        return
+    if os.path.isdir(path):
+        raise PolicyError(f"{shown(os.fspath(path))} is a folder; pass a .toml or .json file in it")
+    raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")
 
 
 def _known(names: Mapping[str, Any]) -> str:

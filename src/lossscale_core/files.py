@@ -139,8 +139,11 @@ def open_regular(path: Path, error: type[LossScaleError]) -> BinaryIO:
         return open(name, "rb")
     # A named pipe without a writer would block here otherwise.
     descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise error(f"{name} is not a regular file, but a folder; pass a file in it")
         raise error(f"{name} is not a regular file; pass one, or /dev/stdin for a pipe")
     return open(descriptor, "rb")
 
@@ -176,6 +179,8 @@ def read_data(path: Path, error: type[LossScaleError], limit: int = LARGEST_CONF
         # RecursionError.
         if isinstance(reason, LossScaleError):
             raise
+        if isinstance(reason, UnicodeDecodeError):
+            reason = ValueError(f"its byte {reason.start} is not UTF-8; pass a text file")
         raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
 
 

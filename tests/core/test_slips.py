@@ -2,13 +2,16 @@
 
 import copy
 import dataclasses
+import errno
 import inspect
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lossscale import dialects
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -16,17 +19,21 @@ from lossscale_core import (
     ScaleWatch,
     SpikeGuard,
     TolerantScaling,
+    as_policy,
     check_overflow_streak,
     diagnose,
+    guard_state_from_dict,
     init_state,
+    load_policy,
     metrics,
     policy_from_dict,
     scale,
     select,
+    state_from_dict,
     state_to_dict,
     unscale,
 )
-from lossscale_core.errors import PolicyError
+from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 
 POLICY = DynamicScaling()
@@ -170,3 +177,83 @@ def test_a_state_is_not_a_policy(call):
     sentence = r"ScaleState\(.*\) is a state and not a policy; pass the policy first, as in diagnose\(policy, state\)"
     with pytest.raises(PolicyError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("dynamik", "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy such as"),
+        ("Dynamic", "'Dynamic' is not a loss-scaling policy; did you mean 'dynamic'? pass"),
+        ("nonne", "did you mean 'none'? pass"),
+        (
+            "tolerant",
+            "'tolerant' is not a loss-scaling policy; did you mean TolerantScaling(...)? pass",
+        ),
+        ("fixed", "did you mean FixedScaling(...)? pass"),
+        ("1024", "'1024' is not a loss-scaling policy; did you mean the number 1024.0? pass"),
+        (DynamicScaling, "did you mean DynamicScaling(...)? pass"),
+        ("cuda", "'cuda' is not a loss-scaling policy; pass a policy such as"),
+        (0, "0 is not a loss-scaling policy: as a fixed scale, init_scale=0 must be a number from 2**-126 to 2**126"),
+        (float("nan"), "nan is not a loss-scaling policy: as a fixed scale, init_scale=nan must be"),
+    ],
+)
+def test_what_is_not_a_policy_names_what_was_meant(source, sentence):
+    """The nearest word, a kind that needs its settings, a number in quotes, a class without brackets."""
+    with pytest.raises(PolicyError, match=re.escape(sentence)):
+        as_policy(source)
+
+
+@pytest.mark.parametrize("read", [as_policy, load_policy])
+@pytest.mark.parametrize("make_path", [str, Path])
+def test_a_file_that_is_not_a_policy_is_named_with_what_to_do(tmp_path, read, make_path):
+    """A folder, a missing file, a binary one and one of another suffix: never the name of a codec or a number alone."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("binary.toml", "binary.json", "model.pt"):
+        (tmp_path / name).write_bytes(bytes(range(256)))
+    for name, error, sentence in (
+        ("folder", PolicyError, "folder' is a folder; pass a .toml or .json file in it"),
+        ("folder.toml", PolicyError, "folder.toml is not a regular file, but a folder; pass a file in it"),
+        (
+            "missing.toml",
+            FileNotFoundError,
+            "No such file or directory; pass the path of a policy file, such as dump_policy",
+        ),
+        (
+            "binary.toml",
+            PolicyError,
+            "binary.toml is not valid TOML: its byte 128 is not UTF-8; pass a text file",
+        ),
+        (
+            "binary.json",
+            PolicyError,
+            "binary.json is not valid JSON: its byte 128 is not UTF-8; pass a text file",
+        ),
+        ("model.pt", PolicyError, "model.pt' must end in .toml or .json; "),
+    ):
+        with pytest.raises(error, match=re.escape(sentence)) as caught:
+            read(make_path(tmp_path / name))
+        assert name in str(caught.value)
+
+
+def test_a_missing_file_keeps_its_number_and_name():
+    """Programs read them from the error."""
+    with pytest.raises(FileNotFoundError) as caught:
+        load_policy("missing.toml")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, "missing.toml")
+
+
+TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
+
+
+@pytest.mark.parametrize(
+    "restore", [state_from_dict, lambda saved: state_from_dict(saved, POLICY), guard_state_from_dict]
+)
+def test_the_dict_of_another_tool_is_sent_to_the_dialects(restore):
+    """The message has the call that reads it, and that call does."""
+    with pytest.raises(CheckpointError) as caught:
+        restore(TORCHS)
+    message = str(caught.value)
+    assert message.startswith("the saved state has no version, but scale, growth_factor, backoff_factor, ")
+    assert "if another tool such as torch saved it, lossscale.dialects.state_from_tool('torch', saved)" in message
+    assert dialects.state_from_tool("torch", TORCHS).growth_tracker == 7
