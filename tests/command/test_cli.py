@@ -327,6 +327,7 @@ def test_checkpoint_show_tells_what_is_in_a_file(tmp_path):
     assert "healthy" not in printed
 
 
+ALIKE = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
 BAD_INPUT = [
     (("demo", "--framework", "jax"), "pip install 'lossscale[jax]', or in a clone: pip install -e '.[jax]'"),
     (
@@ -348,7 +349,11 @@ BAD_INPUT = [
     (("simulate", "dynamic"), "--overflow FILE"),
     (("simulate", "dynamic", "--overflow", "t.txt", "--gradient-max", "t.txt"), "--overflow FILE"),
     (("simulate", "dynamik", "--overflow", "t.txt"), "'dynamik' is not a loss-scaling policy"),
-    (("simulate", "nan", "--overflow", "t.txt"), "init_scale=nan"),
+    (("simulate", "nan", "--overflow", "t.txt"), "POLICY nan: a fixed loss scale must be a number from 2**-126 to"),
+    (("simulate", "none.toml", "--overflow", "good.txt"), "none.toml: No such file or directory; pass the path of a"),
+    (("run", "--policy", "0", "--", "python", "x.py"), "--policy 0: a fixed loss scale must be a number from 2**-126"),
+    (("report", "--policy", "0"), "to 2**126; pass one such as 65536, or dynamic, none or a policy file"),
+    (("report", "--policy", "dynamik"), "did you mean 'dynamic'?"),
     (("simulate", "dynamic", "--overflow", "none.txt"), "none.txt: No such file"),
     (("simulate", "dynamic", "--overflow", "empty.txt"), "empty.txt holds no steps"),
     (("simulate", "dynamic", "--overflow", "t.txt"), "t.txt: step 1 is 'x', but must be 0 or 1"),
@@ -377,7 +382,17 @@ BAD_INPUT = [
     (("checkpoint", "show", "none.json"), "none.json: No such file"),
     (("checkpoint", "show", "number.json"), "but must hold a dict"),
     (("checkpoint", "show", "broken.json"), "broken.json is not valid JSON"),
-    (("checkpoint", "show", "object.json"), "pass --from TOOL"),
+    (
+        ("checkpoint", "show", "object.json"),
+        "object.json: no known tool saves its scaler under these names: loss; pass --from TOOL with the tool that "
+        "saved it\n",
+    ),
+    (
+        ("checkpoint", "show", "alike.json"),
+        "alike.json: apex-fp16-utils, deepspeed, megatron-v1 save these names with different meanings; pass --from",
+    ),
+    (("checkpoint", "show", "none"), "none: No such file or directory\n"),
+    (("checkpoint", "show", "."), ". is a folder; pass a file in it: JSON (.json) or written by torch.save"),
     (("checkpoint", "show", "object.json", "--from", "torch"), "has no scale, _growth_tracker"),
     (("checkpoint", "show", "object.json", "--key", "scaler"), "no key 'scaler'; it has loss"),
     (("checkpoint", "show", "object.json", "--key", "loss"), "but must hold a dict"),
@@ -415,6 +430,7 @@ def test_bad_input_is_one_sentence_and_status_two(tmp_path, arguments, words):
     (tmp_path / "object.json").write_text('{"loss": [1]}')
     _write_json(tmp_path / "several.json", {"a": APEX, "b": APEX})
     _write_json(tmp_path / "contrib.json", {"loss_scale": 8.0, "good_steps": 1, "bad_steps": 1})
+    _write_json(tmp_path / "alike.json", ALIKE)
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "infinite.json").write_text('{"growth_factor": Infinity}')
     (tmp_path / "odd.json").write_text('{"scale": 8.0, "_growth_tracker": Infinity}')

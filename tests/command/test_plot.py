@@ -101,6 +101,15 @@ def test_a_file_that_is_not_a_run_is_refused_in_a_sentence(tmp_path, name, conte
     assert not (tmp_path / "scale.svg").exists()
 
 
+@pytest.mark.parametrize("name", ["none.csv", "none.json", "none", "none.svg", "none/t.csv"])
+def test_a_missing_run_says_what_writes_one(tmp_path, name):
+    """Whatever its suffix, it is missing, and that is what the sentence says."""
+    sentence = (
+        f"lossscale: {name}: No such file or directory; pass a recorded run, such as lossscale run --trace writes\n"
+    )
+    assert refused(run("plot", name, cwd=tmp_path)) == sentence
+
+
 def test_nothing_is_overwritten_unasked_and_no_link_is_followed(tmp_path):
     """A picture or a link in its place stays; with --overwrite the link is replaced, and what it led to stays."""
     (tmp_path / "t.csv").write_text(OURS)

@@ -32,7 +32,9 @@ def read_checkpoint(path: Path, key: str | None = None) -> tuple[str, Mapping[st
     if suffix in SUFFIXES:
         return read_torch_file(path, key)
     if suffix != ".json":
-        raise CheckpointError(
-            f"{path} must be JSON (.json) or written by torch.save ({', '.join(SUFFIXES)}); save it as one"
-        )
+        formats = f"JSON (.json) or written by torch.save ({', '.join(SUFFIXES)})"
+        path.stat()  # a file that is missing has no format
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder; pass a file in it: {formats}")
+        raise CheckpointError(f"{path} must be {formats}; save it as one")
     return find_scaler(path, read_data(path, CheckpointError, LARGEST_PARSED), key)

@@ -1,7 +1,9 @@
 """Recorded runs, as `lossscale run`, the demo, TensorBoard and Weights & Biases write them."""
 
 import csv
+import errno
 import math
+import os
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -103,6 +105,9 @@ def _title(titles: list[str], names: Iterable[str]) -> str | None:
 
 
 def _reader(path: Path) -> Callable[[Path], dict[str, Any]]:
+    if not path.exists():
+        hint = "pass a recorded run, such as lossscale run --trace writes"
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)}; {hint}", str(path))
     if path.is_dir() or ".tfevents." in path.name:
         return _read_events
     readers = {".csv": _read_csv, ".json": _read_json}

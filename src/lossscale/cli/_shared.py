@@ -11,6 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, FixedScaling, ScalingPolicy, as_policy
+from lossscale_core.errors import PolicyError
 from lossscale_core.messages import shown_number
 
 FILE = click.Path(path_type=Path)
@@ -52,12 +54,18 @@ def console() -> Console:
     return Console(markup=False, emoji=False)
 
 
-def number_or_text(text: str) -> float | str:
-    """Return a policy as it was typed: a number is a fixed scale."""
+def typed_policy(text: str, name: str) -> ScalingPolicy:
+    """Return the policy that was typed for the option or argument of this name; a number is a fixed scale."""
     try:
-        return float(text)
+        return FixedScaling(float(text))
+    except PolicyError as error:
+        bounds = f"{shown_number(SMALLEST_SCALE)} to {shown_number(LARGEST_SCALE)}"
+        raise click.UsageError(
+            f"{name} {text}: a fixed loss scale must be a number from {bounds}; pass one such as 65536, or dynamic, "
+            "none or a policy file"
+        ) from error
     except ValueError:
-        return text
+        return as_policy(text)
 
 
 def print_json(content: Any) -> None:

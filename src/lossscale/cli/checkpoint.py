@@ -31,9 +31,9 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import LossScaleError
+from lossscale_core.errors import CheckpointError
 from lossscale_core.files import write_whole
-from lossscale_core.messages import shown
+from lossscale_core.messages import shown, shown_names
 
 _OPTIONS = (
     click.argument("file", type=FILE),
@@ -149,5 +149,9 @@ def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
 def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
     try:
         return dialects.guess_tool(saved)
-    except LossScaleError as error:
-        raise click.UsageError(f"{file}: {error}; pass --from TOOL, or --key with the place of the scaler") from error
+    except CheckpointError as error:
+        found = ", ".join(dialects.possible_tools(saved))
+        names = f"{found} save these names with different meanings"
+        if not found:
+            names = f"no known tool saves its scaler under these names: {shown_names(saved) or 'none'}"
+        raise click.UsageError(f"{file}: {names}; pass --from TOOL with the tool that saved it") from error

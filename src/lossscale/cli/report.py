@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from lossscale._tried import untried
-from lossscale.cli._shared import AS_JSON, FILE, TOOLS_HELP, example, number_or_text, print_json, value_text
+from lossscale.cli._shared import AS_JSON, FILE, TOOLS_HELP, example, print_json, typed_policy, value_text
 from lossscale.cli.checkpoint import SavedScaler, read_state
-from lossscale_core import ScalingPolicy, __version__, as_policy, policy_to_dict
+from lossscale_core import ScalingPolicy, __version__, policy_to_dict
 
 _PACKAGES = ("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tensorflow", "keras", "tf_keras", "click")
 # Other builds of a package have distributions of other names.
@@ -29,7 +29,7 @@ def command(checkpoint: Path | None, policy: str | None, tool: str | None, key: 
     CHECKPOINT is a file with a saved scaler, as in `lossscale checkpoint show`. Versions that are older or newer than
     those that lossscale was tried with are marked. The report holds no data, no weights and no paths.
     """
-    scaling = None if policy is None else as_policy(number_or_text(policy))
+    scaling = None if policy is None else typed_policy(policy, "--policy")
     saved = None if checkpoint is None else read_state(checkpoint, tool, scaling, key)
     if as_json:
         about = {"policy": None if scaling is None else policy_to_dict(scaling)} if saved is None else saved.as_dict()

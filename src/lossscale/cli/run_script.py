@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from lossscale import tracing
-from lossscale.cli._shared import FILE, OVERWRITE, example, number_or_text, require_new
-from lossscale_core import as_policy, policy_to_dict
+from lossscale.cli._shared import FILE, OVERWRITE, example, require_new, typed_policy
+from lossscale_core import policy_to_dict
 
 
 @click.command(
@@ -29,7 +29,7 @@ def command(policy: str | None, trace: Path | None, overwrite: bool, program: tu
     PROGRAM is a command line, such as python train.py or torchrun train.py, or a script that ends in .py. At the end
     a diagnosis, and what moved on skipped steps, stand on stderr.
     """
-    config = None if policy is None else policy_to_dict(as_policy(number_or_text(policy)))
+    config = None if policy is None else policy_to_dict(typed_policy(policy, "--policy"))
     arguments = [sys.executable, *program] if program[0].endswith(".py") else list(program)
     # Found before the traces of an earlier run are removed, so that a misspelt program costs nothing.
     place = shutil.which(arguments[0])

@@ -18,12 +18,12 @@ from lossscale.cli._shared import (
     OVERWRITE,
     console,
     example,
-    number_or_text,
     print_json,
     require_picture,
+    typed_policy,
 )
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
-from lossscale_core import BaseScaling, ScalingPolicy, as_policy, diagnose, policy_to_dict, testing
+from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
 from lossscale_core.files import write_whole
 from lossscale_core.messages import shown_number
 
@@ -61,7 +61,7 @@ def command(
         plot = _PICTURE
     if plot is not None:
         require_picture(plot, "--plot", overwrite)
-    scaling = as_policy(number_or_text(policy))
+    scaling = typed_policy(policy, "POLICY")
     if overflow is not None:
         trace = testing.simulate(scaling, [not flag for flag in read_overflow(overflow)])
     else:
