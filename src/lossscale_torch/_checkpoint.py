@@ -4,6 +4,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
 )
 
-_TORCH_DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
+_TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEVER = 2**31 - 1
 _FACTORS = ("scale", "growth_factor", "backoff_factor")
 LIBRARY_KINDS = ("none", "fixed", "dynamic", "tolerant")
@@ -194,24 +195,29 @@ def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int]
     """Return the policy of a scaler from its `policy` argument, or from the four arguments that are torch's."""
     if policy is None:
         return _torch_policy(*torchs, enabled)
-    if torchs != _TORCH_DEFAULTS:
+    if torchs != tuple(_TORCH_DEFAULTS.values()):
+        given = zip(_TORCH_DEFAULTS.items(), torchs, strict=True)
+        settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
         raise PolicyError(
-            "pass either policy= or init_scale, growth_factor, backoff_factor and growth_interval, not both"
+            f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
+            f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
         )
     return as_policy(policy)
 
 
 def _torch_policy(
-    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, enabled: bool
+    init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any, enabled: bool
 ) -> ScalingPolicy:
     """Return torch's dynamic rule; what torch asserts is asserted in its words, and every positive scale is taken."""
-    if enabled and growth_factor <= 1.0:
+    if enabled and _is_real(growth_factor) and growth_factor <= 1.0:
         raise AssertionError("The growth factor must be > 1.0.")
-    if enabled and backoff_factor >= 1.0:
+    if enabled and _is_real(backoff_factor) and backoff_factor >= 1.0:
         raise AssertionError("The backoff factor must be < 1.0.")
     if not enabled:
         return DynamicScaling()
-    if init_scale > 0:
+    if not (_is_real(init_scale) or isinstance(init_scale, str)):
+        raise PolicyError(f"init_scale={shown(init_scale)} must be a number; pass 2.0**16, or a policy as policy=")
+    if _is_real(init_scale) and init_scale > 0:
         init_scale = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)
     return DynamicScaling(
         init_scale=init_scale,
@@ -221,6 +227,11 @@ def _torch_policy(
         min_scale=SMALLEST_SCALE,
         max_scale=LARGEST_SCALE,
     )
+
+
+def _is_real(value: Any) -> bool:
+    """Return whether a value is a number, NumPy's included; the policy says what any other value must be."""
+    return isinstance(value, Real)
 
 
 def reachable_interval(interval: float) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
 from lossscale_core.errors import CallOrderError
+from lossscale_core.messages import shown
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
 from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
@@ -153,7 +154,10 @@ class GradScaler(TorchNames):
             return cast(Tree, tree.map_leaves(self._scale_leaf, outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
             return cast(Tree, map(self.scale, outputs))  # lazily, as torch's own scaler does
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors. It is {shown(outputs)}; pass the loss as a tensor, "
+            "before .item()"
+        )
 
     def _scale_leaf(self, leaf: Any) -> Any:
         return GradScaler.scale(self, leaf)  # a subclass's `scale` is called once for the whole structure
