@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,11 +127,23 @@ RULES = {
 """The rule of each setting, by its name, whichever policy has it."""
 
 
+_MAX_NORM = Rule(
+    float, "a positive number", "pass math.inf not to clip", minimum=float(np.nextafter(0.0, 1.0)), maximum=math.inf
+)
+_ARGUMENTS = {
+    "max_norm": _MAX_NORM,
+    "global_clipnorm": _MAX_NORM,
+    "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 0 not to retry"),
+}
+"""The rule of each number that adapters take in addition to a policy, by the name of the argument."""
+
+
 def check_setting(name: str, value: Any) -> Any:
     """Check one value by the rule of the setting of this name, without the other settings of a policy.
 
     Args:
-        name: A setting of the library's policies, such as `"growth_interval"`.
+        name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
+            `"max_norm"`, `"global_clipnorm"` or `"retries"`.
         value: Any value.
 
     Returns:
@@ -140,7 +153,7 @@ def check_setting(name: str, value: Any) -> Any:
         PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
         KeyError: There is no such setting.
     """
-    return RULES[name].validate(name, value)
+    return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)
 
 
 _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}

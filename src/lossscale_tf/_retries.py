@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, StepInfo, step_info
-from lossscale_core.errors import OverflowStreakError, PolicyError, ScaleFloorError
+from lossscale_core import BaseScaling, StepInfo, check_setting, step_info
+from lossscale_core.errors import OverflowStreakError, ScaleFloorError
 from lossscale_tf._protect import Before, operations_so_far, trained_variables_of, variables_of
 from lossscale_tf._step import Step, merges_replicas
 
@@ -22,8 +22,7 @@ class Tries:
     """
 
     def __init__(self, step: Step, retries: Any, protect: Any) -> None:
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise PolicyError(f"retries={retries!r} must be a whole number from 0; pass 0 not to retry")
+        retries = check_setting("retries", retries)
         self._step = step
         self._retries = retries if BaseScaling.of(step.policy).adapts else 0
         items = tf.nest.flatten(protect)

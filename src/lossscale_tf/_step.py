@@ -1,6 +1,7 @@
 """One step of an optimizer, of Keras or of `tf.compat.v1`: check the gradients, decide together, apply or skip."""
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -52,7 +53,7 @@ class Step:
     ) -> None:
         self.policy = policy
         self.state = state
-        self.max_norm = max_norm
+        self.max_norm = None if max_norm is None or max_norm == math.inf else float(max_norm)
         self.guard = guard
         self.watch = watch
         self.last_step: StepInfo | None = None

@@ -13,6 +13,7 @@ from lossscale_core import (
     SpikeGuard,
     StepInfo,
     check_overflow_streak,
+    check_setting,
     diagnose,
     guard_state_from_dict,
     metrics,
@@ -164,10 +165,8 @@ def require_single_wrapper(wrapper: Any, inner: Any) -> None:
 
 def require_clipnorm(global_clipnorm: float | None) -> None:
     """Raise `PolicyError` for a norm that nothing can be clipped to."""
-    if global_clipnorm is None:
-        return
-    if not isinstance(global_clipnorm, int | float) or not 0.0 < global_clipnorm < float("inf"):
-        raise PolicyError(f"global_clipnorm={global_clipnorm!r} must be positive and finite; leave it out not to clip")
+    if global_clipnorm is not None:
+        check_setting("global_clipnorm", global_clipnorm)
 
 
 def require_guard(guard: Any) -> None:

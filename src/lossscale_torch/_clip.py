@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lossscale_core import LARGEST_SCALE
+from lossscale_core import LARGEST_SCALE, check_setting
 from lossscale_torch._gradients import Gradients, is_dtensor, params_of
 from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_device, sharded_norm, unscaled_norm
 from lossscale_torch._ranks import groups_over, meshes_of
@@ -61,11 +61,12 @@ class Clipped(NamedTuple):
     """The process groups whose ranks know the same norm."""
 
 
-def clipping(max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> Clipping:
-    """Return how to clip; raise `ValueError` for a norm that cannot be clipped to."""
-    if not float(max_norm) >= 0.0:
-        raise ValueError(f"max_norm={max_norm!r} must be a number from 0; pass math.inf to measure without clipping")
-    return Clipping(float(max_norm), float(norm_type), error_if_nonfinite)
+def clipping(max_norm: Any, norm_type: float, error_if_nonfinite: bool = False) -> Clipping:
+    """Return how to clip; raise `PolicyError` for a norm that cannot be clipped to."""
+    value = max_norm.item() if isinstance(max_norm, Tensor) else max_norm
+    if type(value) not in (float, int) or not value >= 0.0:  # 0 makes all gradients zero, as in torch's own clip
+        value = check_setting("max_norm", value)
+    return Clipping(float(value), float(norm_type), error_if_nonfinite)
 
 
 @torch.no_grad()

@@ -232,7 +232,8 @@ class GradScaler(TorchNames):
             The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 where a gradient is.
 
         Raises:
-            ValueError: For a `max_norm` that is not a number from 0, and for an empty list.
+            PolicyError: For a `max_norm` that is not a number from 0, infinity included.
+            ValueError: For an empty list.
             TypeError: For what is not an optimizer.
 
         """
@@ -633,7 +634,8 @@ class GradScaler(TorchNames):
             OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
             ScaleFloorError: With `on_floor="raise"`, as from `update`.
             TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
-            ValueError: For negative `retries`, and for a `max_norm` that is not a number from 0.
+            PolicyError: For `retries` that are not a whole number from 0, and for a `max_norm` that is not a number
+                from 0, infinity included.
 
         """
         from lossscale_torch._rescue import minimize

@@ -692,9 +692,11 @@ def test_what_cannot_be_wrapped_is_refused(inner):
 
 
 def test_a_clipnorm_that_makes_no_sense():
-    """Is refused."""
-    with pytest.raises(PolicyError, match="global_clipnorm=0"):
-        LossScaleOptimizer(keras.optimizers.SGD(), global_clipnorm=0)
+    """Is refused; infinity clips nothing."""
+    for norm in (0, -1.0, float("nan"), True, "1"):
+        with pytest.raises(PolicyError, match=f"global_clipnorm={norm!r} must be a positive number; pass"):
+            LossScaleOptimizer(keras.optimizers.SGD(), global_clipnorm=norm)
+    assert LossScaleOptimizer(keras.optimizers.SGD(), global_clipnorm=float("inf")).global_clipnorm is None
 
 
 OWN_SUM = [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}]

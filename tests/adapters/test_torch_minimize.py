@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
-from lossscale_core.errors import CallOrderError, OverflowStreakError
+from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_protect import MakesBuffers
 from tests.adapters.test_torch_synchronisation import _FusedOnMeta, _Synchronisations
@@ -704,9 +704,11 @@ def test_autocast_around_several_calls():
 @pytest.mark.parametrize(
     ("loss_fn", "how", "error", "message"),
     [
-        (None, {"retries": -1}, ValueError, "retries=-1 must be a whole number from 0"),
-        (None, {"retries": 1.5}, TypeError, "float"),
-        (None, {"max_norm": -1.0}, ValueError, "max_norm=-1.0"),
+        *(
+            (None, {"retries": retries}, PolicyError, f"retries={retries!r} must be a whole number from 0 to .*; pass")
+            for retries in (-1, 1.5, True, "3", None)
+        ),
+        (None, {"max_norm": -1.0}, PolicyError, "max_norm=-1.0 must be a positive number; pass math.inf not to clip"),
         (lambda: None, {}, TypeError, "loss_fn returned None; return the loss"),
         ([], {}, TypeError, "must be a function without arguments"),
         (3, {}, TypeError, "loss_fn=3 must be a function"),

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lossscale_core.errors import PolicyError
 from lossscale_torch import GradScaler
 
 EITHER_WAY = pytest.mark.parametrize("clips", [False, True], ids=["unscaled", "clipped"])
@@ -130,7 +131,7 @@ def test_float8_gradients_are_refused(clips, dtype):
         _step([param], clips)
 
 
-@pytest.mark.parametrize("max_norm", [float("nan"), -1.0])
+@pytest.mark.parametrize("max_norm", [float("nan"), -1.0, True, "1", None])
 @pytest.mark.parametrize("call", ["unscale_and_clip_", "clip_and_step"])
 def test_a_norm_that_cannot_be_clipped_to(max_norm, call):
     """It is an error, and nothing has happened."""
@@ -138,7 +139,7 @@ def test_a_norm_that_cannot_be_clipped_to(max_norm, call):
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))
-    with pytest.raises(ValueError, match=r"max_norm=.* must be a number from 0"):
+    with pytest.raises(PolicyError, match=r"max_norm=.* must be a positive number; pass"):
         getattr(scaler, call)(optimizer, max_norm)
     scaler.step(optimizer)
     assert (param == 0.0).all()

@@ -439,7 +439,9 @@ def test_a_copy_of_a_scaler_protects_nothing_and_says_so(copied):
     assert original.is_enabled()
 
 
-@pytest.mark.parametrize(("given", "named"), [([1], "1 is not one"), (["model"], "'model' is not one")])
+@pytest.mark.parametrize(
+    ("given", "named"), [(1, "1 is not one"), ([1], "1 is not one"), (["model"], "'model' is not one")]
+)
 def test_what_is_not_a_module_is_refused(given, named):
     """The message says what to pass."""
     with pytest.raises(TypeError, match=f"protect= takes modules, and {named}; pass protect="):

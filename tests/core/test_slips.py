@@ -21,6 +21,7 @@ from lossscale_core import (
     TolerantScaling,
     as_policy,
     check_overflow_streak,
+    check_setting,
     diagnose,
     guard_state_from_dict,
     init_state,
@@ -241,6 +242,25 @@ def test_a_missing_file_keeps_its_number_and_name():
     with pytest.raises(FileNotFoundError) as caught:
         load_policy("missing.toml")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("max_norm", float("nan"), "max_norm=nan must be a positive number; pass math.inf not to clip"),
+        ("max_norm", 0, "max_norm=0 must be a positive number; pass"),
+        ("max_norm", "1.0", "max_norm='1.0' must be a positive number; pass 1.0 without quotes"),
+        ("global_clipnorm", True, "global_clipnorm=True must be a positive number; pass"),
+        ("retries", True, "retries=True must be a whole number from 0 to 2**31 - 1; pass 0 not to retry"),
+        ("retries", 1.5, "retries=1.5 must be a whole number from 0 to 2**31 - 1; pass 2"),
+    ],
+)
+def test_arguments_of_adapters_have_one_rule(name, value, sentence):
+    """Adapters check the numbers that they take in addition to a policy by `check_setting`, as settings are."""
+    with pytest.raises(PolicyError, match=re.escape(sentence)):
+        check_setting(name, value)
+    assert check_setting("max_norm", float("inf")) == float("inf")
+    assert check_setting("retries", np.int64(3)) == 3
 
 
 TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lossscale_core import BaseScaling, tree
+from lossscale_core import BaseScaling, check_setting, tree
 from lossscale_core.errors import CallOrderError, OverflowStreakError, ScaleFloorError, SpikeStreakError, SyncError
 from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
@@ -42,7 +41,7 @@ class _Minimization:
     def __init__(self, scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> None:
         self._scaler, self._optimizer, self._max_norm = scaler, optimizer, max_norm
         self._loss_fns = _as_list(loss_fn)
-        self._retries = _checked_retries(retries)
+        self._retries = check_setting("retries", retries)
         if not (scaler.is_enabled() and BaseScaling.of(scaler.policy).adapts):
             self._retries = 0
         self._protections = [each for each in scaler._observers if isinstance(each, Protection)]
@@ -405,10 +404,3 @@ def _as_list(loss_fn: Any) -> list[Callable[[], Tensor]]:
             "functions, one for each micro-batch"
         )
     return loss_fns
-
-
-def _checked_retries(retries: Any) -> int:
-    count = operator.index(retries)
-    if count < 0:
-        raise ValueError(f"retries={retries!r} must be a whole number from 0; pass 0 to run the loss once")
-    return count

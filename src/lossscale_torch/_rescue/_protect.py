@@ -199,7 +199,8 @@ class _AverageIfApplied:
 
 def protect_modules(scaler: Any, protect: Any) -> None:
     """Have a scaler protect modules from its next update on; raise `TypeError` for what is not one."""
-    modules = [protect] if isinstance(protect, Module) else list(protect)
+    is_single = isinstance(protect, Module) or not isinstance(protect, Iterable)
+    modules = [protect] if is_single else list(protect)
     for each in modules:
         if not isinstance(each, Module):
             raise TypeError(f"protect= takes modules, and {each!r} is not one; pass protect=[model]")
