@@ -39,6 +39,20 @@ def test_no_gradients_at_all(optimizer):
         optimizer.apply_gradients([])
 
 
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"initial_scale": 4.0}, "initial_scale=4.0"),
+        ({"dynamic": False, "dynamic_growth_steps": 7}, "dynamic=False, dynamic_growth_steps=7"),
+        ({"loss_scale": 8.0}, "loss_scale=8.0"),
+    ],
+)
+def test_a_policy_and_settings_are_both_shown(settings, given):
+    """Both values are in the message, and what to pass instead."""
+    with pytest.raises(ValueError, match=f"^policy='none' and {given} are both given; pass either policy= or the sett"):
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), policy="none", **settings)
+
+
 def test_clipping_twice_is_refused():
     """By the wrapper and by the optimizer inside."""
     with pytest.raises(

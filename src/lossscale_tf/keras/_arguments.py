@@ -6,11 +6,14 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import ScalingPolicy, SpikeGuard, as_policy
+from lossscale_core.messages import shown
 from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
 from lossscale_tf._wrapper import pairs_of, require_clipnorm, require_guard
 from lossscale_tf.keras._inner import require_no_session, require_optimizer, require_tensorflow
+
+_DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "dynamic_growth_steps": None}
 
 
 def require_arguments(
@@ -37,10 +40,11 @@ def policy_of_arguments(
     require_policy_or_number(loss_scale if policy is None else policy)
     if policy is None:
         return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
-    if (loss_scale, initial_scale, growth_steps, dynamic) != ("dynamic", None, None, None):
-        raise ValueError(
-            "policy= was given beside other settings of the loss scale; pass either policy= or the settings, not both"
-        )
+    values = (loss_scale, dynamic, initial_scale, growth_steps)
+    if values != tuple(_DEFAULTS.values()):
+        given = zip(_DEFAULTS.items(), values, strict=True)
+        settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
+        raise ValueError(f"policy={shown(policy)} and {settings} are both given; pass either policy= or the settings")
     return as_policy(policy)
 
 
