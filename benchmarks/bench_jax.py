@@ -15,6 +15,8 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import jax
@@ -46,10 +48,10 @@ known whether they are finite, and the update reads them once more: that is the 
 scaling. jmp, flax and mpx, which select afterwards, and `skip="select"` keep the old parameters and states as well.
 
 On a CPU, glibc gives blocks of 32 MiB and more back to the system when they are freed, and the next step meets a page
-fault for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The
-rows with freed memory kept have what the environment variables `MALLOC_MMAP_THRESHOLD_=1073741824` and
-`MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients are written, read to be checked and read
-again to be applied, while without scaling they stay in the processor's cache.
+fault for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step: see
+the rows of an own process, which begins as a user's does. Those with freed memory kept have what the variables
+`MALLOC_MMAP_THRESHOLD_=1073741824` and `MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients
+are written, read to be checked and read again to be applied, while without scaling they stay in the processor's cache.
 
 Where an optimizer's updates follow element by element from its new state and the gradients, as Adam's do, `update`
 computes them outside of the conditional, so that XLA fuses them into what adds them and stores none. Other updates take
@@ -246,16 +248,19 @@ def train_rows(quick: bool) -> list[Row]:
     """Time whole train steps at two batch sizes, and say what temporary memory they need."""
     dtypes = (jnp.float16,) if quick else (jnp.float16, jnp.float32)
     rows = [row for dtype in dtypes for size in BATCH_SIZES for row in _train_rows(dtype, size, ON, quick)]
-    if ON == "cpu" and keep_freed_memory():
-        rows += _train_rows(dtypes[-1], BATCH_SIZES[0], f"{ON}, freed memory kept", quick)
+    if ON == "cpu":
+        # In this process the rows before have taught the allocator to keep more memory than it does at first.
+        for on, initializer in (("own process", None), ("own process, freed memory kept", keep_freed_memory)):
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer) as alone:
+                rows += alone.submit(_train_rows, jnp.dtype("float32"), BATCH_SIZES[0], f"{ON}, {on}", quick).result()
     return rows
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc keep the memory of one step for the next, as the two variables in NOTES do; return whether it does."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of one step for the next, as the two variables in NOTES do."""
     mmap_threshold, trim_threshold = -3, -1  # their names in malloc.h
-    return mallopt is not None and all(mallopt(each, 2**30) for each in (mmap_threshold, trim_threshold))
+    for parameter in (mmap_threshold, trim_threshold):
+        ctypes.CDLL(None).mallopt(parameter, 2**30)
 
 
 def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy
-from lossscale_core.errors import PolicyError
+from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy, check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._autodiff import ScaledGradients, presented_as, value_and_grad
@@ -67,8 +66,7 @@ def retrying_value_and_grad(
         PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
     """
     require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise PolicyError(f"retries={retries!r} must be a whole number from 0; pass 0 not to retry")
+    retries = check_setting("retries", retries)
     chosen = as_policy(policy)
     # One of its overloads is for each value of `has_aux`, which is not known here.
     differentiate: Any = value_and_grad(fun, argnums, has_aux, axis_name)  # type: ignore[call-overload]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import GuardState, SpikeGuard
+from lossscale_core import GuardState, SpikeGuard, check_setting
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
 from lossscale_jax._decide import Skip
@@ -37,8 +37,8 @@ class Settings(NamedTuple):
 
     def validate(self) -> None:
         """Raise `PolicyError` for settings that make no sense."""
-        if self.max_norm is not None and not 0.0 < self.max_norm < float("inf"):
-            raise PolicyError(f"max_norm={self.max_norm!r} must be positive and finite; leave it out not to clip")
+        if self.max_norm is not None:
+            check_setting("max_norm", self.max_norm)
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
         if self.axis_name is not None and (self.max_norm is not None or self.accumulates):
@@ -144,7 +144,7 @@ def clipped(grads: PyTree, attempt: Attempt, settings: Settings) -> PyTree:
     """Return gradients with a norm of at most `max_norm`; the norm is read here if no stage has read it."""
     norm = global_norm(grads, by=settings.skip) if attempt.norm is None else attempt.norm
     most: Any = settings.max_norm
-    return multiply(grads, clip_factor(norm, most))
+    return grads if most == float("inf") else multiply(grads, clip_factor(norm, most))
 
 
 def cast_back(grads: PyTree, attempt: Attempt, _: Settings) -> PyTree:

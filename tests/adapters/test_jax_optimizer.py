@@ -477,11 +477,18 @@ def test_it_is_an_optax_transformation():
     assert optax.with_extra_args_support(optimizer) is optimizer
 
 
+def test_an_infinite_max_norm_clips_nothing():
+    """As in PyTorch and TensorFlow."""
+    optimizer = loss_scaled(optax.sgd(1.0), "none", max_norm=float("inf"))
+    params, _ = optimizer.apply_gradients(jnp.full(2, 3.0), optimizer.init(jnp.zeros(2)), jnp.zeros(2))
+    assert params.tolist() == [-3.0, -3.0]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_norm": 0.0}, "max_norm=0.0 must be positive"),
-        ({"max_norm": float("nan")}, "max_norm=nan must be positive"),
+        ({"max_norm": 0.0}, "max_norm=0.0 must be a positive number"),
+        ({"max_norm": float("nan")}, "max_norm=nan must be a positive number"),
         ({"max_norm": 1.0, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
