@@ -24,7 +24,7 @@ from lossscale_core._range_records import (
     sum_exponents,
     to_plain,
 )
-from lossscale_core._range_search import recommended_scale, search
+from lossscale_core._range_search import recommended_floor, recommended_scale, search
 from lossscale_core.files import write_whole
 
 _GIVEN = "is the first to be given infinity or NaN"
@@ -44,14 +44,21 @@ class RangeReport:
     backward: tuple[OperationRange, ...] = field(repr=False)
     """The operations of the backward pass in these dtypes, then the parameters' gradients, at `loss_scale`."""
     loss_scale: float
-    """The loss scale of `backward`: the largest with which a recorded pass was finite, or 1 if none was."""
+    """The loss scale of `backward`: the largest with which a recorded pass was finite, or 1 if none was.
+
+    If it is below 1 and no scale fits, unscaling by it makes the gradient of a parameter infinite.
+    """
     overflows_above: float | None
     """The largest power of two at which every operation and every parameter's gradient is finite.
 
     Infinity if nothing is computed in float16, bfloat16 or float8, and None if no scale fits.
     """
     init_scale: float | None
-    """The recommended first loss scale: half of `overflows_above`, within the bounds of `DynamicScaling`; or None."""
+    """The recommended first loss scale: half of `overflows_above`, or None if no scale fits.
+
+    It is within the bounds of `DynamicScaling` if `overflows_above` is 1 or more. If it is below 1, the policy needs a
+    smaller `min_scale` as well, which the last line of the text names.
+    """
     overflows_first: OperationRange | None
     """The operation that overflows first as the scale rises, or that overflows at every scale.
 
@@ -205,9 +212,13 @@ class RangeReport:
             if not self.backward:
                 return ["backward: no scale fits; the loss is not finite before it is scaled"]
             first = self.overflows_first
+            scale = _power(self.loss_scale)
+            if first and first.operation == GRADIENT and not first.nonfinite:
+                cause = f"{_where(first)} is finite at a loss scale of {scale}, and overflows when unscaled"
+                return [f"backward: no scale fits; {cause}"]
             does = "overflows" if first and first.overflowed else _GIVEN
             cause = f", and {_where(first)} {does}" if first else ""
-            return [f"backward: no scale fits; it is not finite at a loss scale of {_power(self.loss_scale)}{cause}"]
+            return [f"backward: no scale fits; it is not finite at a loss scale of {scale}{cause}"]
         if self.init_scale is None or not self._gradients():
             return ["backward: finite; no gradient is computed in float16, bfloat16 or float8"]
         if self.overflows_first is None:
@@ -234,11 +245,13 @@ class RangeReport:
             return self._advice_if_no_scale_fits()
         if self.init_scale is None or not needs_scaling(self.backward):
             return "use NoScaling()"
-        return f"use DynamicScaling(init_scale={_power(self.init_scale)})"
+        floor = recommended_floor(self.init_scale)
+        bound = "" if floor is None else f", min_scale={_power(floor)}"
+        return f"use DynamicScaling(init_scale={_power(self.init_scale)}{bound})"
 
     def _advice_if_no_scale_fits(self) -> str:
         given = self.overflows_first
-        if given is None or given.overflowed:
+        if given is None or given.overflowed or not given.nonfinite:
             if not self.backward:
                 return "look at the inputs and at the forward pass first"
             return "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"

@@ -323,14 +323,21 @@ def test_a_constant_that_float16_cannot_hold_is_named_where_it_is_given():
     assert "and loud (mul) is the first to be given infinity or NaN" in str(report)
 
 
-def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
-    """The loss is finite, and the weight in front of it leaves no scale that fits."""
+def test_a_scale_below_one_fits_where_one_overflows():
+    """The loss is finite, and the weight in front of it is large."""
     network, params = _network("mlp")
     report = range_report(_loss_of(network, 1e9), params, X)
     assert report.forward_finite
-    assert report.overflows_above is None
-    assert report.loss_scale == 1.0
-    assert report.overflows_first.operation == "convert_element_type"
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(_loss_of(network, 1e9), params) <= 2.0
+    assert report.init_scale == report.overflows_above / 2 < 1.0
+
+
+def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+    """The root of zero has an infinite slope, and what is given infinity is named."""
+    network, params = _network("mlp")
+    report = range_report(lambda params, x: jnp.sqrt(0.0 * _loss_of(network)(params, x)), params, X)
+    assert report.forward_finite
+    assert (report.overflows_above, report.loss_scale) == (None, 1.0)
     assert "no scale fits; it is not finite at a loss scale of 2**0, and test_jax_range.py" in str(report)
 
 

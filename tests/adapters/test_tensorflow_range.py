@@ -377,14 +377,22 @@ def test_an_overflow_of_the_forward_pass_is_named():
     assert "no scale fits" in str(report)
 
 
-def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
-    """The loss is finite, and the weight in front of it leaves no scale that fits."""
+def test_a_scale_below_one_fits_where_one_overflows():
+    """The loss is finite, and the weight in front of it is large."""
     model, x = _model("mlp")
     report = range_report(model, _loss_fn(model, x, 1e9))
     assert report.forward_finite
-    assert report.overflows_above is None
-    assert report.loss_scale == 1.0
-    assert "no scale fits; it is not finite at a loss scale of 2**0, and loss_fn (Cast) overflows" in str(report)
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(_loss_fn(model, x), 1e9) <= 2.0
+    assert report.init_scale == report.overflows_above / 2 < 1.0
+
+
+def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+    """The root of zero has an infinite slope, and what is given infinity is named."""
+    model, x = _model("mlp")
+    report = range_report(model, lambda: tf.sqrt(0.0 * _loss_fn(model, x)()))
+    assert report.forward_finite
+    assert (report.overflows_above, report.loss_scale) == (None, 1.0)
+    assert "it is not finite at a loss scale of 2**0, and loss_fn (Cast) is the first to be given" in str(report)
 
 
 def test_an_infinity_that_is_meant_is_not_an_overflow():
@@ -478,8 +486,8 @@ def test_a_constant_that_does_no_harm_is_passed_over(compute):
     divided = range_report(model, lambda: _square(model, X) / 0.0)
     assert divided.overflows_first is None
     assert str(divided).splitlines()[0] == "forward: the loss is inf, and no operation in low precision has made it so"
-    weighted = range_report(model, _loss_fn(model, X, 1e9))
-    assert "it is not finite at a loss scale of 2**0, and loss_fn (Cast) overflows" in str(weighted)
+    steep = range_report(model, lambda: tf.sqrt(0.0 * _square(model, X)))
+    assert "it is not finite at a loss scale of 2**0, and loss_fn (Cast) is the first to be given" in str(steep)
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])

@@ -254,16 +254,26 @@ def _square(model, x):
         return model(x).float().square().mean()
 
 
-def test_a_backward_pass_that_overflows_at_a_scale_of_one_is_named():
-    """The loss is finite, and the weight in front of it leaves no scale that fits."""
+def test_a_scale_below_one_fits_where_one_overflows():
+    """The loss is finite, its weight is large, and a scaler that begins with the scale applies a step."""
     model, x = _network("mlp")
     report = range_report(model, lambda: 1e9 * _square(model, x))
     assert report.forward_finite
+    assert 0.5 <= report.overflows_above / _largest_finite_scale(model, lambda: 1e9 * _square(model, x)) <= 2.0
+    policy = eval(str(report).rpartition("use ")[2], {"DynamicScaling": DynamicScaling})
+    assert policy.init_scale == report.init_scale < 1.0
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), GradScaler("cpu", policy=policy)
+    scaler.scale(1e9 * _square(model, x)).backward()
+    scaler.step(optimizer)
+    assert scaler.update().applied
+
+
+def test_no_scale_fits_parameters_that_cannot_hold_the_unscaled_gradient():
+    """The gradient of a parameter in float16 is finite at a scale below 1, and infinite when it is divided by it."""
+    model = nn.Linear(4, 1).half()
+    report = range_report(model, lambda: 1e9 * model(torch.ones(2, 4).half()).float().mean())
     assert report.overflows_above is None
-    assert report.loss_scale == 1.0
-    assert "no scale fits; it is not finite at a loss scale of 2**0, and loss_fn (aten._to_copy) overflows" in str(
-        report
-    )
+    assert "is finite at a loss scale of 2**-14, and overflows when unscaled" in str(report)
 
 
 def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():

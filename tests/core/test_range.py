@@ -39,7 +39,7 @@ class Network:
         return RangeReport.measure(lambda: (1.0, [_record("embed", np.float16([351.0]), scaled=False)]), self.backward)
 
     def limit(self):
-        finite = [k for k in range(-20, 100) if all(np.isfinite(v).all() for v in self.halves(2.0**k).values())]
+        finite = [k for k in range(-126, 100) if all(np.isfinite(v).all() for v in self.halves(2.0**k).values())]
         return 2.0 ** max(finite)
 
 
@@ -71,18 +71,21 @@ def test_a_large_array_is_measured_in_parts():
     assert record.exponents == {-1: 2**18, 1: 2**18, 2: 2**18}
 
 
-@pytest.mark.parametrize("exponent", range(-40, 8))
+@pytest.mark.parametrize("exponent", range(-40, 60))
 def test_the_search_finds_the_limit(exponent):
     """Wherever it lies, and usually with four backward passes or fewer; the last finite one was at the limit."""
     network = _network(2.0**exponent)
     report = network.report()
     assert report.overflows_above == network.limit()
     assert report.overflows_first.module == "layers.3"
-    if 2.0**-4 <= report.overflows_above <= 2.0**32:
+    if 1.0 <= report.overflows_above <= 2.0**32:
         assert report.init_scale == max(1.0, report.overflows_above / 2)
         assert report.loss_scale == report.overflows_above
-    if 1.0 <= report.overflows_above <= 2.0**30:
+    if report.overflows_above < 1.0:
+        assert report.init_scale == report.overflows_above / 2
+    if 2.0**4 <= report.overflows_above <= 2.0**30:
         assert len(network.scales) <= 4
+    assert len(network.scales) <= 10
 
 
 def test_an_overflow_that_no_result_foretells_is_found():
@@ -134,21 +137,66 @@ def test_the_first_that_is_given_infinity_is_named_where_nothing_overflows():
     ]
 
 
-def test_no_scale_fits_where_a_scale_of_one_overflows():
-    """The loss is finite, and the operation that overflows is named."""
+def test_a_scale_below_one_fits_where_one_overflows():
+    """The report says at which scale the gradients fit, and a policy that begins there and may go further down."""
     report = _network(2.0**12).report()
+    assert report.overflows_above == 0.5
+    assert report.loss_scale == report.overflows_above
+    assert report.init_scale == 0.25
+    lines = str(report).splitlines()
+    assert lines[1] == "backward: overflows above a loss scale of 2**-1, first in layers.3 (matmul)"
+    policy = eval(lines[-1].removeprefix("use "), {"DynamicScaling": DynamicScaling})
+    assert (policy.init_scale, policy.min_scale) == (0.25, 2.0**-10)
+
+
+def test_the_scale_of_a_policy_may_fall_to_the_smallest_there_is():
+    """However small the first scale is, the policy that the report recommends is valid."""
+    lines = str(_network(2.0**136).report()).splitlines()
+    policy = eval(lines[-1].removeprefix("use "), {"DynamicScaling": DynamicScaling})
+    assert (policy.init_scale, policy.min_scale) == (2.0**-126, 2.0**-126)
+
+
+def test_no_scale_fits_where_every_scale_overflows():
+    """The loss is finite, and the operation that overflows is named."""
+    report = Network({"root": np.array([np.inf, 1.0])}).report()
     assert report.forward_finite
     assert (report.overflows_above, report.init_scale, report.loss_scale) == (None, None, 1.0)
-    line = "backward: no scale fits; it is not finite at a loss scale of 2**0, and layers.3 (matmul) overflows"
-    assert line in str(report)
+    assert "backward: no scale fits; it is not finite at a loss scale of 2**0, and root (matmul) overflows" in str(
+        report
+    )
+
+
+def test_no_scale_fits_where_only_zeros_are_finite():
+    """An operation that overflows wherever its result is not zero does so at each scale that is of use."""
+    network = Network({"root": np.ones(4)}, hidden=2.0**-40)
+    report = network.report()
+    assert (report.overflows_above, report.init_scale, report.loss_scale) == (None, None, 1.0)
+
+
+def test_no_scale_fits_a_gradient_that_overflows_when_it_is_unscaled():
+    """A scale below 1 makes the gradient of a parameter in float16 larger than it was, and so infinite again."""
+
+    def backward(loss_scale):
+        with np.errstate(over="ignore"):
+            values = (loss_scale * np.array([2.0**18, 1.0])).astype(np.float16)
+        return [_record("head.weight", values, overflowed=not np.isfinite(values).all())._replace(operation="gradient")]
+
+    report = RangeReport.measure(lambda: (1.0, []), backward)
+    assert (report.overflows_above, report.init_scale) == (None, None)
+    assert report.overflows_first.module == "head.weight"
+    assert str(report).splitlines()[1:] == [
+        "backward: no scale fits; "
+        "head.weight (gradient) is finite at a loss scale of 2**-3, and overflows when unscaled",
+        "give the loss a smaller weight, or compute what overflows in float32 or bfloat16",
+    ]
 
 
 def test_a_mask_of_the_forward_pass_is_not_blamed_for_the_backward_pass():
     """The loss is finite, so that the infinity which the mask writes does no harm."""
     mask = _record("mask", np.float16([-np.inf, 1.0]), scaled=False)
-    report = RangeReport.measure(lambda: (1.0, [mask]), _network(2.0**12).backward)
+    report = RangeReport.measure(lambda: (1.0, [mask]), Network({"root": np.array([np.inf])}).backward)
     assert report.overflows_above is None
-    assert report.overflows_first.module == "layers.3"
+    assert report.overflows_first.module == "root"
 
 
 def test_gradients_that_do_not_depend_on_the_scale_set_no_limit():
