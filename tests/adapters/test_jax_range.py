@@ -253,6 +253,19 @@ def test_operations_are_named_by_their_scopes_in_both_passes():
     assert f"first in {first.module} ({first.operation})" in str(report)
 
 
+def test_a_double_backward_has_the_names_of_its_scopes():
+    """What a gradient penalty computes, and the gradients of that."""
+    network, params = _network("mlp")
+
+    def penalty(params, x):
+        slope = jax.grad(lambda x: network(params, x).astype(jnp.float32).sum())(x)
+        return jnp.square(jnp.linalg.norm(slope, axis=-1) - 1).mean()
+
+    report = range_report(penalty, params, X)
+    for records in (report.forward, report.backward):
+        assert {r.module for r in records if r.operation == "dot_general"} == {"up", "down"}
+
+
 def test_operations_without_a_scope_are_named_by_their_line():
     """The caller's own, and not that of a library that it called."""
     report = range_report(lambda x: jax.nn.softmax(x).astype(jnp.float32).sum(), jnp.ones(4, jnp.float16))

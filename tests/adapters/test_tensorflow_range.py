@@ -255,6 +255,21 @@ def test_operations_are_named_by_their_layer_in_both_passes(name, paths):
     assert f"first in {first.module} ({first.operation})" in str(report)
 
 
+def test_a_double_backward_has_the_names_of_its_layers():
+    """What a gradient penalty computes, and the gradients of that."""
+    model, x = _model("mlp")
+
+    def penalty():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = tf.reduce_sum(tf.cast(model(x), tf.float32))
+        return tf.reduce_mean(tf.square(tf.norm(tape.gradient(out, x), axis=-1) - 1))
+
+    report = range_report(model, penalty)
+    for records in (report.forward, report.backward):
+        assert {record.module for record in records if "MatMul" in record.operation} == {"mlp/up", "mlp/down"}
+
+
 def test_the_gradient_of_a_bias_belongs_to_its_layer():
     """An overflow in the sum over a batch is the layer's whose bias it is, not that of the layer above."""
     keras.config.set_dtype_policy("mixed_float16")

@@ -194,6 +194,47 @@ def test_checkpointed_modules_keep_their_names(use_reentrant):
     assert named >= {f"{i}.inner.{name}" for i in (0, 1) for name in ("query", "key", "value", "out")}
 
 
+def _slope(model, x):
+    """Return the gradient of a model's sum by its inputs, whose own graph is kept, as a penalty needs it."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        out = model(x).float().sum()
+    return torch.autograd.grad(out, x, create_graph=True)[0]
+
+
+def test_a_double_backward_has_the_names_of_its_modules():
+    """What a gradient penalty computes, by `create_graph=True`, and the gradients of that."""
+    model, x = _network("mlp")
+    report = range_report(model, lambda: (_slope(model, x).norm(dim=-1) - 1).half().float().square().mean())
+    named = {
+        operation: {record.module for record in report.backward if record.operation == operation}
+        for operation in ("aten.mm", "aten.tanh_backward", "aten.sum")
+    }
+    assert named == {"aten.mm": {"0", "2"}, "aten.tanh_backward": {"1"}, "aten.sum": {"0"}}
+    assert [record.module for record in report.forward][-1] == "loss_fn"
+    assert "loss_fn" not in {record.module for record in report.backward[1:] if record.operation != "gradient"}
+    penalised = {record.module for record in report.forward if record.operation == "aten.mm"}
+    assert penalised == {"0", "2"}
+
+
+def test_a_gradient_within_a_module_has_the_names_of_what_it_differentiates():
+    """As the forces of an energy that a module returns."""
+
+    class Forces(nn.Module):
+        def __init__(self, energy):
+            super().__init__()
+            self.energy = energy
+
+        def forward(self, x):
+            return 2 * _slope(self.energy, x).half()
+
+    model, x = _network("mlp")
+    report = range_report(forces := Forces(model), lambda: forces(x).float().square().mean())
+    for records in (report.forward, report.backward):
+        assert {record.module for record in records if record.operation == "aten.mm"} == {"energy.0", "energy.2"}
+        assert {record.module for record in records if record.operation == "aten.mul"} >= {"Forces"}
+
+
 def test_what_the_loss_scale_does_not_multiply_sets_no_limit():
     """A value near the largest that a checkpoint computes again in the backward pass is as large at every scale."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """The dispatch mode behind `range_report`: it measures what each operation computes, and undoes what is written."""
 
 import bisect
+import contextlib
 import functools
 import math
 import re
@@ -33,70 +34,78 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 class ModulePaths:
-    """Tells which module an operation belongs to, in the forward pass by hooks, in the backward pass by its node.
+    """The module that an operation belongs to, in the forward pass by hooks, in a backward pass by its autograd node.
 
-    autograd numbers its nodes as the forward pass makes them; the numbers at which modules begin and end tell whose a
-    node is: https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
+    autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
+    https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
+    A backward pass that keeps its own graph, as a gradient penalty needs it, makes nodes, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
-        self._stack: list[str] = []
-        self._numbers: dict[int, tuple[list[int], list[str]]] = {}
-        self._main = threading.get_ident()
-        self._task: int | None = None
+        self._stack: list[tuple[str, int]] = []
+        """The modules that run, each with the backward pass within which it began."""
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+        self._thread = threading.get_ident()
+        self._number = 0
         self._last = _OUTSIDE
-        self._handles: list[Any] = []
+        self._kept = contextlib.ExitStack()
 
     def __enter__(self) -> "ModulePaths":
         for module, name in self._names.items():
             enter = functools.partial(self._enter, name)
-            self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._kept.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            self._kept.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+        # Each thread numbers the nodes that it makes, so that one thread has to make and run all of them.
+        self._kept.enter_context(torch.autograd.set_multithreading_enabled(False))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._kept.close()
 
     def begin_backward(self) -> None:
-        self._task, self._last = None, _OUTSIDE
+        self._last = _OUTSIDE
         self._stack.clear()
 
     def current(self) -> str:
         """Return the path of the module whose operation runs now."""
+        task = torch._C._current_graph_task_id()  # -1 outside of backward passes
         node: Any = torch._C._current_autograd_node()
-        if self._stack:
-            self._last = self._stack[-1]
-        elif node is None:
-            # Outside of nodes autograd sums the gradients of a tensor that was used several times.
-            return self._last if self._task is not None else _OUTSIDE
-        elif (number := node._sequence_nr()) < 2**63:  # all nodes but those that accumulate a parameter's gradient
+        if self._stack and self._stack[-1][1] == task:
+            self._last = self._stack[-1][0]
+        elif task == -1:
+            self._last = _OUTSIDE
+        # Outside of nodes autograd sums the gradients of a tensor that was used several times; the nodes that
+        # accumulate a parameter's gradient have the largest number there is.
+        elif node is not None and (number := node._sequence_nr()) < 2**63:
             self._last = self._path_at(number)
         return self._last
 
+    def follow(self) -> None:
+        """Note, at each operation, which module the autograd nodes belong to that are made from now on."""
+        # The node of this operation has been made, that of the operation before had the last number below.
+        self._note(self.current(), self._number)
+        self._number = _next_number()
+
     def _path_at(self, number: int) -> str:
-        task = torch._C._current_graph_task_id()
-        self._task = task if self._task is None else self._task
-        # The graph of a reentrant checkpoint is made, and numbered, in the thread that runs the backward pass.
-        thread = self._main if task == self._task else threading.get_ident()
-        numbers, paths = self._numbers.get(thread, ([], []))
-        index = bisect.bisect_right(numbers, number) - 1
-        return paths[index] if index >= 0 else _OUTSIDE
+        index = bisect.bisect_right(self._numbers, number) - 1
+        return self._paths[index] if index >= 0 else _OUTSIDE
 
     def _enter(self, name: str, *_: object) -> None:
-        self._stack.append(name)
-        self._note()
+        self._stack.append((name, torch._C._current_graph_task_id()))
+        self._note(name, _next_number())
 
     def _leave(self, *_: object) -> None:
         if self._stack:
             self._stack.pop()
-        self._note()
+        self._note(self.current(), _next_number())
 
-    def _note(self) -> None:
-        numbers, paths = self._numbers.setdefault(threading.get_ident(), ([], []))
-        numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        paths.append(self._stack[-1] if self._stack else _OUTSIDE)
+    def _note(self, path: str, number: int) -> None:
+        if threading.get_ident() != self._thread or (self._paths and self._paths[-1] == path):
+            return
+        self._numbers.append(max([number, *self._numbers[-1:]]))  # the search in them needs them in order
+        self._paths.append(path)
 
 
 class Changes:
@@ -163,6 +172,7 @@ class Recorder(TorchDispatchMode):
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a subclass of Tensor goes first; what it computes with is seen then
         call = _Call(_facts(func), args, kwargs or {})
+        self._paths.follow()
         self._save(call)
         was_finite = self._nonfinite.isdisjoint(map(_storage, call.written))
         out = func(*args, **call.kwargs)
@@ -290,6 +300,11 @@ def plain_name(name: str) -> str:
 
 def _widened(values: Tensor) -> Tensor:
     return values.float() if values.dtype.itemsize < 4 else values
+
+
+def _next_number() -> int:
+    """Return the number of the autograd node that this thread makes next."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def _storage(tensor: Tensor) -> int:
