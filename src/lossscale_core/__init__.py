@@ -38,9 +38,9 @@ from lossscale_core._state import AnyScaleState, HostScalar, ScaleState
 from lossscale_core._watch import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import testing
+    from lossscale_core import ranges, testing
     from lossscale_core._range import RangeReport
-    from lossscale_core._range_records import OperationRange
+    from lossscale_core._range_records import NonfiniteInput, OperationRange
 
 __version__ = "0.1.0"
 
@@ -55,6 +55,7 @@ __all__ = [
     "GuardState",
     "HostScalar",
     "NoScaling",
+    "NonfiniteInput",
     "OnFloor",
     "OperationRange",
     "OverflowReport",
@@ -86,6 +87,7 @@ __all__ = [
     "policy_schema",
     "policy_to_dict",
     "policy_to_toml",
+    "ranges",
     "scale",
     "select",
     "state_from_dict",
@@ -101,12 +103,14 @@ def __getattr__(name: str) -> _typing.Any:
     # Training needs none of these, and they would add a tenth to the time of the import, which each process of a run
     # pays. The import statements set the names in this module, so that only the first use comes here.
     if name == "testing":
-        import lossscale_core.testing  # noqa: F401
-    elif name in ("OperationRange", "RangeReport"):
+        import lossscale_core.testing
+    elif name == "ranges":
+        import lossscale_core.ranges  # noqa: F401
+    elif name in ("NonfiniteInput", "OperationRange", "RangeReport"):
         from lossscale_core._range import RangeReport
-        from lossscale_core._range_records import OperationRange
+        from lossscale_core._range_records import NonfiniteInput, OperationRange
 
-        globals().update(OperationRange=OperationRange, RangeReport=RangeReport)
+        globals().update(NonfiniteInput=NonfiniteInput, OperationRange=OperationRange, RangeReport=RangeReport)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

@@ -14,6 +14,7 @@ import numpy as np
 from lossscale_core._range_picture import Row, html_page, svg_picture
 from lossscale_core._range_records import (
     GRADIENT,
+    NonfiniteInput,
     OperationRange,
     by_module,
     first_overflow,
@@ -27,6 +28,7 @@ from lossscale_core._range_records import (
 from lossscale_core._range_search import recommended_floor, recommended_scale, search
 from lossscale_core.files import write_whole
 
+_MOST_INPUTS = 3
 _GIVEN = "is the first to be given infinity or NaN"
 
 
@@ -34,7 +36,8 @@ _GIVEN = "is the first to be given infinity or NaN"
 class RangeReport:
     """A report on the magnitudes that one forward and one backward pass compute, and the loss scales that fit them.
 
-    An adapter's `range_report` returns it. `str(report)` summarises it in four lines.
+    An adapter's `range_report` returns it. `str(report)` summarises it in four lines, or in five
+    if an input, a weight or a label holds NaN or infinity.
     """
 
     loss: float
@@ -65,12 +68,16 @@ class RangeReport:
     If the loss is not finite, the first operation that overflows in the forward pass, or else the first that was given
     infinity or NaN, for example by a constant that its dtype cannot hold. None if no operation in low precision was.
     """
+    nonfinite_inputs: tuple[NonfiniteInput, ...] = ()
+    """The inputs, weights and labels that hold NaN or infinity before the forward pass, in the order of their use."""
 
     @classmethod
     def measure(
         cls,
         forward: Callable[[], tuple[float, Iterable[OperationRange]]],
         backward: Callable[[float], Iterable[OperationRange]],
+        *,
+        nonfinite_inputs: Callable[[], Iterable[NonfiniteInput]] = tuple,
     ) -> "RangeReport":
         """Make a report from one forward pass and from backward passes at several scales.
 
@@ -81,6 +88,7 @@ class RangeReport:
         Args:
             forward: Runs the forward pass and returns the loss, unscaled, and the records of its operations.
             backward: Runs the backward pass of the loss times its argument, a loss scale, and returns its records.
+            nonfinite_inputs: Returns, after the forward pass, what held NaN or infinity before it.
 
         Returns:
             The report.
@@ -88,16 +96,16 @@ class RangeReport:
         # A model may draw from them, for dropout or augmentation, and a report must not change the run that follows.
         with _restored_random_states():
             loss, records = forward()
-            forward_records = tuple(records)
+            forward_records, inputs = tuple(records), tuple(nonfinite_inputs())
             if not math.isfinite(loss):
-                return cls(loss, forward_records, (), 1.0, None, None, first_overflow(forward_records))
+                return cls(loss, forward_records, (), 1.0, None, None, first_overflow(forward_records), inputs)
             found = search(backward)
         if found.overflows_above is None:
             culprit = first_overflow(forward_records, or_held=False) or found.overflows_first
-            return cls(loss, forward_records, found.records, found.scale, None, None, culprit)
+            return cls(loss, forward_records, found.records, found.scale, None, None, culprit, inputs)
         init_scale = recommended_scale(found.overflows_above, found.records)
         above, first = found.overflows_above, found.overflows_first
-        return cls(loss, forward_records, found.records, found.scale, above, init_scale, first)
+        return cls(loss, forward_records, found.records, found.scale, above, init_scale, first, inputs)
 
     @property
     def forward_finite(self) -> bool:
@@ -128,6 +136,7 @@ class RangeReport:
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("forward", "backward"):
             plain[name] = [to_plain(record) for record in plain[name]]
+        plain["nonfinite_inputs"] = [each._asdict() for each in self.nonfinite_inputs]
         plain["overflows_first"] = None if self.overflows_first is None else to_plain(self.overflows_first)
         return plain
 
@@ -136,7 +145,9 @@ class RangeReport:
         """Return the report that `to_dict` converted to `plain`."""
         records = {name: tuple(from_plain(each) for each in plain[name]) for name in ("forward", "backward")}
         first = plain["overflows_first"]
-        return cls(**plain | records | {"overflows_first": None if first is None else from_plain(first)})
+        inputs = tuple(NonfiniteInput(**each) for each in plain.get("nonfinite_inputs", ()))
+        others = {"overflows_first": None if first is None else from_plain(first), "nonfinite_inputs": inputs}
+        return cls(**plain | records | others)
 
     def plot(self, path: str | Path, *, loss_scale: float | None = None) -> None:
         """Draw a histogram of the gradients' exponents for each module, and save the picture.
@@ -169,7 +180,7 @@ class RangeReport:
         return html_page(str(self), svg_picture(*self._picture(loss_scale)))
 
     def __str__(self) -> str:
-        return "\n".join([self._forward_line(), *self._backward_lines(), self._advice()])
+        return "\n".join([*self._input_lines(), self._forward_line(), *self._backward_lines(), self._advice()])
 
     def _gradients(self) -> list[OperationRange]:
         return [record for record in in_low_precision(self.backward) if record.operation != GRADIENT]
@@ -186,6 +197,25 @@ class RangeReport:
             for module, records in by_module(self._gradients()).items()
         ]
         return rows[::-1], f"Exponents of the gradients at a loss scale of {_power(scale)}"
+
+    def _harmful_inputs(self) -> list[NonfiniteInput]:
+        """Return the inputs to name in the first line: all with NaN, and those with infinity that may do harm.
+
+        Negative infinity may be a mask: harmless if a scale fits, or if an operation with finite inputs overflows.
+        """
+        fits, first = self.overflows_above is not None, self.overflows_first
+        masks_matter = not fits and not (first and first.overflowed)
+        return [
+            each
+            for each in self.nonfinite_inputs
+            if each.nans or (each.infinities and not fits) or (each.negative_infinities and masks_matter)
+        ]
+
+    def _input_lines(self) -> list[str]:
+        inputs = self._harmful_inputs()
+        more = f", and {len(inputs) - _MOST_INPUTS} more do" if len(inputs) > _MOST_INPUTS else ""
+        named = ", ".join(map(str, inputs[:_MOST_INPUTS]))
+        return [f"before the forward pass: {named}{more}"] if inputs else []
 
     def _forward_line(self) -> str:
         if not math.isfinite(self.loss):
@@ -250,6 +280,8 @@ class RangeReport:
         return f"use DynamicScaling(init_scale={_power(self.init_scale)}{bound})"
 
     def _advice_if_no_scale_fits(self) -> str:
+        if self._harmful_inputs():
+            return "replace NaN and infinity there first"
         given = self.overflows_first
         if given is None or given.overflowed or not given.nonfinite:
             if not self.backward:

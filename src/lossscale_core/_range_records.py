@@ -94,6 +94,52 @@ class OperationRange(NamedTuple):
         return math.log2(_FORMATS[self.dtype].largest / self.largest) if self.largest else math.inf
 
 
+class NonfiniteInput(NamedTuple):
+    """An input, a weight or a label that holds NaN or infinity before the forward pass computes anything."""
+
+    name: str
+    """What it is: `weight head.weight`, `batch['labels'] of loss_fn`."""
+    size: int
+    """The number of its elements; the parts of complex numbers count as two."""
+    nans: int
+    """The number of elements that are NaN."""
+    infinities: int
+    """The number of elements that are infinite and positive."""
+    negative_infinities: int
+    """The number of elements that are infinite and negative, as those of an attention mask are on purpose."""
+
+    @classmethod
+    def of(cls, values: Any, name: str) -> "NonfiniteInput | None":
+        """Count the elements of an array that are not finite.
+
+        Args:
+            values: An array of any shape and any dtype that NumPy can hold.
+            name: What it is.
+
+        Returns:
+            The counts, or None if all elements are finite or of a dtype that has no infinity.
+        """
+        array = np.ravel(values)
+        flat = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+        if flat.dtype.kind != "f" and flat.dtype.name not in _FORMATS:
+            return None
+        counts = Counter[str]()
+        for start in range(0, flat.size, _CHUNK):
+            chunk = flat[start : start + _CHUNK]
+            wide = chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk
+            counts["nan"] += int(np.isnan(wide).sum())
+            counts["+inf"] += int((wide == math.inf).sum())
+            counts["-inf"] += int((wide == -math.inf).sum())
+        found = cls(name, flat.size, counts["nan"], counts["+inf"], counts["-inf"])
+        return found if any(found[2:]) else None
+
+    def __str__(self) -> str:
+        kinds = ["NaN"] * bool(self.nans) + ["infinity"] * bool(self.infinities + self.negative_infinities)
+        count = self.nans + self.infinities + self.negative_infinities
+        elements = f"in {count} of its {self.size} elements" if self.size > 1 else "in its one element"
+        return f"{self.name} holds {' and '.join(kinds)} {elements}"
+
+
 def _exponents(magnitudes: Any) -> dict[int, int]:
     """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
     if not magnitudes.size:
@@ -164,4 +210,5 @@ def from_plain(plain: dict[str, Any]) -> OperationRange:
     return OperationRange(**plain | {"exponents": dict(plain["exponents"])})
 
 
-OperationRange.__module__ = "lossscale_core"  # a pickle stores it, and the private module may change
+for _public in (OperationRange, NonfiniteInput):
+    _public.__module__ = "lossscale_core"  # a pickle stores it, and the private module may change

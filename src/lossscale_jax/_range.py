@@ -2,19 +2,21 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
-from lossscale_core import OperationRange, RangeReport
+from lossscale_core import NonfiniteInput, OperationRange, RangeReport
+from lossscale_core.ranges import name_of
 from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_array, named_gradients
-from lossscale_jax._range_interpreter import Interpreter, Tracked, live_equations, measure
+from lossscale_jax._range_interpreter import Interpreter, Tracked, is_finite, live_equations, measure
 from lossscale_jax._verbs import scale
 
 
@@ -49,7 +51,7 @@ def range_report(
     require_function(fun, "range_report(fun, *args)")
     passes = _Passes(fun, args, argnums, has_aux)
     with _mesh_of(args):
-        return RangeReport.measure(passes.forward, passes.backward)
+        return RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
 
 
 def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
@@ -75,6 +77,7 @@ class _Passes:
         self._structure: Any = None
         self._late: Jaxpr
         self._given: list[Tracked] = []
+        self.nonfinite_inputs: list[NonfiniteInput] = []
 
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
         leaves, structure = jax.tree.flatten(self._args)
@@ -87,10 +90,29 @@ class _Passes:
 
         closed, (shapes, _) = jax.make_jaxpr(gradients, return_shape=True)(jnp.float32(1.0), arrays)
         self._structure = jax.tree.structure(shapes)
+        self.nonfinite_inputs = list(self._look(closed, arrays))
         early, self._late = _split(closed.jaxpr)
         inputs = [Tracked(each, False) for each in (*closed.consts, *jax.tree.leaves(arrays))]
         (*self._given, loss), records = self._interpreter.run(early, inputs)
         return float(loss.array), records
+
+    def _look(self, closed: ClosedJaxpr, arrays: dict[int, Any]) -> Iterator[NonfiniteInput]:
+        """Yield the constants and arguments that an equation needs and that are not finite."""
+        names = _argument_names(self._fun, self._args)
+        needed = {each for eqn in live_equations(closed.jaxpr) for each in eqn.invars if isinstance(each, Var)}
+        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        arguments = zip(closed.jaxpr.invars[1:], arrays.items(), strict=True)
+        found: list[tuple[str | None, Any]] = [(None, array) for variable, array in constants if variable in needed]
+        found += [(names[n], array) for variable, (n, array) in arguments if variable in needed]
+        for name, array in found:
+            if not is_finite(array) and (name or jnp.ndim(array)):
+                yield from self._described(name, jax.device_get(array))
+
+    def _described(self, name: str | None, array: Any) -> Iterator[NonfiniteInput]:
+        inner = name_of(array, self._fun) if name is None else None
+        constant = f"{inner} of fun" if inner else f"a constant of shape {array.shape}"
+        if described := NonfiniteInput.of(array, name or constant):
+            yield described
 
     def _scaled_loss(self, loss_scale: Any, *args: Any) -> tuple[Any, Any]:
         # flax's nnx refuses to change variables that were not made within the innermost trace, which this makes again.
@@ -106,6 +128,17 @@ class _Passes:
     def _gradients(self, leaves: Iterable[Any]) -> Iterator[OperationRange]:
         for name, gradient in named_gradients(jax.tree.unflatten(self._structure, leaves)):
             yield measure(gradient, "gradient", name)._replace(scaled=True)
+
+
+def _argument_names(fun: Callable[..., Any], args: Any) -> list[str]:
+    """Return the name of each leaf of the arguments: that of the argument, and its path within it."""
+    try:
+        arguments = inspect.signature(fun).bind(*args).arguments
+    except (TypeError, ValueError):
+        arguments = {"args": args}
+    # One argument after the other, since JAX would sort a dict of all of them.
+    named = ((name, jax.tree_util.tree_leaves_with_path(value)) for name, value in arguments.items())
+    return [f"{name}{jax.tree_util.keystr(path)}" for name, leaves in named for path, _ in leaves]
 
 
 def _split(jaxpr: Jaxpr) -> tuple[Jaxpr, Jaxpr]:

@@ -1,6 +1,5 @@
 """The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lossscale_core import OperationRange
+from lossscale_core.ranges import Progress
 
 _INSTALLED = str(Path(jax.__file__).parents[1])
 _LIBRARIES = tuple(str(folder) for folder in (Path(jax.__file__).parent, Path(__file__).parent))
@@ -61,7 +61,7 @@ class Interpreter:
 
     def __init__(self) -> None:
         self._records: list[OperationRange] = []
-        self._count = 0
+        self._progress = Progress()
         self._loops: dict[str, Callable[[JaxprEqn, list[Tracked], _Place], list[Tracked]]] = {
             "scan": self._scan,
             "while": self._while,
@@ -70,10 +70,9 @@ class Interpreter:
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Tracked]) -> tuple[list[Tracked], list[OperationRange]]:
         """Return the outputs of the equations, and the records of those that compute."""
-        self._records, self._count = [], 0
+        self._records = []
         outputs = self._evaluate(jaxpr, inputs, _Place())
-        if self._count >= 1000:
-            print(file=sys.stderr)
+        self._progress.end()
         return outputs, self._records
 
     def _evaluate(self, jaxpr: Any, inputs: Sequence[Tracked], place: _Place) -> list[Tracked]:
@@ -142,18 +141,13 @@ class Interpreter:
             for each in results:
                 if is_low_precision(each.array):
                     self._record(eqn.primitive.name, given, each, place)
-        self._show_progress()
+        self._progress.step()
         return results
 
     def _record(self, operation: str, given: list[Tracked], result: Tracked, place: _Place) -> None:
         record = measure(result.array, operation, place.name)
-        overflowed = bool(record.nonfinite) and all(_is_finite(each.array) for each in given)
+        overflowed = bool(record.nonfinite) and all(is_finite(each.array) for each in given)
         self._records.append(record._replace(overflowed=overflowed, scaled=result.is_scaled))
-
-    def _show_progress(self) -> None:
-        self._count += 1
-        if self._count % 1000 == 0:
-            print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
 
 
 def _run_alone(jaxpr: Jaxpr, inputs: Iterable[Any]) -> list[Any]:
@@ -195,7 +189,8 @@ def is_low_precision(array: Any) -> bool:
     return bool(is_narrow and dtype != jnp.float8_e8m0fnu and jnp.size(array))
 
 
-def _is_finite(array: Any) -> bool:
+def is_finite(array: Any) -> bool:
+    """Return whether no element of an array is NaN or infinite. Synchronises."""
     return not jnp.issubdtype(jnp.result_type(array), jnp.inexact) or bool(jnp.isfinite(array).all())
 
 

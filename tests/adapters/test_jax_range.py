@@ -364,6 +364,57 @@ def test_an_infinity_that_is_meant_is_not_an_overflow():
     assert report.overflows_above > 1.0
 
 
+# -- what is not finite before anything is computed --------------------------------------------------------------------
+
+
+def _first_sentence(fun, *args):
+    return str(range_report(fun, *args)).splitlines()[0]
+
+
+def _with(array, value, index=0):
+    return array.at[(index,) * array.ndim].set(value)
+
+
+def test_an_input_weight_or_label_that_is_not_finite_is_named_before_anything_else():
+    """By the name of the argument, and by its path within it."""
+    network, params = _network("mlp")
+
+    def loss_fn(params, x, y):
+        return jnp.square(network(params, x).astype(jnp.float32) - y).mean()
+
+    y = jnp.zeros((4, 6, WIDTH))
+    assert _first_sentence(loss_fn, params, _with(X, jnp.nan), y) == (
+        f"before the forward pass: x holds NaN in 1 of its {X.size} elements"
+    )
+    assert _first_sentence(loss_fn, params, X, _with(y, jnp.inf)) == (
+        f"before the forward pass: y holds infinity in 1 of its {y.size} elements"
+    )
+    broken = params | {"down": _with(params["down"], jnp.nan)}
+    report = range_report(loss_fn, broken, X, y)
+    assert str(report).splitlines()[0] == (
+        f"before the forward pass: params['down'] holds NaN in 1 of its {params['down'].size} elements"
+    )
+    assert str(report).splitlines()[-1] == "replace NaN and infinity there first"
+
+
+def test_a_constant_that_the_function_refers_to_is_named():
+    """By its name there; an argument that the loss does not need is not looked at."""
+    y = np.full(4, np.nan, np.float32)
+    unused = jnp.full(3, jnp.nan)
+    sentence = _first_sentence(lambda w, unused: jnp.square(w.astype(jnp.float16) - y).mean(), jnp.ones(4), unused)
+    assert sentence == "before the forward pass: y of fun holds NaN in 4 of its 4 elements"
+
+
+def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
+    """A scale fits."""
+    mask = jnp.where(jnp.tri(6, dtype=bool), 0.0, -jnp.inf)
+
+    def loss_fn(x, mask):
+        return jnp.square(jax.nn.softmax((x @ x.mT).astype(jnp.float16) + mask)).sum()
+
+    assert _first_sentence(loss_fn, X, mask).startswith("forward: finite")
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_needs_no_scaling_is_told_so(dtype):
     """Without float16 there is no limit, or one that is far away."""

@@ -351,6 +351,98 @@ def test_nan_without_infinity_is_foretold():
     assert report.overflows_above == 2048.0
 
 
+# -- what is not finite before anything is computed --------------------------------------------------------------------
+
+
+def _with_nan(tensor, index=0, value=torch.nan):
+    changed = tensor.detach().clone()
+    changed.view(-1)[index] = value
+    return changed
+
+
+def _first_sentence(model, loss_fn):
+    return str(range_report(model, loss_fn)).splitlines()[0]
+
+
+def test_an_input_with_nan_is_named_before_anything_else():
+    """By the name that it has in the function, whatever the operations make of it."""
+    model, x = _network("mlp")
+    x = _with_nan(x)
+    report = range_report(model, lambda: _square(model, x))
+    lines = str(report).splitlines()
+    assert lines[0] == f"before the forward pass: x of loss_fn holds NaN in 1 of its {x.numel()} elements"
+    assert lines[-1] == "replace NaN and infinity there first"
+    assert report.nonfinite_inputs == (("x of loss_fn", x.numel(), 1, 0, 0),)
+
+
+def test_a_label_with_infinity_is_named():
+    """Which only the loss reads; also where it is in a dict, and in float64."""
+    model, x = _network("mlp")
+    batch = {"x": x, "y": _with_nan(torch.zeros(4, 6, 8, dtype=torch.float64), value=torch.inf)}
+    sentence = _first_sentence(model, lambda: (model(batch["x"]) - batch["y"]).square().mean())
+    assert sentence == "before the forward pass: batch['y'] of loss_fn holds infinity in 1 of its 192 elements"
+
+
+@pytest.mark.parametrize("kind", ["weight", "buffer"])
+def test_a_weight_with_nan_is_named(kind):
+    """A parameter or a buffer, by its name in the model; one that no operation reads is not looked at."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
+    tensor = model[1].weight if kind == "weight" else model[1].running_var
+    for each in (tensor, model[2].weight):
+        each.data = _with_nan(each)
+    sentence = _first_sentence(model, lambda: _square(model[:2], torch.randn(4, 16)))
+    name = "1.weight" if kind == "weight" else "1.running_var"
+    assert sentence == f"before the forward pass: {kind} {name} holds NaN in 1 of its 8 elements"
+
+
+def test_inputs_without_a_name_are_named_by_the_module_or_the_operation():
+    """A batch that an iterator gives: what the model takes, and what only the loss reads."""
+    model, x = _network("mlp")
+    batches = iter([{"x": _with_nan(x), "y": _with_nan(torch.zeros(4, 6, 8))}])
+
+    def loss_fn():
+        batch = next(batches)
+        return nn.functional.mse_loss(model(batch["x"]).float(), batch["y"])
+
+    assert _first_sentence(model, loss_fn) == (
+        "before the forward pass: input of Sequential holds NaN in 1 of its 384 elements, "
+        "target of aten.mse_loss in loss_fn holds NaN in 1 of its 192 elements"
+    )
+
+
+def test_arguments_of_a_model_have_the_names_of_its_forward():
+    """By position or by name, and within dicts."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 8)
+
+        def forward(self, batch, *, bias):
+            return self.linear(batch["features"]) + bias
+
+    model, sources = Named(), iter([_with_nan(torch.ones(2, 16)), _with_nan(torch.ones(8))])
+    sentence = _first_sentence(model, lambda: model({"features": next(sources)}, bias=next(sources)).mean())
+    assert sentence.startswith("before the forward pass: batch['features'] of Named holds NaN in 1 of its 32 elements")
+    assert sentence.endswith("bias of Named holds NaN in 1 of its 8 elements")
+
+
+def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
+    """Nor is memory that is written before it is read."""
+    model, x = _network("attention")
+    mask = torch.full((6, 6), -torch.inf).triu(1)
+    buffer = torch.full((4, 6, 16), torch.nan)
+
+    def loss_fn():
+        buffer[:].copy_(x)
+        with torch.autocast("cpu", torch.float16):
+            weights = (model[0].query(buffer) @ model[0].key(x).transpose(-1, -2) + mask).softmax(-1)
+            return (weights.half() @ model[0].value(x)).float().square().mean()
+
+    assert _first_sentence(model, loss_fn).startswith("forward: finite")
+    assert buffer.isnan().all()
+
+
 @pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "NoScaling"), (torch.bfloat16, "NoScaling")])
 def test_what_needs_no_scaling_is_told_so(dtype, advice):
     """Without float16 there is no limit, or one that is far away."""

@@ -1,14 +1,16 @@
 """`RangeReport`: the search of the scale, what it says and draws, on gradients that NumPy makes."""
 
+import functools
 import json
 import random
 from collections import Counter
 from xml.etree import ElementTree
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, OperationRange, RangeReport
+from lossscale_core import DynamicScaling, NonfiniteInput, OperationRange, RangeReport, ranges
 
 
 def _record(module, values, *, scaled=True, overflowed=False):
@@ -274,6 +276,91 @@ def test_random_states_are_put_back():
         RangeReport.measure(forward, lambda _: [])
     assert random.getstate() == python
     assert np.random.get_state()[1].tolist() == numpys
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def _held(name, *values, dtype=np.float32):
+    return NonfiniteInput.of(np.array(values, dtype), name)
+
+
+def _report_with(inputs, *, loss=float("nan"), forward=(), backward=()):
+    return RangeReport.measure(lambda: (loss, forward), lambda _: backward, nonfinite_inputs=lambda: inputs)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
+def test_what_is_not_finite_is_counted(dtype):
+    """NaN, infinity and negative infinity; there is nothing to tell of an array that is finite or has no floats."""
+    assert _held("x", 1.0, np.nan, np.inf, -np.inf, -np.inf, dtype=dtype) == ("x", 5, 1, 1, 2)
+    assert _held("x", 1.0, 2.0, dtype=dtype) is None
+    assert NonfiniteInput.of(np.arange(3), "x") is NonfiniteInput.of(np.array(["a"]), "x") is None
+    assert NonfiniteInput.of(np.complex64([complex(1, np.inf)]), "x") == ("x", 2, 0, 1, 0)
+
+
+def test_the_first_sentence_names_what_held_nan_before():
+    """Each with what it holds and how much of it, and the last line says to begin there."""
+    inputs = [_held("x of loss_fn", 1.0, np.nan), _held("weight head.weight", np.inf), _held("y", np.nan, -np.inf, 1.0)]
+    forward = [_record("head", np.float16([np.nan]), scaled=False)]
+    report = _report_with(inputs, loss=float("inf"), forward=forward)
+    lines = str(report).splitlines()
+    assert lines[0] == (
+        "before the forward pass: x of loss_fn holds NaN in 1 of its 2 elements, "
+        "weight head.weight holds infinity in its one element, y holds NaN and infinity in 2 of its 3 elements"
+    )
+    assert lines[1].startswith("forward: the loss is inf")
+    assert lines[-1] == "replace NaN and infinity there first"
+    assert str(_report_with(2 * inputs)).splitlines()[0] == f"{lines[0]}, and 3 more do"
+    assert RangeReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_a_mask_is_named_only_where_it_may_do_harm():
+    """Negative infinity is a mask if the loss is finite, and if an operation with finite inputs overflows."""
+    mask = [_held("mask", 0.0, -np.inf)]
+    overflow = _record("loud", np.float16([np.inf]), scaled=False, overflowed=True)
+    assert str(_report_with(mask, loss=1.0, backward=[_record("head", np.float16([1.0]))])).startswith("forward: ")
+    assert str(_report_with(mask, forward=[overflow])).startswith("forward: overflows in loud")
+    assert str(_report_with(mask)).startswith("before the forward pass: mask holds infinity in 1 of its 2 elements")
+
+
+def test_nan_is_named_although_the_loss_is_finite():
+    """As in labels of which a part does not count; the advice is about the scale."""
+    lines = str(
+        _report_with([_held("y", np.nan)], loss=1.0, backward=[_record("head", np.float16([1.0]))])
+    ).splitlines()
+    assert lines[0] == "before the forward pass: y holds NaN in its one element"
+    assert lines[-1].startswith("use DynamicScaling(")
+
+
+def test_a_report_of_before_has_no_inputs():
+    """A dict that an older version wrote is read."""
+    plain = _network(2.0**-8).report().to_dict()
+    del plain["nonfinite_inputs"]
+    assert RangeReport.from_dict(plain).nonfinite_inputs == ()
+
+
+def test_values_have_the_names_by_which_a_function_refers_to_them():
+    """Those of a closure, of a module, of defaults and of what a partial binds; a structure that holds itself ends."""
+    batch = {"x": np.ones(2), "labels": [np.zeros(1)]}
+    batch["itself"] = batch
+
+    ones = np.ones(3)
+
+    def loss_fn(weight=ones):
+        return batch["x"].sum() * json.loads("1") * weight
+
+    names = [name for name, value in ranges.named_values(loss_fn) if isinstance(value, np.ndarray)]
+    assert names[:3] == ["weight", "batch['x']", "batch['labels'][0]"]
+    bound = dict(ranges.named_values(functools.partial(lambda x, *, y: x + y, 1, y=2)))
+    assert (bound["x"], bound["y"]) == (1, 2)
+
+
+def test_an_array_is_found_by_what_it_is_or_by_its_shape():
+    """A framework makes a tensor of an array, and then only the shape and the NaN are alike."""
+    x, y, z = np.ones(2), np.array([1.0, np.nan]), np.array([np.nan])
+    assert ranges.name_of(y.copy(), lambda: x + y + z) == "y"
+    assert ranges.name_of(x, lambda: x + y + z) == "x"
+    assert ranges.name_of(np.full(4, np.nan), lambda: x + y + z) is None
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

@@ -27,12 +27,13 @@ PLAN = {
         _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _policy _settings _slips _state errors messages
         _placement: _arrays _base _config _policy _state
+        ranges: _range_records
         _range: _range_picture _range_records _range_search files
         _watch: _base _config _diagnosis _slips _state errors messages
         _report: _base _config _diagnosis _guard _settings _slips _state _watch errors messages
         testing: _base _checkpoint _config _guard _policy _settings _state messages tree (_strategies)
         __init__: _arrays _base _checkpoint _config _guard _placement _policy _range _range_records _report _schema
-            _settings _state _watch errors files messages testing tree
+            _settings _state _watch errors files messages ranges testing tree
     """,
     "lossscale_core.testing": """
         _simulation:
@@ -75,7 +76,8 @@ PLAN = {
     """,
     "lossscale_torch.range": """
         _recorder:
-        _report: _recorder
+        _inputs: _recorder
+        _report: _inputs _recorder
         __init__: _report
     """,
     "lossscale_torch._rescue": """

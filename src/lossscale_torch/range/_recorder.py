@@ -5,9 +5,8 @@ import contextlib
 import functools
 import math
 import re
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale_core import OperationRange
+from lossscale_core.ranges import OUTSIDE, Progress
 from lossscale_torch._gradients import values_of
 
-_OUTSIDE = "loss_fn"
 _CHUNK = 2**18
 """Elements measured at a time, so that the memory which that takes stays small beside a model's."""
 
@@ -30,6 +29,10 @@ _COMPUTES_NOTHING = re.compile(
     r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
 )
 """Operations that leave memory as it is found, fill it with a constant, or copy what was measured before."""
+_OVERWRITES = re.compile(
+    r"aten\.(copy|zero|fill|resize|set|uniform|normal|log_normal|exponential|geometric|cauchy|random|bernoulli)_$"
+)
+"""Operations that write to all of their first argument whatever it holds."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 
@@ -49,7 +52,7 @@ class ModulePaths:
         self._paths: list[str] = []
         self._thread = threading.get_ident()
         self._number = 0
-        self._last = _OUTSIDE
+        self._last = OUTSIDE
         self._kept = contextlib.ExitStack()
 
     def __enter__(self) -> "ModulePaths":
@@ -65,7 +68,7 @@ class ModulePaths:
         self._kept.close()
 
     def begin_backward(self) -> None:
-        self._last = _OUTSIDE
+        self._last = OUTSIDE
         self._stack.clear()
 
     def current(self) -> str:
@@ -75,22 +78,24 @@ class ModulePaths:
         if self._stack and self._stack[-1][1] == task:
             self._last = self._stack[-1][0]
         elif task == -1:
-            self._last = _OUTSIDE
+            self._last = OUTSIDE
         # Outside of nodes autograd sums the gradients of a tensor that was used several times; the nodes that
         # accumulate a parameter's gradient have the largest number there is.
         elif node is not None and (number := node._sequence_nr()) < 2**63:
             self._last = self._path_at(number)
         return self._last
 
-    def follow(self) -> None:
-        """Note, at each operation, which module the autograd nodes belong to that are made from now on."""
-        # The node of this operation has been made, that of the operation before had the last number below.
-        self._note(self.current(), self._number)
+    def follow(self) -> str:
+        """Return what `current` returns, and note that the nodes made since the last operation belong to it."""
+        path = self.current()
+        # autograd makes the node of an operation before it runs the operation, and so after the last one has run.
+        self._note(path, self._number)
         self._number = _next_number()
+        return path
 
     def _path_at(self, number: int) -> str:
         index = bisect.bisect_right(self._numbers, number) - 1
-        return self._paths[index] if index >= 0 else _OUTSIDE
+        return self._paths[index] if index >= 0 else OUTSIDE
 
     def _enter(self, name: str, *_: object) -> None:
         self._stack.append((name, torch._C._current_graph_task_id()))
@@ -128,7 +133,7 @@ class Changes:
             generator.set_state(state)
 
     def before_write(self, tensor: Tensor) -> None:
-        if (storage := _storage(tensor)) not in self._new:
+        if (storage := storage_of(tensor)) not in self._new:
             key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             if key not in self._copies and _has_memory(tensor):
                 self._forget_freed()
@@ -144,18 +149,25 @@ class Changes:
     def made(self, storage: int) -> None:
         self._new.add(storage)
 
+    def has_made(self, storage: int) -> bool:
+        return storage in self._new
+
 
 class Recorder(TorchDispatchMode):
     """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
 
-    def __init__(self, paths: ModulePaths, changes: Changes) -> None:
+    def __init__(
+        self, paths: ModulePaths, changes: Changes, look: "Callable[[Call, str], object] | None" = None
+    ) -> None:
         super().__init__()
         self._paths = paths
         self._changes = changes
+        self._look = look
+        """Is told each operation of the forward pass, before it runs, and the path of its module."""
         self._records: list[OperationRange] = []
         self._scaled: set[int] = set()
         self._nonfinite: set[int] = set()
-        self._progress = _Progress()
+        self._progress = Progress()
 
     def take(self) -> list[OperationRange]:
         """Return the records of the pass that is over."""
@@ -166,25 +178,28 @@ class Recorder(TorchDispatchMode):
     def begin_backward(self, seed: Tensor) -> None:
         """Begin a backward pass from `seed`, which holds the loss scale."""
         self._paths.begin_backward()
-        self._scaled = {_storage(seed)}
+        self._look = None
+        self._scaled = {storage_of(seed)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a subclass of Tensor goes first; what it computes with is seen then
-        call = _Call(_facts(func), args, kwargs or {})
-        self._paths.follow()
+        call = Call(_facts(func), args, kwargs or {})
+        place = self._paths.follow()
+        if self._look is not None:
+            self._look(call, place)
         self._save(call)
-        was_finite = self._nonfinite.isdisjoint(map(_storage, call.written))
+        was_finite = self._nonfinite.isdisjoint(map(storage_of, call.written))
         out = func(*args, **call.kwargs)
         self._progress.step()
         is_scaled = not self._scaled.isdisjoint(call.storages)
         for result in call.results(out):
             self._note(call, result, is_scaled)
             if call.facts.computes and result.dtype in _LOW_PRECISION and result.numel():
-                self._record(call, result, is_scaled, was_finite)
+                self._record(call, place, result, is_scaled, was_finite)
         return out
 
-    def _save(self, call: "_Call") -> None:
+    def _save(self, call: "Call") -> None:
         """Have what the call is about to change copied."""
         for tensor in call.written:
             self._changes.before_write(tensor)
@@ -195,18 +210,18 @@ class Recorder(TorchDispatchMode):
             elif call.facts.has_statistics and isinstance(each, Tensor) and each.ndim == 1:
                 self._changes.before_write(each)
 
-    def _note(self, call: "_Call", result: Tensor, is_scaled: bool) -> None:
+    def _note(self, call: "Call", result: Tensor, is_scaled: bool) -> None:
         """Note what is known of the memory of a result; old notes go, since memory is used again."""
-        storage = _storage(result)
+        storage = storage_of(result)
         if storage not in call.storages:
             self._changes.made(storage)
         self._nonfinite.discard(storage)
         (self._scaled.add if is_scaled else self._scaled.discard)(storage)
 
-    def _record(self, call: "_Call", result: Tensor, is_scaled: bool, was_finite: bool) -> None:
-        record = measure(result, call.facts.name, self._paths.current())
+    def _record(self, call: "Call", place: str, result: Tensor, is_scaled: bool, was_finite: bool) -> None:
+        record = measure(result, call.facts.name, place)
         if record.nonfinite:
-            self._nonfinite.add(_storage(result))
+            self._nonfinite.add(storage_of(result))
         overflowed = bool(record.nonfinite) and was_finite and call.has_finite_inputs()
         self._records.append(record._replace(overflowed=overflowed, scaled=is_scaled))
 
@@ -218,56 +233,55 @@ class _Facts(NamedTuple):
     written: tuple[tuple[int, str], ...]
     """The positions and names of the arguments that it writes to."""
     computes: bool
+    overwrites: bool
+    """Whether what it writes to does not matter before."""
     has_statistics: bool
+    is_view: bool
+    names: tuple[str, ...]
+    """The names of the arguments."""
 
 
 @functools.cache
 def _facts(func: Any) -> _Facts:
     name = str(func.overloadpacket)
-    arguments = enumerate(func._schema.arguments)
-    written = tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+    arguments = func._schema.arguments
+    aliased = [(i, arg) for i, arg in enumerate(arguments) if arg.alias_info is not None]
+    written = tuple((i, arg.name) for i, arg in aliased if arg.alias_info.is_write)
     computes = not _COMPUTES_NOTHING.match(name)
-    return _Facts(name, written, computes, bool(re.search("(batch|instance)_norm", name)))
+    has_statistics = bool(re.search("(batch|instance)_norm", name))
+    overwrites = bool(_OVERWRITES.match(name)) or any(arg.is_out for _, arg in aliased)
+    is_view = len(aliased) > len(written)
+    names = tuple(arg.name for arg in arguments)
+    return _Facts(name, written, computes, overwrites, has_statistics, is_view, names)
 
 
-class _Call:
+class Call:
     """An operation with what it is given."""
 
     def __init__(self, facts: _Facts, args: Any, kwargs: Any) -> None:
-        self.facts, self.kwargs = facts, kwargs
+        self.facts, self.args, self.kwargs = facts, args, kwargs
         self.given = list(_flat((args, kwargs)))
-        self.storages = {_storage(each) for each in self.given if isinstance(each, Tensor)}
+        self.storages = {storage_of(each) for each in self.given if isinstance(each, Tensor)}
         found = [args[i] if i < len(args) else kwargs.get(name) for i, name in facts.written]
         self.written = list(_tensors(found)) if found else []
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the operation is given, with the names of the arguments that they are in."""
+        for name, value in (*zip(self.facts.names, self.args, strict=False), *self.kwargs.items()):
+            for tensor in _tensors(value):
+                yield name, tensor
 
     def results(self, out: Any) -> Iterator[Tensor]:
         """Yield what the operation made or wrote to, and no views of what it was given."""
         yield from self.written
         for tensor in _tensors(out):
-            if _storage(tensor) not in self.storages:
+            if storage_of(tensor) not in self.storages:
                 yield tensor
 
     def has_finite_inputs(self) -> bool:
         """Return whether everything given is finite, except for what was written to, which is no longer there."""
         written = {id(tensor) for tensor in self.written}
-        return all(_is_finite(each) for each in self.given if id(each) not in written)
-
-
-class _Progress:
-    """A line on stderr that counts operations, for models that have more than a thousand."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def step(self) -> None:
-        self._count += 1
-        if self._count % 1000 == 0:
-            print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._count >= 1000:
-            print(file=sys.stderr)
-        self._count = 0
+        return all(is_finite(each) for each in self.given if id(each) not in written)
 
 
 def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
@@ -286,10 +300,10 @@ def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
     return OperationRange(operation, module, dtype, largest, nonfinite, zeros, exponents)
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         is_float = value.is_floating_point() or value.is_complex()
-        return not is_float or bool(torch.isfinite(_widened(values_of(value))).all())
+        return not is_float or bool(torch.isfinite(widened(values_of(value))).all())
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -298,7 +312,7 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name).rstrip(".")
 
 
-def _widened(values: Tensor) -> Tensor:
+def widened(values: Tensor) -> Tensor:
     return values.float() if values.dtype.itemsize < 4 else values
 
 
@@ -307,7 +321,7 @@ def _next_number() -> int:
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Return what tells the memory of a tensor from that of others; 0 where it has none, as in unusual layouts."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()

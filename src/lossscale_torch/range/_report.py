@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
+from lossscale_core.ranges import check_loss_shape
 from lossscale_torch._verbs import scaled
 from lossscale_torch._versions import fsdp2_explained
+from lossscale_torch.range._inputs import Inputs
 from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name
 
 
@@ -38,7 +40,8 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
     _check_arguments(model, loss_fn)
     changes = Changes()
     paths = ModulePaths(model)
-    run = _Run(model, loss_fn, Recorder(paths, changes))
+    inputs = Inputs(model, loss_fn, changes)
+    run = _Run(model, loss_fn, Recorder(paths, changes, inputs.look))
     with (
         fsdp2_explained(),
         _run_eagerly(),
@@ -48,8 +51,9 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
         changes,
         _registrations_kept(model),
         paths,
+        inputs,
     ):
-        return RangeReport.measure(run.forward, run.backward)
+        return RangeReport.measure(run.forward, run.backward, nonfinite_inputs=inputs.found)
 
 
 class _Run:
@@ -180,8 +184,7 @@ def _needs_arguments(function: Callable[..., object]) -> bool:
 def _checked(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn returned {type(loss).__name__}; range_report needs a tensor: return the loss")
-    if loss.numel() != 1:
-        raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; a loss has one element: return its mean or sum")
+    check_loss_shape(loss.shape)
     if not loss.requires_grad:
         raise ValueError("the loss has no graph; run the forward pass with gradients, and return the loss undetached")
     return loss
