@@ -109,7 +109,7 @@ def name_of(array: Any, function: Callable[..., Any]) -> str | None:
         if value is array:
             return name
     for name, value in values:
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        with contextlib.suppress(Exception):  # of any library, where NumPy cannot hold the value
             if tuple(value.shape) == tuple(array.shape) and NonfiniteInput.of(value, name):
                 return name
     return None

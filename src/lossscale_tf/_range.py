@@ -10,7 +10,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # tf.random.set_seed can set the seed, and nothing public can read it
 
-from lossscale_core import OperationRange, RangeReport
+from lossscale_core import NonfiniteInput, OperationRange, RangeReport
+from lossscale_core.ranges import check_loss_shape
+from lossscale_tf._range_inputs import Inputs
 from lossscale_tf._range_recorder import Recorder, Variables
 from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
 
@@ -43,8 +45,8 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
     if not tf.executing_eagerly():
         raise RuntimeError("range_report reads numbers, which a graph has not; call it outside of tf.function")
     with _functions_run_eagerly(), _seeds_kept(), Variables() as variables:
-        passes = _Passes(model, loss_fn, Recorder(model, variables))
-        report = RangeReport.measure(passes.forward, passes.backward)
+        passes = _Passes(model, loss_fn, Recorder(model, variables, Inputs(model, loss_fn)))
+        report = RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
     # The first infinity of the forward pass may be that of a mask, which does no harm; the recorder knows what does.
     return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.culprit)
 
@@ -58,12 +60,14 @@ class _Passes:
         self._loss: tf.Tensor
         self.culprit: OperationRange | None = None
         """The operation in low precision that makes the loss infinite or NaN."""
+        self.nonfinite_inputs: list[NonfiniteInput] = []
 
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
         with self._recorder, self._tape:
             loss = _checked(self._loss_fn())
             self._loss = lifted(loss)
         self.culprit = self._recorder.culprit(self._loss)
+        self.nonfinite_inputs = self._recorder.nonfinite_inputs(self._loss)
         return float(tf.reshape(self._loss, [])), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
@@ -91,8 +95,7 @@ def _checked(loss: Any) -> tf.Tensor:
     if not isinstance(loss, tf.Tensor | tf.Variable) or not loss.dtype.is_floating:
         kind = f"a tensor of {loss.dtype.name}" if isinstance(loss, tf.Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn returned {kind}; range_report needs a tensor of floats: return the loss")
-    if loss.shape.num_elements() != 1:
-        raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; a loss has one element: return its mean or sum")
+    check_loss_shape(tuple(loss.shape))
     return tf.convert_to_tensor(loss)
 
 

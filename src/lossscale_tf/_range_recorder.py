@@ -12,10 +12,11 @@ import tensorflow as tf
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/debug/lib/check_numerics_callback.py
 from tensorflow.python.framework import op_callbacks
 
-from lossscale_core import OperationRange, all_finite
+from lossscale_core import NonfiniteInput, OperationRange
+from lossscale_core.ranges import OUTSIDE, Progress
+from lossscale_tf._range_inputs import Inputs, is_finite
 from lossscale_tf._verbs import is_narrow
 
-_OUTSIDE = "loss_fn"
 _MOVES = {
     *("_EagerConst", "BroadcastTo", "ConcatV2", "Const", "DeepCopy", "DynamicPartition", "DynamicStitch", "Empty"),
     *("ExpandDims", "Fill", "Gather", "GatherNd", "GatherV2", "Identity", "IdentityN", "IteratorGetNext", "OnesLike"),
@@ -83,8 +84,9 @@ def _all_variables() -> list[Any]:
 class Recorder:
     """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
 
-    def __init__(self, model: Any, variables: Variables) -> None:
+    def __init__(self, model: Any, variables: Variables, inputs: Inputs) -> None:
         self._model = model
+        self._inputs: Inputs | None = inputs
         self._variables = variables
         self._records: list[tuple[int, OperationRange]] = []
         self._edges: list[tuple[list[int], list[int]]] = []
@@ -95,6 +97,7 @@ class Recorder:
         Those that were computed in float32 alone are left out: they are not measured.
         """
         self._scopes = _Scopes()
+        self._progress = Progress()
 
     def __enter__(self) -> "Recorder":
         op_callbacks.add_op_callback(self._see)
@@ -108,8 +111,7 @@ class Recorder:
 
         Eagerly TensorFlow computes the gradients of constants as well, which a compiled step leaves out.
         """
-        if len(self._edges) >= 1000:
-            print(file=sys.stderr)
+        self._progress.end()
         records, self._records = self._records, []
         edges, self._edges = self._edges, []
         self._nonfinite = {}
@@ -131,9 +133,15 @@ class Recorder:
         first = min(records, key=lambda record: not record.overflowed, default=None)
         return first and first._replace(module=_Layers(self._model).path_in(first.module))
 
+    def nonfinite_inputs(self, loss: tf.Tensor) -> list[NonfiniteInput]:
+        """Return what the forward pass was given and is not finite; if the loss is not, only what leads to it."""
+        held = self._nonfinite if is_finite(loss) else _ancestors(self._edges, {loss._id}, among=self._nonfinite)
+        return self._inputs.found(held) if self._inputs else []
+
     def begin_backward(self, seed: tf.Tensor) -> None:
         """Begin a backward pass from `seed`, which holds the loss scale."""
         self._scopes.begin_backward()
+        self._inputs = None
         self._scaled = {seed._id}
 
     def _see(self, op_type: Any, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
@@ -142,26 +150,28 @@ class Recorder:
         operation = tf.compat.as_str(op_type)
         self._variables.see(operation, inputs)
         is_scaled = any(each._id in self._scaled for each in inputs)
-        is_given = any(each._id in self._nonfinite for each in inputs)
         scope = self._scopes.current(inputs, attrs, outputs)
+        if self._inputs is not None:
+            held = self._inputs.look(operation, inputs, outputs, lambda: _Layers(self._model).path_in(scope))
+            self._nonfinite.update(dict.fromkeys(held))
+        is_given = any(each._id in self._nonfinite for each in inputs)
         for output in outputs:
             if is_scaled and _carries_scale(output.dtype):
                 self._scaled.add(output._id)
             if not is_narrow(output.dtype) or not output.shape.num_elements():
-                if is_given and (output.dtype == tf.variant or not _is_finite(output)):
+                if is_given and (output.dtype == tf.variant or not is_finite(output)):
                     self._nonfinite[output._id] = None
             elif operation not in _MOVES:
                 record = OperationRange.of(output.numpy(), operation, scope)
-                overflowed = bool(record.nonfinite) and all(map(_is_finite, inputs))
+                overflowed = bool(record.nonfinite) and all(map(is_finite, inputs))
                 record = record._replace(overflowed=overflowed, scaled=is_scaled)
                 self._records.append((output._id, record))
                 if record.nonfinite:
                     self._nonfinite[output._id] = record
-            elif not _is_finite(output):  # moved along with a constant, as padding is
+            elif not is_finite(output):  # moved along with a constant, as padding is
                 self._nonfinite[output._id] = OperationRange.of(output.numpy(), operation, scope)
         self._edges.append(([each._id for each in outputs], [each._id for each in inputs]))
-        if len(self._edges) % 1000 == 0:
-            print(f"\rrange_report: {len(self._edges)} operations", end="", file=sys.stderr, flush=True)
+        self._progress.step()
 
 
 def _ancestors(
@@ -239,7 +249,7 @@ class _Layers:
         while parts and parts[-1] not in self._names:
             parts.pop()
         if not parts:
-            return scope or _OUTSIDE
+            return scope or OUTSIDE
         shorter = ("/".join(parts[start:]) for start in range(len(parts)))
         return next((each for each in shorter if each in self._paths), "/".join(parts).removeprefix(self._left_out))
 
@@ -253,8 +263,3 @@ def _layers_of(model: Any) -> list[Any]:
 def _carries_scale(dtype: tf.DType) -> bool:
     """Return whether a result may be proportional to what it was computed from, as a shape is not."""
     return dtype.is_floating or dtype.is_complex or dtype == tf.variant
-
-
-def _is_finite(tensor: Any) -> bool:
-    is_float = tensor.dtype.is_floating or tensor.dtype.is_complex
-    return not is_float or bool(all_finite(tensor.numpy()))

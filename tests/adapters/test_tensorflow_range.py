@@ -505,6 +505,68 @@ def test_a_constant_that_does_no_harm_is_passed_over(compute):
     assert "it is not finite at a loss scale of 2**0, and loss_fn (Cast) is the first to be given" in str(steep)
 
 
+# -- what is not finite before anything is computed --------------------------------------------------------------------
+
+
+def _with(array, value):
+    changed = np.array(array)
+    changed.flat[0] = value
+    return changed
+
+
+def _first_sentence(model, loss_fn):
+    return str(range_report(model, loss_fn)).splitlines()[0]
+
+
+@pytest.mark.parametrize("convert", [np.asarray, tf.constant])
+def test_an_input_with_nan_is_named_before_anything_else(convert):
+    """By the name that it has in the function, as an array and as a tensor."""
+    model, x = _model("mlp")
+    broken = convert(_with(x, np.nan))
+    report = range_report(model, lambda: _square(model, broken))
+    lines = str(report).splitlines()
+    assert lines[0] == f"before the forward pass: broken of loss_fn holds NaN in 1 of its {np.size(x)} elements"
+    assert lines[-1] == "replace NaN and infinity there first"
+
+
+def test_a_label_with_infinity_is_named():
+    """Which only the loss reads, in float32, and within a compiled function."""
+    model, x = _model("mlp")
+    batch = {"x": x, "y": _with(np.zeros(model(x).shape, np.float32), np.inf)}
+    loss_fn = tf.function(lambda: keras.losses.MeanSquaredError()(batch["y"], tf.cast(model(batch["x"]), tf.float32)))
+    sentence = _first_sentence(model, loss_fn)
+    size = batch["y"].size
+    assert sentence == f"before the forward pass: batch['y'] of loss_fn holds infinity in 1 of its {size} elements"
+
+
+def test_a_weight_with_nan_is_named():
+    """By its path in the model."""
+    model, x = _model("mlp")
+    kernel = model.trainable_variables[0]
+    kernel.assign(_with(kernel.numpy(), np.nan))
+    sentence = _first_sentence(model, lambda: _square(model, x))
+    elements = f"{np.prod(kernel.shape)} elements"
+    assert sentence == f"before the forward pass: weight {kernel.path} holds NaN in 1 of its {elements}"
+
+
+def test_the_batch_of_an_iterator_is_named_by_the_operation_that_reads_it():
+    """It has no name in the function."""
+    model, x = _model("mlp")
+    batches = iter(tf.data.Dataset.from_tensors(_with(x, np.nan)))
+    sentence = _first_sentence(model, lambda: _square(model, next(batches)))
+    assert sentence.startswith("before the forward pass: an input of ")
+    assert sentence.endswith(f"holds NaN in 1 of its {np.size(x)} elements")
+
+
+def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
+    """Neither where a scale fits, nor where the loss is infinite by something else."""
+    mask = tf.constant([0.0] * (WIDTH - 1) + [-np.inf])
+    model = _between(lambda x: tf.nn.softmax(x + tf.cast(mask, x.dtype)))
+    assert _first_sentence(model, lambda: _square(model, X)).startswith("forward: finite")
+    divided = _first_sentence(model, lambda: _square(model, X) / 0.0)
+    assert divided == "forward: the loss is inf, and no operation in low precision has made it so"
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_what_needs_no_scaling_is_told_so(policy):
     """Without float16 there is no limit, or one that is far away."""

@@ -115,6 +115,7 @@ PLAN = {
     """,
     "lossscale_tf": """
         _documented:
+        _range_inputs:
         _state:
         _verbs:
         _versions:
@@ -122,9 +123,9 @@ PLAN = {
         _guard: _state
         _calls: _verbs
         _norm: _verbs
-        _range_recorder: _verbs
+        _range_recorder: _range_inputs _verbs
         _report: _verbs
-        _range: _range_recorder _verbs
+        _range: _range_inputs _range_recorder _verbs
         _step: _guard _norm _state _verbs _warning
         _protect: _verbs
         _retries: _protect _step

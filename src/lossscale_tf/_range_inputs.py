@@ -1,0 +1,76 @@
+"""The search for inputs, weights and labels that hold NaN or infinity before a forward pass computes anything."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale_core import NonfiniteInput, all_finite
+from lossscale_core.ranges import name_of, named_values
+
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
+"""Operations that read a variable."""
+_GIVES = {"IteratorGetNext", "IteratorGetNextSync", *_READS}
+"""Operations that make nothing of their own."""
+
+
+class Inputs:
+    """The tensors that a forward pass is given and that are not finite, with their names."""
+
+    def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor]) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._known: set[int] = set()
+        """The tensors that the pass has made, or that were looked at."""
+        self._variables: dict[int, int] = {}
+        """The handle of the variable that a tensor was read from."""
+        self._found: dict[int, NonfiniteInput] = {}
+
+    def look(self, operation: str, inputs: Iterable[Any], outputs: Iterable[Any], place: Callable[[], str]) -> set[int]:
+        """Look at what an operation reads, and return the tensors that are not finite and that the pass was given.
+
+        `place` returns the path of its layer, for a tensor that has no name.
+        """
+        new = [each for each in inputs if each._id not in self._known]
+        self._known.update(each._id for each in new)
+        if operation in _READS:
+            handle = next(each._id for each in inputs if each.dtype == tf.resource)
+            self._variables.update((each._id, handle) for each in outputs)
+        elif operation not in _GIVES:
+            self._known.update(each._id for each in outputs)
+        return {each._id for each in new if not is_finite(each) and self._add(each, operation, place)}
+
+    def found(self, among: Iterable[int]) -> list[NonfiniteInput]:
+        """Return those of these tensors that the pass was given, in the order of their use; one for each name."""
+        chosen, weights = set(among), self._names_of_variables()
+        named = [
+            each._replace(name=weights.get(self._variables.get(tensor, -1), each.name))
+            for tensor, each in self._found.items()
+            if tensor in chosen
+        ]
+        return list({each.name: each for each in named}.values())
+
+    def _add(self, tensor: Any, operation: str, place: Callable[[], str]) -> bool:
+        name = name_of(tensor, self._loss_fn)
+        if name is None and not tensor.shape.rank and tensor._id not in self._variables:
+            return False  # a number without a name is a constant that is written in the code
+        name = f"{name} of loss_fn" if name else f"an input of {place()} ({operation})"
+        found = NonfiniteInput.of(tensor.numpy(), name)
+        if found:
+            self._found[tensor._id] = found
+        return found is not None
+
+    def _names_of_variables(self) -> dict[int, str]:
+        """Return the names of variables by their handles, after the pass, which may have made them."""
+        referred = [(f"{name} of loss_fn", value) for name, value in named_values(self._loss_fn)]
+        # A variable of Keras 3 holds one of TensorFlow, outside of a layer's call.
+        weights = [
+            (f"weight {each.path}", each.value) if hasattr(each, "path") else (f"weight {each.name}", each)
+            for each in getattr(self._model, "variables", ())
+        ]
+        return {each.handle._id: name for name, each in (*referred, *weights) if isinstance(each, tf.Variable)}
+
+
+def is_finite(tensor: Any) -> bool:
+    """Return whether no element of an eager tensor is NaN or infinite."""
+    is_float = tensor.dtype.is_floating or tensor.dtype.is_complex
+    return not is_float or bool(all_finite(tensor.numpy()))
