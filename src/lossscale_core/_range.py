@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._range_picture import Row, html_page, svg_picture
+from lossscale_core._range_picture import Histograms, Row, html_page, png_picture, svg_picture
 from lossscale_core._range_records import (
     GRADIENT,
     NonfiniteInput,
@@ -29,6 +29,7 @@ from lossscale_core._range_search import recommended_floor, recommended_scale, s
 from lossscale_core.files import write_whole
 
 _MOST_INPUTS = 3
+_NOTHING = "Nothing to draw was computed in float16, bfloat16 or float8."
 _GIVEN = "is the first to be given infinity or NaN"
 
 
@@ -152,24 +153,34 @@ class RangeReport:
     def plot(self, path: str | Path, *, loss_scale: float | None = None) -> None:
         """Draw a histogram of the gradients' exponents for each module, and save the picture.
 
-        The picture shows the range of float16; bars that overflow or flush to zero are coloured and hatched.
+        The picture shows the range of float16; bars that overflow or flush to zero are coloured and hatched. If the
+        loss is not finite, so that there are no gradients, it shows the forward pass.
 
         Args:
-            path: The path of the file: `.svg`, or `.html` with the text of the report above the picture.
+            path: The path of the file: `.svg`, `.png`, or `.html` with the text of the report above the picture.
             loss_scale: The scale of the drawn gradients; `init_scale` if left out.
 
         Raises:
+            ImportError: The suffix is `.png`, and matplotlib is not installed.
             ValueError: The suffix is another one, or `loss_scale` is not a positive, finite number.
         """
         target = Path(path)
-        if target.suffix not in (".svg", ".html"):
-            raise ValueError(f"{str(path)!r} is not an .svg or .html file; pass a path that ends in .svg or .html")
-        is_page = target.suffix == ".html"
-        picture = self.to_html(loss_scale=loss_scale) if is_page else svg_picture(*self._picture(loss_scale))
-        write_whole(target, picture, overwrite=True)
+        kind = target.suffix.lower()
+        if kind == ".html":
+            content: str | bytes = self.to_html(loss_scale=loss_scale)
+        elif kind in (".svg", ".png"):
+            draw = svg_picture if kind == ".svg" else png_picture
+            content = draw(self._histograms(loss_scale))
+        else:
+            raise ValueError(
+                f"{str(path)!r} is not an .svg, .html or .png file; pass a path that ends in .svg, .html or .png"
+            )
+        write_whole(target, content, overwrite=True)
 
     def to_html(self, *, loss_scale: float | None = None) -> str:
         """Return a self-contained HTML page with the text of the report and the picture that `plot` draws.
+
+        It follows the light or dark scheme of the system, and fits a screen of 360 pixels.
 
         Args:
             loss_scale: The scale of the drawn gradients; `init_scale` if left out.
@@ -177,7 +188,7 @@ class RangeReport:
         Returns:
             The text of the page.
         """
-        return html_page(str(self), svg_picture(*self._picture(loss_scale)))
+        return html_page(str(self), self._histograms(loss_scale))
 
     def __str__(self) -> str:
         return "\n".join([*self._input_lines(), self._forward_line(), *self._backward_lines(), self._advice()])
@@ -185,18 +196,17 @@ class RangeReport:
     def _gradients(self) -> list[OperationRange]:
         return [record for record in in_low_precision(self.backward) if record.operation != GRADIENT]
 
-    def _picture(self, loss_scale: float | None) -> tuple[list[Row], str]:
+    def _histograms(self, loss_scale: float | None) -> Histograms:
+        """Return what to draw: the gradients at a scale, or the forward pass if there are none for want of a loss."""
         scale = (self.init_scale or self.loss_scale) if loss_scale is None else _require_positive(loss_scale)
-        shift = round(math.log2(scale / self.loss_scale))
-        rows = [
-            Row(
-                module,
-                {exponent + shift: count for exponent, count in sum_exponents(records).items()},
-                sum(record.nonfinite for record in records),
-            )
-            for module, records in by_module(self._gradients()).items()
-        ]
-        return rows[::-1], f"Exponents of the gradients at a loss scale of {_power(scale)}"
+        if math.isfinite(self.loss):
+            title = f"Exponents of the gradients at a loss scale of {_power(scale)}"
+            rows, note = _rows(self._gradients(), shift=round(math.log2(scale / self.loss_scale)))[::-1], ""
+        else:
+            title = "Exponents of the forward pass"
+            rows, note = _rows(self.forward), f"The loss is {self.loss:g}, so no backward pass was run."
+            note += " The picture shows the forward pass." if rows else ""
+        return Histograms(title, rows, note if rows else f"{note} {_NOTHING}".strip())
 
     def _harmful_inputs(self) -> list[NonfiniteInput]:
         """Return the inputs to name in the first line: all with NaN, and those with infinity that may do harm.
@@ -291,6 +301,18 @@ class RangeReport:
             first = "look at the inputs and constants of that operation first"
             return f"{first}; a number too large for {given.dtype} is infinite"
         return "look for a division by zero, or a root or logarithm of zero, in what the model computes after it"
+
+
+def _rows(records: Iterable[OperationRange], *, shift: int = 0) -> list[Row]:
+    """Return the elements of each module, multiplied by a power of two."""
+    return [
+        Row(
+            module,
+            {exponent + shift: count for exponent, count in sum_exponents(group).items()},
+            sum(record.nonfinite for record in group),
+        )
+        for module, group in by_module(records).items()
+    ]
 
 
 def _require_positive(loss_scale: float) -> float:

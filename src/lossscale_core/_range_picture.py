@@ -1,89 +1,231 @@
-"""The SVG picture of a range report: a histogram of exponents for each module."""
+"""The picture of a range report: a histogram of exponents for each module, as SVG, PNG or part of a page."""
 
 import html
+import io
 import math
+import textwrap
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _OVERFLOW, _SUBNORMAL, _FLUSH = 16, -14, -25
 """The exponents of float16: overflow begins at the first, subnormal below the second, flush to zero below the third."""
 
-_LEFT, _RIGHT, _TOP, _ROW, _BAR, _STEP = 300, 150, 62, 26, 20, 13
+_WIDE, _NARROW = 720, 320
+"""Widths in pixels: the narrow picture fits a telephone of 360."""
+_MARGIN, _ROW, _BAR, _LINE, _LETTER = 20, 48, 22, 16, 0.6
+"""Sizes in pixels, and the width of a letter as a part of its height."""
 _COLOURS = {
+    **{"paper": "#ffffff", "text": "#000000", "edge": "#000000", "window": "#e8efe8", "subnormal": "#f7f0d8"},
     **{"fits": "#767676", "overflow": "#d55e00", "flush": "#0072b2"},
-    **{"window": "#e8efe8", "subnormal": "#f7f4e6", "edge": "#000000"},
 }
-_HATCHED = ("overflow", "flush")
-_WORDS = {"overflow": "over", "flush": "flush"}
+_DARK = {
+    **{"paper": "#16181c", "text": "#e6e6e6", "edge": "#e6e6e6", "window": "#23322a", "subnormal": "#3a3420"},
+    **{"fits": "#a6a6a6", "overflow": "#ff8c3a", "flush": "#58b0e8"},
+}
+_HATCHES = {"overflow": ("M0,0 L4,4 M0,4 L4,0", "xxxxx"), "flush": ("M0,4 L4,0", "/////")}
+"""The hatches, as the path of an SVG pattern and as matplotlib calls them: a black-and-white print shows them, too."""
+_LEGEND = {
+    **{"fits": "fits", "overflow": "overflows", "flush": "flushes to zero"},
+    **{"window": "normal numbers of float16", "subnormal": "subnormal: loses digits"},
+}
+_X_TITLE = "exponent e of magnitudes from 2**e to 2**(e+1)"
+_Y_TITLE = "height: number of elements (square root, relative to the module's highest bar)"
 
 
 class Row(NamedTuple):
-    """The gradients of one module at the scale of the picture."""
+    """The elements of one module, at the scale of the picture."""
 
     module: str
     exponents: dict[int, int]
     nonfinite: int
 
 
-def svg_picture(rows: list[Row], title: str) -> str:
-    """Return the picture as an SVG element."""
-    width, height, shapes = _layout(rows, title)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif"><defs>{_hatches()}</defs>'
-        f'<rect width="{width}" height="{height}" fill="white"/>{"".join(shapes)}</svg>\n'
+class Histograms(NamedTuple):
+    """What a picture shows: a title, the modules from top to bottom, and what to say where there are none."""
+
+    title: str
+    rows: list[Row]
+    note: str = ""
+
+
+class _Box(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+
+
+class _Text(NamedTuple):
+    x: float
+    y: float
+    text: str
+    anchor: Literal["start", "middle", "end"] = "start"
+    size: int = 11
+
+
+class _Drawing(NamedTuple):
+    title: str
+    width: int
+    height: int
+    shapes: list[_Box | _Text]
+
+
+def svg_picture(histograms: Histograms) -> str:
+    """Return the picture as a file in SVG."""
+    return f"{_svg(_draw(histograms, _WIDE))}\n"
+
+
+def png_picture(histograms: Histograms) -> bytes:
+    """Return the picture as a file in PNG, with two pixels for each unit of the SVG."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ImportError("a .png needs matplotlib; pip install 'lossscale[plot]', or pass .svg or .html") from error
+    drawing = _draw(histograms, _WIDE)
+    figure = Figure(figsize=(drawing.width / 100, drawing.height / 100), dpi=200)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, drawing.width), ylim=(drawing.height, 0))
+    axes.set_axis_off()
+    aligned: dict[str, Literal["left", "center", "right"]] = {"start": "left", "middle": "center", "end": "right"}
+    for shape in drawing.shapes:
+        if isinstance(shape, _Text):
+            axes.text(shape.x, shape.y, shape.text, ha=aligned[shape.anchor], fontsize=0.72 * shape.size)
+        else:
+            hatch = _HATCHES[shape.kind][1] if shape.kind in _HATCHES else None
+            box = Rectangle((shape.x, shape.y), shape.width, shape.height, hatch=hatch, linewidth=0.0)
+            box.set(facecolor=_COLOURS[shape.kind], edgecolor="white")
+            axes.add_patch(box)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def html_page(text: str, histograms: Histograms) -> str:
+    """Return a self-contained HTML page with the lines of the text and a picture for wide and for narrow screens."""
+    *sentences, advice = (html.escape(line) for line in text.splitlines())
+    pictures = (
+        f'<div class="{name}">{_svg(_draw(histograms._replace(note=""), width), f"{name}-")}</div>'
+        for name, width in (("wide", _WIDE), ("narrow", _NARROW))
+    )
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>Range report</title><style>\n{_style()}\n</style></head>",
+            "<body><h1>Range report</h1>",
+            *(f"<p>{sentence}</p>" for sentence in sentences),
+            f"<p><strong>{advice}</strong></p>",
+            *([f"<p><em>{html.escape(histograms.note)}</em></p>"] if histograms.note else []),
+            *(pictures if histograms.rows else []),
+            "</body></html>\n",
+        ]
     )
 
 
-def html_page(text: str, picture: str) -> str:
-    """Return a self-contained HTML page."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Range report</title></head>\n'
-        f"<body><pre>{html.escape(text)}</pre>\n{picture}</body></html>\n"
+def _style() -> str:
+    light, dark = ("; ".join(f"--{kind}: {value}" for kind, value in each.items()) for each in (_COLOURS, _DARK))
+    return "\n".join(
+        [
+            f":root {{ {light} }}",
+            f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}",
+            "body { font: 16px/1.5 sans-serif; max-width: 720px; margin: 0 auto; padding: 16px; }",
+            "body { background: var(--paper); color: var(--text); overflow-wrap: anywhere; }",
+            "svg { max-width: 100%; height: auto; }",
+            *(f".{kind} {{ fill: var(--{kind}); }}" for kind in _COLOURS),
+            ".narrow { display: none; }",
+            "@media (max-width: 751px) { .wide { display: none; } .narrow { display: block; } }",
+        ]
     )
 
 
-def _layout(rows: list[Row], title: str) -> tuple[int, int, list[str]]:
-    """Return the width and height of the picture, and its shapes from back to front."""
+def _draw(histograms: Histograms, width: int) -> _Drawing:
+    """Return the shapes of the picture from back to front, one below the other."""
+    shapes: list[_Box | _Text] = []
+    top = 8.0
+    for line in _wrapped(histograms.title, width, size=14):
+        top += 20
+        shapes.append(_Text(_MARGIN, top, line, size=14))
+    for line in _wrapped(histograms.note, width):
+        top += _LINE
+        shapes.append(_Text(_MARGIN, top, line))
+    if histograms.rows:
+        for part in (_legend(width), _notes(_Y_TITLE, width), _chart(histograms.rows, width), _notes(_X_TITLE, width)):
+            height, below = part
+            shapes += [each._replace(y=each.y + top) for each in below]
+            top += height
+    height = math.ceil(top) + 12
+    return _Drawing(histograms.title, width, height, [_Box(0, 0, width, height, "paper"), *shapes])
+
+
+def _legend(width: int) -> tuple[float, list[_Box | _Text]]:
+    """Return the height and the shapes of the legend, whose entries stand in as many lines as they need."""
+    shapes: list[_Box | _Text] = []
+    x, y = float(_MARGIN), 20.0
+    for kind, text in _LEGEND.items():
+        length = 18 + _LETTER * 11 * len(text)
+        if x > _MARGIN and x + length > width - _MARGIN:
+            x, y = float(_MARGIN), y + _LINE
+        shapes += [_Box(x, y - 10, 12, 12, kind), _Text(x + 18, y, text)]
+        x += length + 14
+    return y + 6, shapes
+
+
+def _notes(text: str, width: int) -> tuple[float, list[_Box | _Text]]:
+    lines = _wrapped(text, width)
+    return _LINE * len(lines) + 4.0, [_Text(_MARGIN, _LINE * (n + 1), line) for n, line in enumerate(lines)]
+
+
+def _chart(rows: list[Row], width: int) -> tuple[float, list[_Box | _Text]]:
+    """Return the height and the shapes of the modules' names and histograms, and of the axis below them."""
     occurring = [exponent for row in rows for exponent in row.exponents]
-    first, last = min([_FLUSH - 2, *occurring]), max([_OVERFLOW + 2, *occurring])
+    first, last = min([_FLUSH - 3, *occurring]), max([_OVERFLOW + 3, *occurring])
+    step, bottom = (width - 2 * _MARGIN) / (last + 1 - first), 4.0 + _ROW * len(rows)
 
     def x_of(exponent: float) -> float:
-        return _LEFT + (exponent - first) * _STEP
+        return _MARGIN + (exponent - first) * step
 
-    width, bottom = int(x_of(last + 1)) + _RIGHT, _TOP + _ROW * len(rows)
-    shapes = [
-        _box(x_of(_FLUSH), _TOP, x_of(_SUBNORMAL) - x_of(_FLUSH), bottom - _TOP, "subnormal"),
-        _box(x_of(_SUBNORMAL), _TOP, x_of(_OVERFLOW) - x_of(_SUBNORMAL), bottom - _TOP, "window"),
-        *(_box(x_of(edge) - 0.5, _TOP - 4, 1, bottom - _TOP + 4, "edge") for edge in (_FLUSH, _SUBNORMAL, _OVERFLOW)),
-        _text(16, 22, title, size=14),
-        _text(x_of(_FLUSH) + 6, _TOP - 8, "← flushes to zero", "end"),
-        _text((x_of(_SUBNORMAL) + x_of(_OVERFLOW)) / 2, _TOP - 8, "fits float16", "middle"),
-        _text((x_of(_FLUSH) + x_of(_SUBNORMAL)) / 2, _TOP - 8, "loses digits", "middle"),
-        _text(x_of(_OVERFLOW), _TOP - 8, "overflows →"),
-    ]
+    shapes: list[_Box | _Text] = []
     for index, row in enumerate(rows):
-        shapes += _row_shapes(row, _TOP + _ROW * index, x_of, width)
-    ticks = range(first - first % 8 + 8, last + 1, 8)
-    shapes += [_text(x_of(exponent), bottom + 16, f"2**{exponent}", "middle") for exponent in ticks]
-    return width, bottom + 30, shapes
+        shapes += _names(row, _ROW * index, width)
+        shapes += _bars(row, _ROW * (index + 1) + 4.0, x_of)
+    shapes.append(_Box(_MARGIN, bottom, width - 2 * _MARGIN, 1, "edge"))
+    # As close as labels of seven letters can be.
+    spacing = next(each for each in (8, 16, 32, 64, 128, 256, 512) if each * step >= 7 * _LETTER * 11 or each == 512)
+    for exponent in range(math.ceil(first / spacing) * spacing, last + 2, spacing):
+        shapes.append(_Box(x_of(exponent) - 0.5, bottom, 1, 5, "edge"))
+        shapes.append(_Text(x_of(exponent), bottom + 18, f"2**{exponent}", "middle"))
+    return bottom + 22, shapes
 
 
-def _row_shapes(row: Row, top: float, x_of: Callable[[float], float], width: int) -> Iterator[str]:
-    """Yield the name, the bars and the percentages of one module; square roots keep small bars visible."""
-    yield _text(_LEFT - 8, top + _BAR, _shortened(row.module), "end")
-    counts = {"overflow": row.nonfinite, "flush": 0, "fits": 0}
-    largest = max(row.exponents.values(), default=1)
+def _bars(row: Row, bottom: float, x_of: Callable[[float], float]) -> Iterator[_Box]:
+    """Yield the range of float16 and a bar for each exponent; square roots keep small bars visible."""
+    for kind, start, end in (("subnormal", _FLUSH, _SUBNORMAL), ("window", _SUBNORMAL, _OVERFLOW)):
+        yield _Box(x_of(start), bottom - _BAR - 4, x_of(end) - x_of(start), _BAR + 4, kind)
+    for exponent in (_FLUSH, _SUBNORMAL, _OVERFLOW):
+        yield _Box(x_of(exponent) - 0.5, bottom - _BAR - 4, 1, _BAR + 4, "edge")
+    largest, step = max(row.exponents.values(), default=1), x_of(1) - x_of(0)
     for exponent, count in sorted(row.exponents.items()):
-        kind = _kind(exponent)
-        counts[kind] += count
         # A single element among millions still gets a bar that can be seen.
         height = max(1.5, _BAR * math.sqrt(count / largest))
-        yield _box(x_of(exponent) + 1, top + _ROW - 3 - height, _STEP - 2, height, kind)
+        yield _Box(x_of(exponent) + 0.08 * step, bottom - height, 0.84 * step, height, _kind(exponent))
+
+
+def _names(row: Row, top: float, width: int) -> Iterator[_Text]:
+    """Yield the name of a module and the shares that do not fit."""
+    counts = {"overflow": row.nonfinite, "flush": 0, "fits": 0}
+    for exponent, count in row.exponents.items():
+        counts[_kind(exponent)] += count
     total = sum(counts.values())
-    percentages = [f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in _WORDS.items() if counts[kind]]
-    if percentages:
-        yield _text(width - _RIGHT + 4, top + _BAR, ", ".join(percentages))
+    words = {"overflow": "over or NaN" if row.nonfinite else "over", "flush": "flush"}
+    shares = ", ".join(f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in words.items() if counts[kind])
+    longest = int((width - 2 * _MARGIN) / (_LETTER * 11)) - len(shares) - 2
+    name = row.module if len(row.module) <= longest else f"…{row.module[1 - longest :]}"
+    yield _Text(_MARGIN, top + 21, name)
+    if shares:
+        yield _Text(width - _MARGIN, top + 21, shares, "end")
 
 
 def _kind(exponent: int) -> str:
@@ -92,25 +234,37 @@ def _kind(exponent: int) -> str:
     return "flush" if exponent < _FLUSH else "fits"
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= 44 else f"…{name[-43:]}"
+def _wrapped(text: str, width: int, *, size: int = 11) -> list[str]:
+    return textwrap.wrap(text, int((width - 2 * _MARGIN) / (_LETTER * size)))
 
 
-def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    fill = f"url(#{kind})" if kind in _HATCHED else _COLOURS[kind]
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+def _svg(drawing: _Drawing, prefix: str = "") -> str:
+    """Return an SVG element; `prefix` tells its patterns from those of other pictures in the same page."""
+    size = f'width="{drawing.width}" height="{drawing.height}" viewBox="0 0 {drawing.width} {drawing.height}"'
+    label = html.escape(drawing.title)
+    shapes = "".join(_text(each) if isinstance(each, _Text) else _box(each, prefix) for each in drawing.shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" role="img" aria-label="{label}">'
+        f"<defs>{_patterns(prefix)}</defs>{shapes}</svg>"
+    )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:
-    """Return a line of text whose start, middle or end is at `x`, according to `anchor`."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}">{html.escape(text)}</text>'
+def _box(box: _Box, prefix: str) -> str:
+    # A style of the page replaces the colour by that of its class, but not a pattern, which has colours of its own.
+    plain = f'class="{box.kind}" fill="{_COLOURS[box.kind]}"'
+    fill = f'fill="url(#{prefix}{box.kind})"' if box.kind in _HATCHES else plain
+    return f'<rect x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}" {fill}/>'
 
 
-def _hatches() -> str:
-    """Return a pattern for each kind that must be recognisable in a black-and-white print."""
-    lines = {"overflow": "M0,0 L4,4 M0,4 L4,0", "flush": "M0,4 L4,0"}
+def _text(text: _Text) -> str:
+    place = f'x="{text.x:g}" y="{text.y:g}" font-size="{text.size}" text-anchor="{text.anchor}"'
+    return f'<text {place} class="text">{html.escape(text.text)}</text>'
+
+
+def _patterns(prefix: str) -> str:
     return "".join(
-        f'<pattern id="{kind}" width="4" height="4" patternUnits="userSpaceOnUse">'
-        f'<rect width="4" height="4" fill="{_COLOURS[kind]}"/><path d="{path}" stroke="white"/></pattern>'
-        for kind, path in lines.items()
+        f'<pattern id="{prefix}{kind}" width="4" height="4" patternUnits="userSpaceOnUse">'
+        f'<rect width="4" height="4" class="{kind}" fill="{_COLOURS[kind]}"/>'
+        f'<path d="{path}" stroke="white"/></pattern>'
+        for kind, (path, _) in _HATCHES.items()
     )

@@ -2,8 +2,12 @@
 
 import functools
 import json
+import math
 import random
+import re
+import sys
 from collections import Counter
+from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import ml_dtypes
@@ -365,13 +369,32 @@ def test_an_array_is_found_by_what_it_is_or_by_its_shape():
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
+SVG = "{http://www.w3.org/2000/svg}"
+
 
 def _texts(svg):
-    return [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
 def _fills(svg):
     return Counter(element.get("fill") for element in ElementTree.fromstring(svg).iter() if element.get("x"))
+
+
+def _forward_overflow():
+    """Return a report on a forward pass that overflows, so that there is no gradient."""
+    forward = [
+        _record("embed", np.float16([351.0, 0.25]), scaled=False),
+        _record("loud", np.float16([np.inf, 6e4, 1.0]), scaled=False, overflowed=True),
+    ]
+    return RangeReport.measure(lambda: (float("inf"), forward), lambda _: pytest.fail("a backward pass"))
+
+
+def _pictures(page):
+    return re.findall(r"<svg.*?</svg>", page, re.S)
+
+
+def _css(page):
+    return re.search(r"<style>(.*?)</style>", page, re.S)[1]
 
 
 def test_the_picture_names_each_module_and_hatches_what_does_not_fit(tmp_path):
@@ -383,13 +406,49 @@ def test_the_picture_names_each_module_and_hatches_what_does_not_fit(tmp_path):
     report.plot(small, loss_scale=2.0**-14)
     drawn = [text for text in _texts(fits.read_text()) if text.startswith(("layers", "embed"))]
     assert drawn == ["embed", *(f"layers.{i}" for i in (3, 2, 1, 0))]  # as the forward pass has them
-    assert _fills(fits.read_text())["url(#overflow)"] == 0
-    assert _fills(large.read_text())["url(#overflow)"] > 0
+    bars = [_fills(path.read_text()) for path in (fits, large, small)]
+    # One of each is in the legend.
+    assert bars[0]["url(#overflow)"] == 1 < bars[1]["url(#overflow)"]
+    assert bars[0]["url(#flush)"] < bars[2]["url(#flush)"]
     assert any("% over" in text for text in _texts(large.read_text()))
-    assert _fills(small.read_text())["url(#flush)"] > 0
     assert f"Exponents of the gradients at a loss scale of 2**{np.log2(report.init_scale):.0f}" in _texts(
         fits.read_text()
     )
+
+
+def test_the_picture_has_titles_of_its_axes_and_a_legend(tmp_path):
+    """In words: what the position and the height of a bar mean, and what each colour does."""
+    _network(2.0**-8).report().plot(tmp_path / "report.svg")
+    texts = " ".join(_texts((tmp_path / "report.svg").read_text()))
+    assert "exponent e of magnitudes from 2**e to 2**(e+1)" in texts
+    assert "height: number of elements (square root, relative to the module's highest bar)" in texts
+    for entry in ("fits", "overflows", "flushes to zero", "normal numbers of float16", "subnormal: loses digits"):
+        assert entry in texts
+
+
+@pytest.mark.parametrize("exponent", [-130, -40, 0, 60])
+def test_the_ticks_are_where_their_numbers_are(tmp_path, exponent):
+    """The lines between the bars of two exponents are at the left edge of the larger one, at every width."""
+    values = np.array([2.0**exponent, 1.0], np.float64).astype(ml_dtypes.bfloat16)
+    report = RangeReport.measure(lambda: (1.0, []), lambda scale: [_record("layer", values)])
+    page = report.to_html(loss_scale=report.loss_scale)
+    for svg in _pictures(page):
+        tree = ElementTree.fromstring(svg)
+        ticks = {
+            int(text.text.removeprefix("2**")): float(text.get("x"))
+            for text in tree.iter(f"{SVG}text")
+            if re.fullmatch(r"2\*\*-?\d+", text.text)
+        }
+        assert len(ticks) > 2
+        (low, x_of_low), (high, x_of_high) = min(ticks.items()), max(ticks.items())
+        step = (x_of_high - x_of_low) / (high - low)
+        bars = {
+            (float(each.get("x")) - x_of_low) / step + low
+            for each in tree.iter(f"{SVG}rect")
+            if re.fullmatch("#767676|url.*", each.get("fill")) and each.get("x") and each.get("width") != "12"
+        }
+        assert {exponent, 0} <= {math.floor(bar) for bar in bars}
+        assert all(0 <= x <= float(tree.get("width")) for x in ticks.values())
 
 
 def test_the_page_stands_alone(tmp_path):
@@ -401,17 +460,133 @@ def test_the_page_stands_alone(tmp_path):
     assert "use DynamicScaling" in page
     assert "<script>" not in page
     assert "src=" not in page
+    assert "href=" not in page
 
 
-def test_a_picture_of_another_kind_is_refused(tmp_path):
-    """Only `.svg` and `.html` are written, and the error says so."""
-    with pytest.raises(ValueError, match=r"report.png' is not an .svg or .html file"):
+class _Page(HTMLParser):
+    """The texts of a page by the element that they are in; elements must be closed in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.texts, self.metas = [], [], {}
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "meta":
+            self.metas |= {dict(attrs).get("name"): dict(attrs).get("content")}
+        else:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and data.strip():
+            self.texts.append((self.open[-1], data.strip()))
+
+
+def test_the_page_has_a_title_and_the_sentences():
+    """Each line of the text is a paragraph; the last one says what to do."""
+    report = _network(2.0**-3).report()
+    page = _Page(report.to_html())
+    assert ("title", "Range report") in page.texts
+    assert ("h1", "Range report") in page.texts
+    *sentences, advice = str(report).splitlines()
+    assert [text for tag, text in page.texts if tag == "p"] == sentences
+    assert ("strong", advice) in page.texts
+    legend = [text for tag, text in page.texts if tag == "text"]
+    assert "flushes to zero" in legend
+
+
+def test_the_page_fits_a_narrow_screen():
+    """At 360 pixels nothing is wider than the screen: long names break, and a narrow picture replaces the wide one."""
+    page = Network({"encoder.layers." * 20: np.full(3, 0.25)}).report().to_html()
+    assert _Page(page).metas["viewport"] == "width=device-width, initial-scale=1"
+    widths = [float(ElementTree.fromstring(svg).get("width")) for svg in _pictures(page)]
+    assert min(widths) <= 360 - 2 * 16 < max(widths)
+    assert "overflow-wrap: anywhere" in _css(page)
+    assert re.search(r"@media \(max-width: (\d+)px\) \{ *\.wide \{ display: none", _css(page))
+    assert "max-width: 100%" in _css(page)
+    for svg in _pictures(page):
+        tree = ElementTree.fromstring(svg)
+        for text in tree.iter(f"{SVG}text"):
+            length = 0.6 * float(text.get("font-size")) * len(text.text)  # of letters as wide as they may be
+            start = float(text.get("x")) - {"start": 0, "middle": length / 2, "end": length}[text.get("text-anchor")]
+            assert start >= -4
+            assert start + length <= float(tree.get("width")) + 4, text.text
+
+
+def test_the_page_follows_the_colours_of_the_system():
+    """Light and dark; each colour of the light scheme has one in the dark scheme, and no two patterns have one name."""
+    page = _network(2.0**-8).report().to_html()
+    assert _Page(page).metas["color-scheme"] == "light dark"
+    light, dark = _css(page).split("@media (prefers-color-scheme: dark)")
+    names = set(re.findall(r"--(\w+):", light))
+    assert names
+    assert set(re.findall(r"--(\w+):", dark)) == names
+    assert all(f"fill: var(--{name})" in page or name == "page" for name in names)
+    identifiers = re.findall(r' id="([^"]+)"', page)
+    assert len(identifiers) == len(set(identifiers)) > 0
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(identifiers)
+
+
+def test_the_page_says_that_the_forward_pass_overflowed(tmp_path):
+    """And draws what the forward pass has computed instead of gradients that there are none of."""
+    report = _forward_overflow()
+    page = report.to_html()
+    assert "The loss is inf, so no backward pass was run. The picture shows the forward pass." in page
+    assert "Exponents of the forward pass" in page
+    texts = _texts(_pictures(page)[0])
+    assert [text for text in texts if text in ("embed", "loud")] == ["embed", "loud"]
+    assert "33 % over or NaN" in texts
+    report.plot(tmp_path / "report.svg")
+    assert "Exponents of the forward pass" in (tmp_path / "report.svg").read_text()
+
+
+def test_a_report_without_anything_to_draw_says_so(tmp_path):
+    """A picture without a module has no axis and no bar, and tells why."""
+    infinite = RangeReport.measure(lambda: (float("inf"), []), lambda _: [])
+    finite = RangeReport.measure(lambda: (1.0, []), lambda _: [_record("w", np.float32([1.0]))])
+    for report in (infinite, finite):
+        report.plot(tmp_path / "empty.svg")
+        report.plot(tmp_path / "empty.png")
+        texts = _texts((tmp_path / "empty.svg").read_text())
+        assert "float16, bfloat16 or float8" in " ".join(texts)
+        assert not any(text.startswith("2**") for text in texts)
+        assert "float16, bfloat16 or float8" in report.to_html()
+
+
+@pytest.mark.parametrize("name", ["report.png", "REPORT.PNG"])
+def test_the_picture_can_be_a_png(tmp_path, name):
+    """With the shapes of the SVG, two pixels for each of its units."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    report = _network(2.0**-8).report()
+    report.plot(tmp_path / name, loss_scale=8 * report.overflows_above)
+    report.plot(tmp_path / "report.svg", loss_scale=8 * report.overflows_above)
+    pixels = imread(tmp_path / name, format="png")
+    tree = ElementTree.fromstring((tmp_path / "report.svg").read_text())
+    assert pixels.shape[:2] == (2 * int(tree.get("height")), 2 * int(tree.get("width")))
+    overflow = np.abs(pixels[..., :3] - np.array([0xD5, 0x5E, 0x00]) / 255).max(axis=-1) < 0.02
+    assert overflow.mean() > 0.001
+
+
+def test_a_png_needs_matplotlib(tmp_path, monkeypatch):
+    """The error says what to install, and nothing is written."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"a \.png needs matplotlib; pip install 'lossscale\[plot\]', or pass \.svg"):
         _network(2.0**-8).report().plot(tmp_path / "report.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_without_gradients_is_drawn_too(tmp_path):
-    """Where the loss is not finite there is no histogram, and no error."""
-    report = RangeReport.measure(lambda: (float("inf"), []), lambda _: [])
-    report.plot(tmp_path / "empty.svg")
-    assert "Exponents" in (tmp_path / "empty.svg").read_text()
+def test_a_picture_of_another_kind_is_refused(tmp_path):
+    """Only `.svg`, `.html` and `.png` are written, and the error says so."""
+    with pytest.raises(ValueError, match=r"report.jpg' is not an .svg, .html or .png file"):
+        _network(2.0**-8).report().plot(tmp_path / "report.jpg")
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
 CORE_REQUIRES = {"numpy", "array_api_compat"}
 FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
+FOR_WHO_DRAWS = {"_range_picture": {"matplotlib"}}
 ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
@@ -136,8 +137,10 @@ def test_torchs_step_does_not_know_what_is_built_on_it():
 
 @pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
 def test_the_core_stands_on_numpy_and_array_api_compat(path):
-    """No adapter and no framework is imported, not within a function either; hypothesis serves who tests with it."""
-    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | FOR_WHO_TESTS.get(_room(path, "lossscale_core"), set())
+    """No adapter and no framework is imported, not within a function either; some need more to test or to draw."""
+    room = _room(path, "lossscale_core")
+    more = FOR_WHO_TESTS.get(room, set()) | FOR_WHO_DRAWS.get(room, set())
+    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | more
 
 
 def test_the_command_imports_little_besides_the_core():
