@@ -11,8 +11,8 @@ GRADIENT = "gradient"
 """The `operation` of a record about a parameter's whole gradient."""
 
 
-_CHUNK = 2**18
-"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
+CHUNK = 2**18
+"""The number of elements to measure at a time, so that it takes little memory compared with a model."""
 
 
 class _Format(NamedTuple):
@@ -77,8 +77,8 @@ class OperationRange(NamedTuple):
         flat = array.view(array.real.dtype) if array.dtype.kind == "c" else array
         largest, nonfinite, zeros = 0.0, 0, 0
         exponents: Counter[int] = Counter()
-        for start in range(0, flat.size, _CHUNK):
-            chunk = flat[start : start + _CHUNK]
+        for start in range(0, flat.size, CHUNK):
+            chunk = flat[start : start + CHUNK]
             magnitudes = abs(chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk)
             finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
             nonzero = finite[finite > 0]
@@ -124,8 +124,8 @@ class NonfiniteInput(NamedTuple):
         if flat.dtype.kind != "f" and flat.dtype.name not in _FORMATS:
             return None
         counts = Counter[str]()
-        for start in range(0, flat.size, _CHUNK):
-            chunk = flat[start : start + _CHUNK]
+        for start in range(0, flat.size, CHUNK):
+            chunk = flat[start : start + CHUNK]
             wide = chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk
             counts["nan"] += int(np.isnan(wide).sum())
             counts["+inf"] += int((wide == math.inf).sum())

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lossscale_core._range_records import NonfiniteInput
+from lossscale_core._range_records import CHUNK, GRADIENT, NonfiniteInput
 
-__all__ = ["OUTSIDE", "Progress", "check_loss_shape", "name_of", "named_leaves", "named_values"]
+__all__ = ["CHUNK", "GRADIENT", "OUTSIDE", "Progress", "check_loss_shape", "name_of", "named_leaves", "named_values"]
 
 OUTSIDE = "loss_fn"
 """The place of operations that belong to no module."""

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport
-from lossscale_core.ranges import name_of
+from lossscale_core.ranges import GRADIENT, name_of
 from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_array, named_gradients
@@ -127,7 +127,7 @@ class _Passes:
 
     def _gradients(self, leaves: Iterable[Any]) -> Iterator[OperationRange]:
         for name, gradient in named_gradients(jax.tree.unflatten(self._structure, leaves)):
-            yield measure(gradient, "gradient", name)._replace(scaled=True)
+            yield measure(gradient, GRADIENT, name)._replace(scaled=True)
 
 
 def _argument_names(fun: Callable[..., Any], args: Any) -> list[str]:

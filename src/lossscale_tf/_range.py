@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # tf.random.set_seed can set the seed, and nothing public can read it
 
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport
-from lossscale_core.ranges import check_loss_shape
+from lossscale_core.ranges import GRADIENT, check_loss_shape
 from lossscale_tf._range_inputs import Inputs
 from lossscale_tf._range_recorder import Recorder, Variables
 from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
@@ -88,7 +88,7 @@ class _Passes:
         names = _names(self._model)
         for gradient, variable in found:
             name = names.get(id(variable), variable.name.partition(":")[0])
-            yield OperationRange.of(summed_values(gradient).numpy(), "gradient", name)._replace(scaled=True)
+            yield OperationRange.of(summed_values(gradient).numpy(), GRADIENT, name)._replace(scaled=True)
 
 
 def _checked(loss: Any) -> tf.Tensor:

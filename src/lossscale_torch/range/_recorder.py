@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale_core import OperationRange
-from lossscale_core.ranges import OUTSIDE, Progress
+from lossscale_core.ranges import CHUNK, OUTSIDE, Progress
 from lossscale_torch._gradients import values_of
-
-_CHUNK = 2**18
-"""Elements measured at a time, so that the memory which that takes stays small beside a model's."""
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16} | {
     getattr(torch, name)
@@ -289,7 +286,7 @@ def measure(tensor: Tensor, operation: str, module: str) -> OperationRange:
     values = values_of(tensor.detach()).reshape(-1)
     histogram: Any = 0
     largest = 0.0
-    for chunk in values.split(_CHUNK):
+    for chunk in values.split(CHUNK):
         bits = chunk.float().view(torch.int32) & 0x7FFFFFFF  # the magnitudes, in the order of their values
         histogram = histogram + torch.bincount(bits >> 23, minlength=256)
         largest = max(largest, torch.where(bits < 0x7F800000, bits, 0).max().view(torch.float32).item())

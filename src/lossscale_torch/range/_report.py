@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
-from lossscale_core.ranges import check_loss_shape
+from lossscale_core.ranges import GRADIENT, check_loss_shape
 from lossscale_torch._verbs import scaled
 from lossscale_torch._versions import fsdp2_explained
 from lossscale_torch.range._inputs import Inputs
@@ -94,7 +94,7 @@ class _Run:
         for leaf in self._leaves:
             if leaf.grad is not None and leaf.grad.numel():
                 name = self._names.get(leaf, "an input")
-                yield measure(leaf.grad, "gradient", name)._replace(scaled=True)
+                yield measure(leaf.grad, GRADIENT, name)._replace(scaled=True)
                 leaf.grad = None
 
     def _keep(self, leaves: Iterable[Tensor]) -> None:
