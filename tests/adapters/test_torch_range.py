@@ -443,6 +443,13 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
     assert buffer.isnan().all()
 
 
+def test_a_module_within_vmap_is_measured():
+    """What it is given there has no memory of its own to be told by."""
+    model, x = _network("mlp")
+    report = range_report(model, lambda: _square(torch.vmap(model), _with_nan(x)))
+    assert not report.forward_finite
+
+
 @pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "NoScaling"), (torch.bfloat16, "NoScaling")])
 def test_what_needs_no_scaling_is_told_so(dtype, advice):
     """Without float16 there is no limit, or one that is far away."""

@@ -76,7 +76,7 @@ class Inputs:
     def _name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter, buffer, variable or argument that a tensor shares its memory with."""
         storage = storage_of(tensor)
-        named = (name for name, each in self._named() if isinstance(each, Tensor) and storage_of(each) == storage)
+        named = (name for name, each in self._named() if _memory(each) == storage)
         return next(named, None) or self._arguments.get(storage)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -90,8 +90,19 @@ class Inputs:
     def _note_arguments(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = (leaf for each in _bound(module, args, kwargs).items() for leaf in named_leaves(*each))
         for name, value in named:
-            if isinstance(value, Tensor) and not self._changes.has_made(storage_of(value)):
-                self._arguments.setdefault(storage_of(value), f"{name} of {path}")
+            storage = _memory(value)
+            if storage and not self._changes.has_made(storage):
+                self._arguments.setdefault(storage, f"{name} of {path}")
+
+
+def _memory(value: Any) -> int:
+    """Return what `storage_of` returns; 0 for what is not a tensor, or is one of `torch.vmap`, which has no memory."""
+    if not isinstance(value, Tensor):
+        return 0
+    try:
+        return storage_of(value)
+    except NotImplementedError:
+        return 0
 
 
 def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
