@@ -23,7 +23,8 @@ class Inputs:
         """The tensors that the pass has made, or that were looked at."""
         self._variables: dict[int, int] = {}
         """The handle of the variable that a tensor was read from."""
-        self._found: dict[int, NonfiniteInput] = {}
+        self._found: dict[int, tuple[Any, str]] = {}
+        """The tensors that are not finite, and what to call those that have no name."""
 
     def look(self, operation: str, inputs: Iterable[Any], outputs: Iterable[Any], place: Callable[[], str]) -> set[int]:
         """Look at what an operation reads, and return the tensors that are not finite and that the pass was given.
@@ -37,36 +38,37 @@ class Inputs:
             self._variables.update((each._id, handle) for each in outputs)
         elif operation not in _GIVES:
             self._known.update(each._id for each in outputs)
-        return {each._id for each in new if not is_finite(each) and self._add(each, operation, place)}
+        broken = {each._id: (each, f"an input of {place()} ({operation})") for each in new if not is_finite(each)}
+        self._found.update(broken)
+        return set(broken)
 
     def found(self, among: Iterable[int]) -> list[NonfiniteInput]:
-        """Return those of these tensors that the pass was given, in the order of their use; one for each name."""
-        chosen, weights = set(among), self._names_of_variables()
-        named = [
-            each._replace(name=weights.get(self._variables.get(tensor, -1), each.name))
-            for tensor, each in self._found.items()
-            if tensor in chosen
-        ]
-        return list({each.name: each for each in named}.values())
+        """Return those of these tensors that the pass was given, in the order of their use; one for each name.
 
-    def _add(self, tensor: Any, operation: str, place: Callable[[], str]) -> bool:
+        After the pass, since it may have made variables, and since to read one is an operation.
+        """
+        chosen, weights = set(among), self._names_of_variables()
+        found: dict[str, NonfiniteInput] = {}
+        for key, (tensor, otherwise) in self._found.items():
+            name = weights.get(self._variables.get(key, -1)) or self._name_in_function(tensor)
+            # A number without a name is a constant that is written in the code.
+            if key in chosen and (name or tensor.shape.rank):
+                described = NonfiniteInput.of(tensor.numpy(), name or otherwise)
+                found |= {described.name: described} if described else {}
+        return list(found.values())
+
+    def _name_in_function(self, tensor: Any) -> str | None:
         name = name_of(tensor, self._loss_fn)
-        if name is None and not tensor.shape.rank and tensor._id not in self._variables:
-            return False  # a number without a name is a constant that is written in the code
-        name = f"{name} of loss_fn" if name else f"an input of {place()} ({operation})"
-        found = NonfiniteInput.of(tensor.numpy(), name)
-        if found:
-            self._found[tensor._id] = found
-        return found is not None
+        return name and f"{name} of loss_fn"
 
     def _names_of_variables(self) -> dict[int, str]:
-        """Return the names of variables by their handles, after the pass, which may have made them."""
+        """Return the names of variables by their handles."""
         referred = [(f"{name} of loss_fn", value) for name, value in named_values(self._loss_fn)]
-        # A variable of Keras 3 holds one of TensorFlow, outside of a layer's call.
-        weights = [
-            (f"weight {each.path}", each.value) if hasattr(each, "path") else (f"weight {each.name}", each)
-            for each in getattr(self._model, "variables", ())
-        ]
+        weights = []
+        for each in getattr(self._model, "variables", ()):
+            # A variable of Keras 3 holds one of TensorFlow, outside of a layer's call.
+            path, variable = (each.path, each.value) if hasattr(each, "path") else (each.name.partition(":")[0], each)
+            weights.append((f"weight {path}", variable))
         return {each.handle._id: name for name, each in (*referred, *weights) if isinstance(each, tf.Variable)}
 
 

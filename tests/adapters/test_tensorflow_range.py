@@ -549,6 +549,15 @@ def test_a_weight_with_nan_is_named():
     assert sentence == f"before the forward pass: weight {kernel.path} holds NaN in 1 of its {elements}"
 
 
+def test_a_variable_outside_of_keras_is_named():
+    """That of a `tf.Module` by its own name, and any other by the name that it has in the function."""
+    module, nan = tf.Module(), [np.nan, 1.0]
+    module.kernel, other = tf.Variable(nan, name="kernel"), tf.Variable(nan)
+    for model, variable, name in ((module, module.kernel, "weight kernel"), (None, other, "variable of loss_fn")):
+        sentence = _first_sentence(model, lambda variable=variable: tf.reduce_sum(2.0 * variable))
+        assert sentence == f"before the forward pass: {name} holds NaN in 1 of its 2 elements"
+
+
 def test_the_batch_of_an_iterator_is_named_by_the_operation_that_reads_it():
     """It has no name in the function."""
     model, x = _model("mlp")
