@@ -11,11 +11,14 @@ allowed.
 """
 
 import ctypes
+import functools
 import math
+import platform
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any
 
@@ -50,7 +53,7 @@ scaling. jmp, flax and mpx, which select afterwards, and `skip="select"` keep th
 On a CPU, glibc gives blocks of 32 MiB and more back to the system when they are freed, and the next step meets a page
 fault for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step: see
 the rows of an own process, which begins as a user's does. Those with freed memory kept have what the variables
-`MALLOC_MMAP_THRESHOLD_=1073741824` and `MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients
+`MALLOC_MMAP_MAX_=0` and `MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients
 are written, read to be checked and read again to be applied, while without scaling they stay in the processor's cache.
 
 Where an optimizer's updates follow element by element from its new state and the gradients, as Adam's do, `update`
@@ -183,8 +186,8 @@ def train_loss(dtype: Any) -> Callable[..., jax.Array]:
     return loss
 
 
-def train_steps(dtype: Any) -> dict[str, tuple[Step, Any]]:
-    """Return a whole train step of every contender, as each of them documents it, and what it carries."""
+def train_steps(dtype: Any) -> dict[str, Callable[[], tuple[Step, Any]]]:
+    """Return functions that make each contender's whole train step, as it is documented, and what it carries."""
     loss, params = train_loss(dtype), perceptron
 
     def with_optimizer(optimizer: Any, in_one: bool, is_scaled: bool = True) -> tuple[Step, Any]:
@@ -228,14 +231,14 @@ def train_steps(dtype: Any) -> dict[str, tuple[Step, Any]]:
         return step, (carried, ADAM.init(carried), scaler)
 
     return {
-        "no scaling": with_optimizer(ADAM, in_one=False, is_scaled=False),
-        "apply_gradients": with_optimizer(loss_scaled(ADAM, OURS), in_one=True),
-        "update and apply": with_optimizer(loss_scaled(ADAM, OURS), in_one=False),
-        SELECTING: with_optimizer(loss_scaled(ADAM, OURS, skip="select"), in_one=True),
-        "jmp": with_scaler(jmps, [jnp.float32(SCALE), jnp.int32(0)]),
-        "flax DynamicScale": with_scaler(flaxs, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))),
-        "mpx": with_scaler(mpxs, (jnp.float32(SCALE), jnp.int32(0))),
-        "optax.apply_if_finite": with_optimizer(optax.apply_if_finite(ADAM, 10), in_one=False, is_scaled=False),
+        "no scaling": lambda: with_optimizer(ADAM, in_one=False, is_scaled=False),
+        "apply_gradients": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=True),
+        "update and apply": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=False),
+        SELECTING: lambda: with_optimizer(loss_scaled(ADAM, OURS, skip="select"), in_one=True),
+        "jmp": lambda: with_scaler(jmps, [jnp.float32(SCALE), jnp.int32(0)]),
+        "flax DynamicScale": lambda: with_scaler(flaxs, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))),
+        "mpx": lambda: with_scaler(mpxs, (jnp.float32(SCALE), jnp.int32(0))),
+        "optax.apply_if_finite": lambda: with_optimizer(optax.apply_if_finite(ADAM, 10), in_one=False, is_scaled=False),
     }
 
 
@@ -248,19 +251,47 @@ def train_rows(quick: bool) -> list[Row]:
     """Time whole train steps at two batch sizes, and say what temporary memory they need."""
     dtypes = (jnp.float16,) if quick else (jnp.float16, jnp.float32)
     rows = [row for dtype in dtypes for size in BATCH_SIZES for row in _train_rows(dtype, size, ON, quick)]
-    if ON == "cpu":
-        # In this process the rows before have taught the allocator to keep more memory than it does at first.
-        for on, initializer in (("own process", None), ("own process, freed memory kept", keep_freed_memory)):
-            with ProcessPoolExecutor(1, get_context("spawn"), initializer) as alone:
-                rows += alone.submit(_train_rows, jnp.dtype("float32"), BATCH_SIZES[0], f"{ON}, {on}", quick).result()
+    if ON == "cpu" and platform.libc_ver()[0] == "glibc":
+        rows += _rows_alone(quick, keeps=False) + _rows_alone(quick, keeps=True)
     return rows
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of one step for the next, as the two variables in NOTES do."""
-    mmap_threshold, trim_threshold = -3, -1  # their names in malloc.h
-    for parameter in (mmap_threshold, trim_threshold):
-        ctypes.CDLL(None).mallopt(parameter, 2**30)
+_alone: "_Turn"  # of a process that has nothing else
+
+
+def _rows_alone(quick: bool, keeps: bool) -> list[Row]:
+    """Time the step that page faults slow down most, each contender in a process of its own, as a user has it."""
+    where = f"{BATCH_SIZES[0]} samples, computed in float32 (cpu, own process{', freed memory kept' * keeps})"
+    bars = {"apply_gradients": 1.15, "update and apply": 1.35}
+    with ExitStack() as stack:
+        turns = []
+        for name in ("no scaling", *bars):
+            pool = ProcessPoolExecutor(1, get_context("spawn"), _begin_alone, (name, keeps))
+            turns.append(functools.partial(_result, stack.enter_context(pool)))
+        plain, *times = interleaved(turns, 2 if quick else 41)
+    return [
+        Row(f"train step, {name}, {where}", "× no scaling", time / plain, bar)
+        for (name, bar), time in zip(bars.items(), times, strict=True)
+    ]
+
+
+def _begin_alone(name: str, keeps: bool) -> None:
+    """Make one contender's step; if `keeps`, let glibc keep freed memory, as the two variables in NOTES do."""
+    global _alone
+    mmap_max, trim_threshold = -4, -1  # their names in malloc.h
+    for parameter, value in ((mmap_max, 0), (trim_threshold, 2**30)) if keeps else ():
+        assert ctypes.CDLL(None).mallopt(parameter, value) == 1
+    step, carry = train_steps(jnp.float32)[name]()
+    x = jax.random.normal(jax.random.key(1), (BATCH_SIZES[0], WIDTH))
+    _alone = _Turn(jax.jit(step, donate_argnums=0).lower(carry, x).compile(), carry, x)
+
+
+def _result(pool: ProcessPoolExecutor) -> None:
+    pool.submit(_step_alone).result()
+
+
+def _step_alone() -> None:
+    _alone()
 
 
 def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:
@@ -270,7 +301,8 @@ def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:
     if dtype == jnp.float32:  # where mpx computes in float16 nevertheless, and nothing needs scaling
         contenders = {name: contenders[name] for name in ("no scaling", "apply_gradients", "update and apply")}
     turns, memory = {}, {}
-    for name, (step, carry) in contenders.items():
+    for name, make in contenders.items():
+        step, carry = make()
         compiled = jax.jit(step, donate_argnums=0).lower(carry, x).compile()
         memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
         turns[name] = _Turn(compiled, carry, x)

@@ -79,7 +79,10 @@ def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            bound = inspect.signature(method).bind(*args, **kwargs)
+            try:
+                bound = inspect.signature(method).bind(*args, **kwargs)
+            except TypeError:  # Python's own error says which argument is missing
+                raise error from None
             bound.apply_defaults()
             _, grads, state, params, *_ = bound.arguments.values()
             window = getattr(state, "window", None)
@@ -94,6 +97,11 @@ def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
 
 def _difference(grads: PyTree, params: PyTree) -> str | None:
     """Return how gradients differ from parameters, or None; a part without leaves may stand for any parameters."""
+    leaves = jax.tree.leaves(grads)
+    if not all(map(is_array, leaves)):
+        return None
+    if not leaves and jax.tree.leaves(params):
+        return "the gradients hold no array"
     given, own = _shapes(grads), _shapes(params)
     left_out = [path for path, shape in given.items() if shape is None]  # such as None for what is not trained
     more = [path for path, shape in given.items() if shape is not None and path not in own]

@@ -41,13 +41,14 @@ def matching(x: Tree, like: PyTree) -> Tree:
     return jax.tree.map(varied, x, like) if _manual_axes() else x
 
 
-def zeros_where_reduced(x: Tree, like: PyTree) -> Tree:
-    """Return the pytree `x`, but zeros for its leaves that vary over an axis over which that of `like` does not."""
+def zeros_where_unlike(x: Tree, like: PyTree) -> Tree:
+    """Return the pytree `x`, but zeros for a leaf of another shape than in `like`, or that varies over more axes."""
 
-    def reduced(leaf: Any, other: Any) -> Any:
-        return jnp.zeros(leaf.shape, leaf.dtype) if _varying_axes(leaf) - _varying_axes(other) else leaf
+    def fitting(leaf: Any, other: Any) -> Any:
+        fits = jnp.shape(leaf) == jnp.shape(other) and not _varying_axes(leaf) - _varying_axes(other)
+        return leaf if fits else jnp.zeros(jnp.shape(other), jnp.result_type(leaf))
 
-    return jax.tree.map(reduced, x, like) if _manual_axes() else x
+    return jax.tree.map(fitting, x, like)
 
 
 def vary_over(x: Tree, axis_name: Hashable) -> Tree:

@@ -68,7 +68,8 @@ def _late_updates(step: _Step, source: PyTree, before: PyTree) -> Callable[[Arra
         used = {var: value for var, value in given if isinstance(var, Var) and var in read}
         # Where the step is skipped, ones: a derivative of what would follow from an overflow, or from a count of zero
         # steps, is NaN, and `checkify` would report it.
-        values = {var: jnp.where(applies, value, jnp.ones_like(value)) for var, value in used.items()}
+        numbers = {var: value for var, value in used.items() if jnp.issubdtype(value.dtype, jnp.number)}  # and no keys
+        values = used | {var: jnp.where(applies, value, jnp.ones_like(value)) for var, value in numbers.items()}
         values.update(zip(jaxpr.constvars, closed.consts, strict=True))
         alone = jaxpr.replace(constvars=[], invars=[*values], outvars=outputs[:count], eqns=equations[::-1])
         return jax.tree.unflatten(jax.tree.structure(updates), jax.core.eval_jaxpr(alone, (), *values.values()))

@@ -32,7 +32,7 @@ def _gradients_with_paths(grads: PyTree) -> list[tuple[Any, Array]]:
     return found
 
 
-def is_traced(leaves: list[Array], loss_scale: Any = None) -> bool:
+def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
     """Return whether any of these arrays stands for a value that is not there yet."""
     return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
 

@@ -206,8 +206,8 @@ class _Wrapper(NamedTuple):
         def skip(applied: tuple[Tree, PyTree], _: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
             # skip returns gradients, and the updates take their memory; what drops them is fused into what adds them.
-            # What an optimizer reduces itself no longer varies over that axis; zeros will do, since they are dropped.
-            return _axes.zeros_where_reduced(updates, applied[0]), inner_state
+            # What an optimizer reduces itself has other axes or another shape; zeros will do, since they are dropped.
+            return _axes.zeros_where_unlike(updates, applied[0]), inner_state
 
         result, inner_state = update_or_skip(
             attempt.applies, step, skip, attempt.source, state.inner_state, by=self.settings.skip

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -204,3 +205,38 @@ def test_gradients_that_leave_out_what_is_not_trained():
     nnx_optimizer = nnx.Optimizer(network, loss_scaled(optax.adam(0.1), POLICY), wrt=nnx.Param)
     nnx_optimizer.update(network, nnx.grad(lambda network: network(jnp.ones((1, 2))).sum())(network))
     assert int(get_scale_state(nnx_optimizer.opt_state).steps) == 1
+
+
+def test_an_argument_that_is_missing():
+    """Python's own error names it."""
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'state'"):
+        loss_scaled(optax.adam(0.1), POLICY).update(PARAMS)
+
+
+@pytest.mark.parametrize("method", ["update", "apply_gradients"])
+def test_a_gradient_that_is_not_an_array(method):
+    """The error says so, and not that it has another shape."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    with pytest.raises(TypeError, match="'text' is not an array"):
+        getattr(optimizer, method)({"weight": "text", "bias": jnp.ones(3)}, optimizer.init(PARAMS), PARAMS)
+
+
+def test_no_gradients_at_all():
+    """None has no structure to compare."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    with pytest.raises(ValueError, match=r"the gradients hold no array; pass what jax\.grad returns"):
+        optimizer.update(None, optimizer.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_optimizer_that_sums_the_gradients_of_samples(compiled):
+    """Its updates have another shape than the gradients, and are zero where a step is skipped."""
+    optimizer = loss_scaled(optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0), POLICY)
+    update = jax.jit(optimizer.update) if compiled else optimizer.update
+    grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), PARAMS)
+    updates, state = update(grads, optimizer.init(PARAMS), PARAMS)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, PARAMS)
+    assert bool(updates["bias"].any())
+    updates, state = update({**grads, "bias": grads["bias"].at[0].set(jnp.inf)}, state, PARAMS)
+    assert not any(map(jnp.any, jax.tree.leaves(updates)))
+    assert int(get_scale_state(state).skipped_steps) == 1
