@@ -7,18 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
+from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same, scales_differ
 from lossscale_jax._leaves import is_array, name_of
 from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]
-
-# The first step, when nothing has moved yet, and two in a row, when the second meets what the first has left.
-_BAD_STEPS = frozenset((0, 3, 4))
-_SCALES = (1.0, 2.0**10)  # powers of two, by which scaling and unscaling round nothing
-_CLOSE = 0.02
-_FEW = 4
 
 
 class TrainStepError(AssertionError):
@@ -60,13 +54,13 @@ def check_train_step(
         ValueError: There are fewer than five batches, or `state` holds no scale state.
     """
     batches = list(batches)
-    if len(batches) <= max(_BAD_STEPS):
-        raise ValueError(f"{len(batches)} batches are too few; pass at least {max(_BAD_STEPS) + 1}")
+    if len(batches) <= max(BAD_STEPS):
+        raise ValueError(f"{len(batches)} batches are too few; pass at least {max(BAD_STEPS) + 1}")
     step, state = _without_modules(step, state)
     if not _scale_states(state):
         raise ValueError("the state holds no scale state; pass all that the step carries on, the optimizer state too")
     for number, batch in enumerate(batches):
-        if number in _BAD_STEPS:
+        if number in BAD_STEPS:
             after = _result(step, _with_scale(state, jnp.inf), batch, state)
             _require_skipped(number, state, after, may_move)
             _require_counted(number, state, after)
@@ -117,15 +111,13 @@ def _result(step: Callable[..., Any], state: PyTree, batch: Any, like: PyTree) -
 def _require_skipped(number: int, before: PyTree, after: PyTree, may_move: Sequence[str]) -> None:
     old, new = _followers(before), _followers(after)
     moved = [
-        _change(name, old[name], new[name])
+        change(name, old[name], new[name])
         for name in old
-        if not name.startswith(tuple(may_move)) and not _same(old[name], new[name])
+        if not name.startswith(tuple(may_move)) and not same(old[name], new[name])
     ]
     if moved:
-        raise TrainStepError(
-            f"step {number} was to be skipped, but {_listed(moved)}; select it, or let loss_scaled carry it, so that "
-            "it follows applied steps only"
-        )
+        hint = "select it, or let loss_scaled carry it, so that it follows applied steps only"
+        raise TrainStepError(not_skipped(number, moved, hint))
 
 
 def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
@@ -141,14 +133,12 @@ def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
 
 def _require_same_at_any_scale(number: int, step: Callable[..., Any], state: PyTree, batch: Any) -> PyTree:
     """Return the state after the step, having taken it at two loss scales."""
-    small, large = (_result(step, _with_scale(state, scale), batch, state) for scale in _SCALES)
+    small, large = (_result(step, _with_scale(state, scale), batch, state) for scale in SCALES)
     old, a, b = _followers(state), _followers(small), _followers(large)
     differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name])]
     if differing:
-        raise TrainStepError(
-            f"at step {number} a loss scale of {_SCALES[0]:g} and one of {_SCALES[1]:g} gave different results: "
-            f"{_listed(differing)}; unscale before you clip or change gradients, and return the unscaled loss"
-        )
+        hint = "unscale before you clip or change gradients, and return the unscaled loss"
+        raise TrainStepError(scales_differ(number, f"different results: {listed(differing)}", hint))
     return small
 
 
@@ -176,7 +166,7 @@ def _scale_states(state: PyTree) -> dict[str, Any]:
 
 
 def _followers(state: PyTree) -> dict[str, Any]:
-    """Return the leaves outside of scale states by their paths; variables of flax nnx are named as in their modules."""
+    """Return the values outside of scale states by their paths; variables of flax nnx are named as in their modules."""
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda node: _is_scale_state(node) or _is_variable(node)
@@ -184,9 +174,10 @@ def _followers(state: PyTree) -> dict[str, Any]:
         if _is_variable(node):
             name = re.sub(r"\['(\w+)'\]", r".\1", jax.tree_util.keystr(path)).removeprefix(".")
             for within, leaf in jax.tree_util.tree_leaves_with_path(node):
-                found[name + jax.tree_util.keystr(within[1:])] = leaf  # the first key is that of the variable's value
+                key = jax.tree_util.keystr(within[1:])  # the first key is that of the variable's value
+                found[name + key] = _values(leaf)
         elif not _is_scale_state(node):
-            found[name_of(path)] = node
+            found[name_of(path)] = _values(node)
     return found
 
 
@@ -207,38 +198,19 @@ def _is_entry(path: Any, name: str) -> bool:
     return jax.tree_util.keystr(path[:1], simple=True) == name
 
 
-def _values(leaf: Any) -> Array:
+def _values(leaf: Any) -> Any:
+    """Return an array, or a leaf that is none, such as the functions and names in modules of Equinox."""
+    if not is_array(leaf):
+        return leaf
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if not (is_array(a) and is_array(b)):  # functions and names are leaves of Equinox's modules
-        return a is b or (not (is_array(a) or is_array(b)) and bool(a == b))
-    a, b = _values(a), _values(b)
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
 def _is_close(old: Any, a: Any, b: Any) -> bool:
     """Return whether two results agree, within two percent of how far they moved."""
-    if not (is_array(a) and is_array(b)):
-        return _same(a, b)
-    old, a, b = _values(old), _values(a), _values(b)
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return bool((a == b).all())
+    if not (is_array(a) and jnp.issubdtype(a.dtype, jnp.inexact)):
+        return same(a, b)
     old, a, b = (each.astype(jnp.float32) for each in (old, a, b))
     moved = jnp.maximum(jnp.linalg.norm((a - old).ravel()), jnp.linalg.norm((b - old).ravel()))
     rounding = jnp.finfo(jnp.float32).eps * jnp.linalg.norm(a.ravel())
-    return bool(jnp.linalg.norm((a - b).ravel()) <= _CLOSE * moved + rounding)
-
-
-def _change(name: str, before: Any, after: Any) -> str:
-    if not (is_array(before) and is_array(after)):
-        return f"{name} went from {before!r} to {after!r}"
-    before, after = _values(before), _values(after)
-    return f"{name} went from {before} to {after}" if before.shape == after.shape == () else f"{name} changed"
-
-
-def _listed(parts: list[str]) -> str:
-    shown = ", ".join(parts[:_FEW])
-    return shown if len(parts) <= _FEW else f"{shown} and {len(parts) - _FEW} more"
+    return bool(jnp.linalg.norm((a - b).ravel()) <= CLOSE * moved + rounding)

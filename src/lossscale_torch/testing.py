@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import DynamicScaling, tree
+from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same, scales_differ
 from lossscale_torch._rescue import protect_modules
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
@@ -17,12 +18,10 @@ from lossscale_torch._versions import fsdp2_explained, not_compiled
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 
 _STEPS = 8
-_BAD_STEPS = frozenset((0, 3, 4))
 _SAVED_AFTER = 5
-_POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+_GROWTH_INTERVAL = 3
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
 _SETTINGS = "optimizer.param_groups."
-_FEW = 4
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -135,9 +134,9 @@ class _PlantingScaler(GradScaler):
 class _Run:
     """One run of the loop: its scaler, its steps, and what the optimizer saw."""
 
-    def __init__(self, build: Callable[[Any], TrainingLoop], fused: bool, init_scale: float = 2.0**10) -> None:
+    def __init__(self, build: Callable[[Any], TrainingLoop], fused: bool, init_scale: float = SCALES[1]) -> None:
         torch.manual_seed(0)
-        policy = DynamicScaling(init_scale=init_scale, growth_interval=_POLICY.growth_interval)
+        policy = DynamicScaling(init_scale=init_scale, growth_interval=_GROWTH_INTERVAL)
         self.scaler = _PlantingScaler(_device_type(), policy=policy)
         self.loop = build(self.scaler)
         self.norms: list[float] = []
@@ -183,7 +182,7 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
     """Require that skipped steps move nothing, and that the run ends as one that never saw them."""
     run, clean = _Run(build, fused), _Run(build, fused)
     for number in range(_STEPS):
-        is_bad = number in _BAD_STEPS
+        is_bad = number in BAD_STEPS
         before, scale = run.everything(), run.scaler.get_scale()
         run.step(number, is_bad, only_first)
         if is_bad:
@@ -198,7 +197,7 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
 def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
     """Require that the optimizer sees the same gradients whatever the loss scale is."""
     seen = []
-    for init_scale in (1.0, 2.0**10):
+    for init_scale in SCALES:
         run = _Run(build, fused, init_scale)
         norms: list[float] = []
         handle = run.loop.optimizer.register_step_pre_hook(lambda optimizer, *_, to=norms: to.append(_norm(optimizer)))
@@ -207,12 +206,10 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
         handle.remove()
         seen.append(norms)
     for number, (small, large) in enumerate(zip(*seen, strict=True)):
-        if abs(small - large) > 0.02 * max(abs(small), abs(large)):
-            raise LoopError(
-                f"at step {number} the optimizer saw gradients of norm {small:g} with a loss scale of 1, and of norm "
-                f"{large:g} with 1024; the loss scale must make no difference; scale every loss, and unscale before "
-                "you clip or change gradients (unscale_and_clip_ does both)"
-            )
+        if abs(small - large) > CLOSE * max(abs(small), abs(large)):
+            norms_seen = f"the optimizer gradients of norm {small:g} and {large:g}"
+            hint = "scale every loss, and unscale before you clip or change gradients (unscale_and_clip_ does both)"
+            raise LoopError(scales_differ(number, norms_seen, hint))
 
 
 def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
@@ -221,7 +218,7 @@ def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
     if not (hasattr(run.loop, "state_dict") and hasattr(run.loop, "load_state_dict")):
         return False
     for number in range(_SAVED_AFTER):
-        run.step(number, number in _BAD_STEPS)
+        run.step(number, number in BAD_STEPS)
     file = io.BytesIO()
     torch.save(run.loop.state_dict(), file)
     file.seek(0)
@@ -256,13 +253,10 @@ def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
         if name not in before:
             if not _is_zero(after[name]):
                 moved[name] = f"{name} appeared"
-        elif not _same(before[name], after.get(name)):
-            moved[name] = _change(name, before[name], after.get(name))
+        elif not same(before[name], after.get(name)):
+            moved[name] = change(name, before[name], after.get(name))
     if moved:
-        raise LoopError(
-            f"step {number} was to be skipped, but {_listed(list(moved.values()))}; a skipped step must leave all as "
-            f"it was; {_hint(run.loop, moved)}"
-        )
+        raise LoopError(not_skipped(number, list(moved.values()), _hint(run.loop, moved)))
 
 
 def _hint(loop: Any, moved: Iterable[str]) -> str:
@@ -282,32 +276,16 @@ def _hint(loop: Any, moved: Iterable[str]) -> str:
 
 def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:
     """Require that two runs are the same; the message begins with settings, which change what follows them."""
-    differing = [name for name in {**expected, **found} if not _same(found.get(name), expected.get(name))]
+    differing = [name for name in {**expected, **found} if not same(found.get(name), expected.get(name))]
     if differing:
         differing.sort(key=lambda name: not name.startswith(_SETTINGS))
-        what = _listed([_difference(name, found.get(name), expected.get(name)) for name in differing])
+        what = listed([_difference(name, found.get(name), expected.get(name)) for name in differing])
         raise LoopError(f"{when}, {what}, unlike {how}")
 
 
-def _change(name: str, before: Any, after: Any) -> str:
-    if isinstance(before, Tensor) and before.numel() != 1:
-        return f"{name} changed"
-    return f"{name} went from {_plain(before)} to {_plain(after)}"
-
-
 def _difference(name: str, found: Any, expected: Any) -> str:
-    if isinstance(found, Tensor) and found.numel() != 1:
-        return f"{name} differs"
-    return f"{name} is {_plain(found)} and not {_plain(expected)}"
-
-
-def _listed(parts: list[str]) -> str:
-    shown = ", ".join(parts[:_FEW])
-    return shown if len(parts) <= _FEW else f"{shown} and {len(parts) - _FEW} more"
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_plain = not any(isinstance(value, Tensor) and value.dim() for value in (found, expected))
+    return f"{name} is {found} and not {expected}" if is_plain else f"{name} differs"
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -327,12 +305,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, local.detach().clone()
     elif isinstance(value, bool | int | float | str) or value is None:
         yield name, value
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype is b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def _is_zero(value: Any) -> bool:

@@ -37,6 +37,7 @@ PLAN = {
     """,
     "lossscale_core.testing": """
         _simulation:
+        loops:
         __init__: _simulation
         conformance: _simulation
     """,

@@ -1,0 +1,89 @@
+"""Functions that the checks of training loops of all adapters need: planned overflows, comparisons, texts of errors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["BAD_STEPS", "CLOSE", "SCALES", "change", "listed", "not_skipped", "same", "scales_differ"]
+
+BAD_STEPS = frozenset((0, 3, 4))
+"""The steps that overflow: the first, when nothing has moved yet, and two in a row."""
+SCALES = (1.0, 2.0**10)
+"""The loss scales that must give the same results: powers of two, by which scaling and unscaling round nothing."""
+CLOSE = 0.02
+"""The relative difference up to which the results of two loss scales are the same."""
+_FEW = 4
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values have the same bits, where NaN is the same as NaN. Synchronises with the host.
+
+    Args:
+        a: An array of any framework, or any other value.
+        b: Another value. An array is the same as an array of the same shape and dtype only.
+
+    Returns:
+        The answer.
+    """
+    if hasattr(a, "dtype") and hasattr(b, "dtype"):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
+
+
+def change(name: str, before: Any, after: Any) -> str:
+    """Return the words that say how a value has changed. Synchronises with the host.
+
+    Args:
+        name: The name of the value.
+        before: A plain value, or an array of any framework.
+        after: The same, from after the step.
+
+    Returns:
+        The words; the values are a part of them unless they are arrays of several elements.
+    """
+    shapes = {tuple(value.shape) for value in (before, after) if hasattr(value, "shape")}
+    return f"{name} went from {before} to {after}" if shapes <= {()} else f"{name} changed"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return the first four parts, separated by commas, and the number of those that are left out.
+
+    Args:
+        parts: What to list.
+
+    Returns:
+        The text.
+    """
+    shown = ", ".join(parts[:_FEW])
+    return shown if len(parts) <= _FEW else f"{shown} and {len(parts) - _FEW} more"
+
+
+def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
+    """Return the message for a step that was to be skipped and has changed something.
+
+    Args:
+        number: The number of the step.
+        changes: What `change` says of each value.
+        hint: What to do.
+
+    Returns:
+        The message.
+    """
+    return f"step {number} was to be skipped, but {listed(changes)}; a skipped step must leave all as it was; {hint}"
+
+
+def scales_differ(number: int, results: str, hint: str) -> str:
+    """Return the message for a step that depends on the loss scale.
+
+    Args:
+        number: The number of the step.
+        results: What the two scales gave.
+        hint: What to do.
+
+    Returns:
+        The message.
+    """
+    small, large = SCALES
+    return (
+        f"at step {number} a loss scale of {small:g} and one of {large:g} gave {results}; the loss scale must make no "
+        f"difference; {hint}"
+    )
