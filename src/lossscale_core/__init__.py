@@ -20,7 +20,7 @@ from lossscale_core._config import (
     policy_to_dict,
     policy_to_toml,
 )
-from lossscale_core._guard import GuardState, SpikeGuard, check_spike_streak
+from lossscale_core._guard import GuardState, SpikeGuard, check_guard, check_spike_streak
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
 from lossscale_core._report import (
@@ -71,6 +71,7 @@ __all__ = [
     "__version__",
     "all_finite",
     "as_policy",
+    "check_guard",
     "check_overflow_streak",
     "check_setting",
     "check_spike_streak",

@@ -15,7 +15,7 @@ from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule
 from lossscale_core._slips import explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
-from lossscale_core.errors import SpikeStreakError
+from lossscale_core.errors import PolicyError, SpikeStreakError
 
 _LEAST_DEVIATION = 0.375
 """The smallest deviation, as a fraction of the mean.
@@ -175,6 +175,19 @@ def _larger(x: Array, y: Array, xp: Namespace) -> Array:
 
 def _smaller(x: Array, y: Array, xp: Namespace) -> Array:
     return min(x, y) if xp is HOST else xp.where(x < y, x, y)
+
+
+def check_guard(guard: Any) -> None:
+    """Check an adapter's argument `guard`.
+
+    Args:
+        guard: Any value.
+
+    Raises:
+        PolicyError: The value is neither a `SpikeGuard` nor None.
+    """
+    if not isinstance(guard, SpikeGuard | None):
+        raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
 
 
 def check_spike_streak(guard: SpikeGuard, state: GuardState, norm: Any) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import GuardState, SpikeGuard, check_setting
+from lossscale_core import GuardState, SpikeGuard, check_guard, check_setting
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
 from lossscale_jax._decide import Skip
@@ -50,8 +50,7 @@ class Settings(NamedTuple):
             raise PolicyError(f"drop={self.drop!r} must be 'window' or 'micro_batch'")
         if not isinstance(self.keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={self.keep_dtypes!r} must be True or False")
-        if not isinstance(self.guard, SpikeGuard | None):
-            raise PolicyError(f"guard={self.guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
+        check_guard(self.guard)
         if self.skip not in ("cond", "select"):
             raise PolicyError(f"skip={self.skip!r} must be 'cond' or 'select'; leave it out for 'cond'")
 

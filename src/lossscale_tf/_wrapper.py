@@ -20,7 +20,6 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import PolicyError
 from lossscale_tf._step import Step
 
 
@@ -167,9 +166,3 @@ def require_clipnorm(global_clipnorm: float | None) -> None:
     """Raise `PolicyError` for a norm that nothing can be clipped to."""
     if global_clipnorm is not None:
         check_setting("global_clipnorm", global_clipnorm)
-
-
-def require_guard(guard: Any) -> None:
-    """Raise `PolicyError` for what is not a spike guard."""
-    if not isinstance(guard, SpikeGuard | None):
-        raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")

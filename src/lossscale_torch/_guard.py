@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import GuardState, SpikeGuard, check_spike_streak, guard_state_from_dict, state_to_dict
-from lossscale_core.errors import PolicyError
+from lossscale_core import GuardState, SpikeGuard, check_guard, check_spike_streak, guard_state_from_dict, state_to_dict
 from lossscale_torch._members import Member
 from lossscale_torch._state import as_tensors, is_being_recorded, write
 
@@ -24,8 +23,7 @@ class Guards:
     """
 
     def __init__(self, guard: SpikeGuard | None, members: dict[int, Member]) -> None:
-        if not isinstance(guard, SpikeGuard | None):
-            raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
+        check_guard(guard)
         self.guard = guard
         self._members = members
         self._states: list[Any] = []

@@ -5,12 +5,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import ScalingPolicy, SpikeGuard, as_policy
+from lossscale_core import ScalingPolicy, SpikeGuard, as_policy, check_guard
 from lossscale_core.messages import shown
 from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
-from lossscale_tf._wrapper import pairs_of, require_clipnorm, require_guard
+from lossscale_tf._wrapper import pairs_of, require_clipnorm
 from lossscale_tf.keras._inner import require_no_session, require_optimizer, require_tensorflow
 
 _DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "dynamic_growth_steps": None}
@@ -30,7 +30,7 @@ def require_arguments(
             f"global_clipnorm={global_clipnorm!r}, and the inner optimizer's is {of_inner!r}, so that gradients would "
             "be clipped twice; set one of the two"
         )
-    require_guard(guard)
+    check_guard(guard)
 
 
 def policy_of_arguments(

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
+from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy, check_guard
 from lossscale_core.messages import shown
 from lossscale_tf._calls import Calls, mark_gradient, origins
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
@@ -20,7 +20,6 @@ from lossscale_tf._wrapper import (
     Wrapper,
     pairs_of,
     require_clipnorm,
-    require_guard,
     scales_already,
     share_deferred_restorations,
 )
@@ -73,7 +72,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
         require_policy_or_number(chosen)
         require_clipnorm(global_clipnorm)
-        require_guard(guard)
+        check_guard(guard)
         watch = ScaleWatch(on_floor)
         name = opt.get_name() if name is None else name
         _require_name(name)
