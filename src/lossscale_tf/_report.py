@@ -4,27 +4,37 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import GradientReport
-from lossscale_tf._verbs import is_gradient, summed_values
+from lossscale_core import GradientReport, OverflowReport
+from lossscale_tf._verbs import all_finite, is_gradient, summed_values
 
 
-def overflow_report(grads_and_vars: Any) -> list[GradientReport]:
-    """Return a report on each variable whose gradient holds NaN or infinity, by its name.
+def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
+    """Report on each variable whose gradient holds NaN or infinity, and on the cause.
 
-    Call it eagerly, with the (gradient, variable) pairs of a skipped step; where nothing overflowed the list is empty.
-    Duplicates of `IndexedSlices` are summed. Look at the loss beside it: with a finite loss the scale was too large,
-    also where gradients hold NaN and no infinity. Reads every gradient and synchronises with the host; raises
-    `RuntimeError` in a graph, which has no numbers yet.
+    Call it eagerly, after a skipped step. Reads every gradient and synchronises with the host.
+
+    Args:
+        grads_and_vars: The (gradient, variable) pairs of the step. Duplicates of `IndexedSlices` are summed.
+        loss: The loss of the step, unscaled: a tensor or a number. It tells the cause, since gradients do not: an
+            overflow of the backward pass alone may leave NaN and no infinity.
+
+    Returns:
+        A list of `GradientReport`, one for each such variable, by its name; empty where nothing overflowed. Its
+            `verdict` says "finite loss: a smaller loss scale fixes this" or "the loss itself is not finite".
+
+    Raises:
+        RuntimeError: The call is in a graph, which has no numbers yet.
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
-    return [
+    reports = [
         _report(getattr(variable, "path", variable.name), values)
         for grad, variable in grads_and_vars
         if is_gradient(grad)
         for values in [summed_values(grad)]
         if not bool(tf.reduce_all(tf.math.is_finite(tf.abs(values))))
     ]
+    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
 
 
 def _report(name: str, values: tf.Tensor) -> GradientReport:

@@ -109,7 +109,9 @@ def test_diagnosing_the_states_of_several_devices():
 
 def test_a_report_of_gradients_while_a_step_is_compiled():
     """The gradients have no values yet; return them."""
-    with pytest.raises(TypeError, match=r"^the gradients are traced, .*; return them from the compiled function"):
+    with pytest.raises(
+        TypeError, match=r"^the gradients or the loss are traced, .*; return them from the compiled function"
+    ):
         jax.jit(overflow_report)({"weight": jnp.ones(2)})
 
 

@@ -394,6 +394,8 @@ def test_overflow_report():
     (report,) = overflow_report(grads)
     assert report == ("['layers'][0]['w']", 1, 1, 0, 3.0)
     assert overflow_report({"w": jnp.ones(2)}) == []
+    assert overflow_report(grads, loss=jnp.float32(1.0)).verdict == "finite loss: a smaller loss scale fixes this"
+    assert overflow_report(grads, loss=float("nan")).verdict.startswith("the loss itself is not finite")
     halves = sparse.BCOO((jnp.array([3e38, 3e38]), jnp.array([[1], [1]])), shape=(4,))
     assert overflow_report({"w": halves})[0].positive_inf == 1
 

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+import lossscale_core
 import lossscale_jax
 import lossscale_tf
 import lossscale_torch
@@ -22,3 +23,13 @@ def test_the_face_lists_what_users_may_touch(adapter):
         assert getattr(adapter, name).__doc__, name
         if inspect.isclass(getattr(adapter, name)):
             assert getattr(adapter, name).__module__ in (adapter.__name__, "lossscale_core"), name
+
+
+@pytest.mark.parametrize("adapter", [lossscale_torch, lossscale_jax, lossscale_tf], ids=lambda module: module.__name__)
+def test_overflow_report_has_one_face(adapter):
+    """It takes gradients in the form of the framework, and the loss by its name."""
+    signature = inspect.signature(adapter.overflow_report)
+    assert signature.return_annotation is lossscale_core.OverflowReport
+    gradients, loss = signature.parameters.values()
+    assert gradients.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert (loss.name, loss.kind, loss.default) == ("loss", inspect.Parameter.KEYWORD_ONLY, None)

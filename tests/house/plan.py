@@ -99,9 +99,9 @@ PLAN = {
         _decide: _axes _debug _leaves _types
         _finite: _axes _debug _decide _leaves _types
         _late: _decide _types
-        _report: _debug _leaves _types
         _updates: _leaves _types
         _verbs: _arguments _axes _debug _finite _leaves _types
+        _report: _debug _leaves _types _verbs
         testing: _leaves _types
         _stages: _axes _decide _finite _leaves _types _verbs
         _accumulation: _decide _finite _leaves _stages _types _verbs
