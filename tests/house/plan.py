@@ -62,14 +62,15 @@ PLAN = {
         _members: _gradients _state
         _guard: _members _state
         _ranks: _gradients _members _versions
-        _rescue: _checkpoint _gradients _members _step_info _versions
+        _random: _versions
+        _rescue: _checkpoint _gradients _members _random _step_info _versions
         _waiting: _gradients _members _state
         _norm: _gradients _ranks _state _versions
         _torch_names: _checkpoint _guard _members _ranks _state _waiting _watch
         _verbs: _gradients _ranks _types
         _clip: _gradients _norm _ranks _state
         _report: _gradients _verbs
-        range: _gradients _verbs _versions
+        range: _gradients _random _verbs _versions
         _scaler: _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types _versions
             _waiting _watch (_rescue)
         __init__: _report _scaler _step_info _verbs range

@@ -19,10 +19,11 @@ from lossscale_core.errors import CallOrderError, OverflowStreakError, ScaleFloo
 from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._members import READY, STEPPED
+from lossscale_torch._random import RandomState
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import current_accelerator, fsdp2_explained
+from lossscale_torch._versions import fsdp2_explained
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
@@ -211,7 +212,7 @@ class _Point:
         """Those that were seen, by their ids, which stay theirs while the modules are kept alive."""
         self._other_gradients: list[tuple[Tensor, Tensor | None]] = []
         if may_go_back:
-            self._random = _RandomState()
+            self._random = RandomState()
             self._own = {id(param) for param in params_of(optimizer)}
 
     def see(self, module: Module) -> None:
@@ -232,36 +233,6 @@ class _Point:
         self._random.put_back()
         for param, grad in self._other_gradients:
             param.grad = None if grad is None else grad.clone()
-
-
-class _RandomState:
-    """The states of torch's generators, on the host and on every device of the accelerator."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._devices = [(set_state, get_state()) for get_state, set_state in _device_generators()]
-
-    def put_back(self) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self._host)
-        for set_state, state in self._devices:
-            set_state(state)
-
-
-def _device_generators() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Return how to read and to set the generator of each device, without initialising the accelerator."""
-    accelerator = current_accelerator()
-    if accelerator is None:
-        return []
-    module = torch.get_device_module(accelerator)
-    if hasattr(module, "is_initialized") and not module.is_initialized():
-        return []
-    if accelerator.type == "mps":  # its functions take no index
-        return [(module.get_rng_state, module.set_rng_state)]
-    return [
-        (functools.partial(module.get_rng_state, index), functools.partial(module.set_rng_state, device=index))
-        for index in range(torch.accelerator.device_count())
-    ]
 
 
 class _GradientSums:

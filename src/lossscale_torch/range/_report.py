@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport
 from lossscale_core.ranges import GRADIENT, check_loss_shape
+from lossscale_torch._random import RandomState
 from lossscale_torch._verbs import scaled
 from lossscale_torch._versions import fsdp2_explained
 from lossscale_torch.range._inputs import Inputs
@@ -45,7 +46,7 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
     with (
         fsdp2_explained(),
         _run_eagerly(),
-        _random_states_kept(model),
+        _random_states_kept(),
         torch.autograd.set_detect_anomaly(False),
         run,
         changes,
@@ -133,19 +134,12 @@ def _registrations_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_states_kept(model: nn.Module) -> Iterator[None]:
-    tensors = [*model.parameters(), *model.buffers()]
-    states = []
-    for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
-        module = torch.get_device_module(device)
-        where = () if device.type == "mps" else (device,)  # torch.mps knows one device and takes none
-        states.append((module, module.get_rng_state(*where), where))
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for module, state, where in states:
-                module.set_rng_state(state, *where)
+def _random_states_kept() -> Iterator[None]:
+    state = RandomState()
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[object]:
