@@ -139,7 +139,7 @@ def loss_scaled(
         skip: How a compiled step is skipped, with the same results up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied. `"select"` always takes
             it, of zeros where it is skipped, and then chooses between the old and the new values: no conditional whose
-            predicate XLA could read on the host, as it may on GPUs. On a CPU it takes up to 1.7 times as long and needs
+            predicate XLA could read on the host, as it may on GPUs. On a CPU it takes up to 1.8 times as long and needs
             up to three times the memory. The state is the same, so that a run may change between them.
 
     Returns:
