@@ -1,11 +1,13 @@
 """The rules that other tools publish for their scale, each told again in plain Python: what dialects are held against.
 
 A model takes the tool's own keywords, moves by `step(overflow)`, and saves what the tool saves. `DRAWN` draws configs
-for each of them. None of them knows a policy of this library.
+for each of them, `PLACED` has each layout that a tool saves, and `GUESSED` what tells its tool. None of them knows a
+policy of this library.
 """
 
 import math
 
+import numpy as np
 from hypothesis import strategies as st
 
 
@@ -510,3 +512,59 @@ DRAWN = {
         _configs(["scale_window"], init_loss_scale=_SCALE, scale_factor=_FACTOR, scale_window=_WINDOW),
     ),
 }
+
+PLACED = [
+    (
+        "torch",
+        {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7},
+    ),
+    ("accelerate", {"scale": 8.0, "_growth_tracker": 7}),
+    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
+    ("apex", {"loss_scale": 8.0, "unskipped": 7}),
+    ("apex-hysteresis", {"current_scale": np.array([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}),
+    (
+        "deepspeed",
+        {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "cur_hysteresis": 1, "scale_window": 1000},
+    ),
+    (
+        "deepspeed",
+        {"loss_scaler": {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}},
+    ),
+    ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
+    ("megatron-v1", {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 12, "scale_window": 1000}),
+    ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
+    ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
+    ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
+    ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
+    ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
+    ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
+    ("mindspore", {"loss_scale": 8, "cur_iter": 20, "last_overflow_iter": 12, "bad_step": 0, "scale_window": 2000}),
+    ("mindspore", {"scale_sense": 8.0, "current_iterator_step": 20, "last_overflow_iterator_step": 12}),
+    ("mindspore", {"scale_value": 8.0, "counter": 7}),
+    ("torch", {"_scale": np.float32(8.0), "_growth_tracker": 7, "_growth_interval": 2000, "_device": "cpu"}),
+    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
+    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
+    ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
+    ("colossalai", {"_scale": [8.0], "_growth_step": 7, "_hysteresis_step": 1, "_hysteresis": 2}),
+    (
+        "deepspeed",
+        {"cur_scale": 8, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 1000, "dtype": "torch.float16"},
+    ),
+]
+"""Tools by name, and what they save where the scale is 8, after seven finite steps."""
+
+GUESSED = {
+    "torch": {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7},
+    "apex": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}},
+    "apex-hysteresis": {"scale": 8.0, "_growth_tracker": 7, "_hysteresis_tracker": 1},
+    "megatron": {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1},
+    "colossalai": {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 2},
+    "keras": {"current_loss_scale": 8.0, "good_steps": 7},
+    "keras3": {"dynamic_scale": 8.0, "step_counter": 7},
+    "tf-contrib": {"loss_scale": 8.0, "good_steps": 7, "bad_steps": 1},
+    "jmp": {"loss_scale": 8.0, "counter": 7},
+    "flax": {"scale": 8.0, "fin_steps": 7},
+    "paddle": {"scale": [8.0], "incr_count": 7, "decr_count": 0},
+    "mindspore": {"loss_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "bad_step": 0},
+}
+"""What each tool saves, as far as it tells the tool from the others."""
