@@ -25,9 +25,11 @@ def test_each_release_in_the_changelog_has_a_date():
     assert dates == sorted(dates, reverse=True)
 
 
-def test_the_citation_is_of_this_version():
-    """CITATION.cff names the version of the package."""
-    assert re.findall(r"^version: (.+)$", _text("CITATION.cff"), flags=re.MULTILINE) == [lossscale_core.__version__]
+def test_the_newest_release_in_the_changelog_is_this_version():
+    """Which CITATION.cff does not repeat; before the first release the changelog has none."""
+    releases = re.findall(r"^## \[(\d.+?)\]", _text("CHANGELOG.md"), flags=re.MULTILINE)
+    assert releases[:1] in ([], [lossscale_core.__version__])
+    assert not re.search(r"^(version|date-released):", _text("CITATION.cff"), flags=re.MULTILINE)
 
 
 def test_pre_commit_runs_the_linter_of_ci():
