@@ -5,14 +5,13 @@ import inspect
 import pytest
 
 import lossscale_core
-import lossscale_jax
-import lossscale_tf
-import lossscale_torch
+from tests.conformance.backends import BACKENDS
 
+ADAPTERS = sorted({backend.verbs for backend in BACKENDS} - {lossscale_core}, key=lambda module: module.__name__)
 VERBS = ["init_state", "scale", "all_finite", "unscale", "select"]
 
 
-@pytest.mark.parametrize("adapter", [lossscale_torch, lossscale_jax, lossscale_tf], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
 def test_the_face_lists_what_users_may_touch(adapter):
     """Sorted, complete and documented; a class is found where users import it."""
     subpackages = {"keras", "range"}  # of lossscale_tf and of lossscale_torch
@@ -25,7 +24,7 @@ def test_the_face_lists_what_users_may_touch(adapter):
             assert getattr(adapter, name).__module__ in (adapter.__name__, "lossscale_core"), name
 
 
-@pytest.mark.parametrize("adapter", [lossscale_torch, lossscale_jax, lossscale_tf], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
 def test_overflow_report_has_one_face(adapter):
     """It takes gradients in the form of the framework, and the loss by its name."""
     signature = inspect.signature(adapter.overflow_report)

@@ -5,6 +5,13 @@ all that it imports at its top. A subpackage counts as one module, and has a dra
 module of the package that has no line.
 """
 
+ADAPTERS = {
+    "lossscale_torch": {"torch", "numpy"},
+    "lossscale_jax": {"jax", "optax"},
+    "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+}
+"""The packages that each adapter imports besides the core."""
+
 PLAN = {
     "lossscale_core": """
         _finite:

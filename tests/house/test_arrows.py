@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.plan import PLAN
+from tests.house.plan import ADAPTERS, PLAN
 
 SRC = Path(__file__).parents[2] / "src"
 STANDARD_LIBRARY = sys.stdlib_module_names
@@ -18,11 +18,6 @@ IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 CORE_REQUIRES = {"numpy", "array_api_compat"}
 FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
 FOR_WHO_DRAWS = {"_range_picture": {"matplotlib"}}
-ADAPTERS = {
-    "lossscale_torch": {"torch", "numpy"},
-    "lossscale_jax": {"jax", "optax"},
-    "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
-}
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 

@@ -1,5 +1,6 @@
 """Every declared version, and every version that the docs call tried, is one that a session of `noxfile.py` runs."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 from lossscale._tried import TRIED, untried
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FLOORS = [*PROJECT["dependencies"], *EXTRAS["torch"], *EXTRAS["jax"], *EXTRAS["tensorflow"]]
+FRAMEWORKS = [name for name in EXTRAS if f"{name}-test" in PYPROJECT["dependency-groups"]]
+FLOORS = [*PROJECT["dependencies"], *(floor for name in FRAMEWORKS for floor in EXTRAS[name])]
 NOXFILE = (ROOT / "noxfile.py").read_text(encoding="utf-8")
 
 
@@ -20,6 +23,13 @@ def _pins(session):
     lines = (ROOT / f"tests/versions/{session}.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     return {name.removesuffix("-cpu"): version.removesuffix(".*") for name, version in pins.items()}
+
+
+def test_the_frameworks_are_those_of_the_sessions():
+    """Each extra of a framework has a group of packages for its tests, and is in `all` and in `FRAMEWORKS`."""
+    (pins,) = (node.value for node in ast.parse(NOXFILE).body if ast.unparse(node).startswith("FRAMEWORKS = "))
+    assert [key.value for key in pins.keys] == ["numpy", *FRAMEWORKS]
+    assert EXTRAS["all"] == [f"lossscale[{','.join([*FRAMEWORKS, 'demo'])}]"]
 
 
 @pytest.mark.parametrize("floor", FLOORS)
