@@ -1,6 +1,6 @@
 """Loss scaling for JAX: the five verbs over pytrees, a scaled `value_and_grad`, and a wrapper for any optimizer.
 
-Everything is pure and works eagerly and under every transform; the state is a pytree of 0-d arrays.
+All functions are pure, and work eagerly and under every transform. The state is a pytree of 0-d arrays.
 """
 
 try:
@@ -53,7 +53,7 @@ for _type in (
     RetriedGradients,
     ScaledGradients,
 ):
-    # A pickle then names the public module, so that the private ones may move.
+    # A pickle stores the module name of a class: the public one lets the private modules change.
     _type.__module__ = __name__
 del _type
 _register_state_types()

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a window of micro-batches that an overflow does not poison."""
+"""Gradient accumulation: a window of micro-batches whose mean stays finite when some of them overflow."""
 
 from typing import NamedTuple
 
@@ -16,27 +16,27 @@ from lossscale_jax._verbs import unscale
 
 
 class Window(NamedTuple):
-    """What is carried from one micro-batch to the next."""
+    """The state of an accumulation between two micro-batches."""
 
     total: PyTree
     """The sum of the finite micro-batches' unscaled gradients, each divided by the window's size."""
     seen: Array
-    """int32: micro-batches so far."""
+    """int32: the number of micro-batches in the window up to now."""
     finite: Array
-    """int32: how many of them were finite."""
+    """int32: the number of finite micro-batches among them."""
     stepped: Array
-    """bool: the last call ended a window and applied its mean."""
+    """bool: whether the last call completed a window and applied its mean."""
 
 
 def empty_window(params: PyTree) -> Window:
-    """Return a window before its first micro-batch, for gradients of the shapes of `params`, unscaled."""
+    """Return a window without micro-batches, for unscaled gradients with the shapes of `params`."""
     return Window(optax.tree.zeros_like(lift_leaves(params)), jnp.int32(0), jnp.int32(0), jnp.asarray(False))
 
 
 def accumulate(attempt: Attempt, settings: Settings) -> Attempt:
-    """Add a micro-batch to the window if it is finite; apply the mean of those that were where the window is full."""
+    """Add a micro-batch to the window if it is finite; if the window is full, apply the mean of its micro-batches."""
     window: Window = attempt.window
-    # Each is divided before it is added, so that finite micro-batches cannot make an infinite sum.
+    # Each micro-batch is divided before it is added, so that the sum of finite micro-batches is finite.
     shares = multiply(unscale(attempt.scaled, attempt.scale_state), jnp.float32(1.0 / settings.accumulation_steps))
     total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(shares, window.total))
     window = window._replace(
@@ -53,13 +53,13 @@ def accumulate(attempt: Attempt, settings: Settings) -> Attempt:
 
 
 def mean(window: Window, _: Attempt, settings: Settings) -> PyTree:
-    """Return the mean of the finite micro-batches' gradients; zeros where there is none."""
+    """Return the mean of the finite micro-batches' gradients, or zeros if no micro-batch is finite."""
     size = settings.accumulation_steps
     return multiply(window.total, size / jnp.maximum(window.finite, 1).astype(jnp.float32))
 
 
 def norm_of_mean(attempt: Attempt, settings: Settings) -> Attempt:
-    """Read the norm of the window's mean, only where it would be applied."""
+    """Compute the norm of the window's mean, only if the mean would be applied."""
     norm = decide(
         attempt.applies,
         lambda window: global_norm(mean(window, attempt, settings), by=settings.skip),

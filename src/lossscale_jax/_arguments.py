@@ -1,4 +1,4 @@
-"""Errors for arguments and results that do not fit: one sentence that says what belongs there."""
+"""Checks of arguments and results; each error is one sentence that says what to pass instead."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def loss_scale_of(state: HasLossScale, call: str) -> Any:
-    """Return the loss scale of `state`; raise `TypeError` that shows the `call` where it is something else."""
-    # The optimizer state of `loss_scaled` has none, but says by itself where its scale state is.
+    """Return the loss scale of `state`; raise `TypeError` that shows the `call` if `state` is not a state."""
+    # The optimizer state of `loss_scaled` has no `loss_scale`; reading it raises an error that names `get_scale_state`.
     if hasattr(state, "loss_scale") or hasattr(state, "scale_state"):
         return state.loss_scale
     raise TypeError(
@@ -28,13 +28,13 @@ def loss_scale_of(state: HasLossScale, call: str) -> Any:
 
 
 def require_function(fun: Any, call: str) -> None:
-    """Raise `TypeError` that shows the `call` where `fun` is not a function."""
+    """Raise `TypeError` that shows the `call` if `fun` is not a function."""
     if not callable(fun):
         raise TypeError(f"fun is a {type(fun).__name__} and must be a function that returns the loss; call {call}")
 
 
 def require_optimizer(inner: Any) -> None:
-    """Raise `TypeError` where `inner` is not an optimizer that has been made."""
+    """Raise `TypeError` if `inner` is not an optimizer, for example `optax.adam` without its arguments."""
     if isinstance(inner, type) or not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"inner={inner!r} must be an optimizer with init and update; pass one that is made, such as "
@@ -43,7 +43,7 @@ def require_optimizer(inner: Any) -> None:
 
 
 def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Return the loss and what else `fun` returned; raise `TypeError` where the loss is not a scalar."""
+    """Return the loss and the auxiliary output of `fun`; raise `TypeError` if the loss is not a scalar."""
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise TypeError(
             f"fun returned {_described(result)}, and has_aux=True needs a pair of the loss and anything else; return "
@@ -69,9 +69,9 @@ def _described(value: Any) -> str:
 
 
 def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
-    """Return a method of `(self, grads, state, params)` so that an error names how gradients and parameters differ.
+    """Wrap a method of `(self, grads, state, params)` so that its errors say how gradients and parameters differ.
 
-    Only a call that fails is looked at, since an optimizer may accept such a difference.
+    The two are compared only after the method has failed, since an optimizer may accept a difference.
     """
 
     @functools.wraps(method)
@@ -96,7 +96,7 @@ def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _difference(grads: PyTree, params: PyTree) -> str | None:
-    """Return how gradients differ from parameters, or None; a part without leaves may stand for any parameters."""
+    """Return how gradients differ from parameters, or None; a part without leaves matches any parameters."""
     leaves = jax.tree.leaves(grads)
     if not all(map(is_array, leaves)):
         return None

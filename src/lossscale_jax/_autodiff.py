@@ -15,7 +15,7 @@ from lossscale_jax._types import HasLossScale, PyTree
 from lossscale_jax._verbs import all_finite, scale, unscale
 
 P = ParamSpec("P")
-Params = TypeVar("Params", bound=Any)  # bound, so that pyright lets a lambda compute with what it stands for
+Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 Grads = TypeVar("Grads")
@@ -27,7 +27,7 @@ class ScaledGradients(NamedTuple, Generic[Value, Aux, Grads]):
     value: Value
     """The loss as `fun` returned it."""
     aux: Aux
-    """What else `fun` returned; None without `has_aux`."""
+    """The auxiliary output of `fun`; None without `has_aux`."""
     grads: Grads
     """The gradients, unscaled, in float32 or wider; averaged over `axis_name`."""
     grads_finite: Array
@@ -43,7 +43,7 @@ def value_and_grad(
     axis_name: Hashable = None,
 ) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, Aux, Params]]: ...
 @overload
-def value_and_grad(  # type: ignore[overload-overlap]  # they differ in the name of a parameter alone
+def value_and_grad(  # type: ignore[overload-overlap]  # the overloads differ only in the name of a parameter
     fun: Callable[Concatenate[Params, P], Value],
     argnums: Literal[0] = 0,
     has_aux: Literal[False] = False,
@@ -69,25 +69,25 @@ def value_and_grad(
     has_aux: bool = False,
     axis_name: Hashable = None,
 ) -> Callable[..., ScaledGradients[Any, Any, PyTree]]:
-    """Create a function that differentiates `fun` with its loss scaled, as `jax.value_and_grad` does without.
+    """Create a function that differentiates `fun` with a scaled loss; the counterpart of `jax.value_and_grad`.
 
-    Follows the interface of flax's `DynamicScale.value_and_grad`. Does not synchronise with the host.
+    The interface follows flax's `DynamicScale.value_and_grad`. Does not synchronise with the host.
 
     Args:
         fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
         argnums: Which arguments of `fun` to differentiate, counted without the state.
         has_aux: Whether `fun` returns such a pair.
         axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of them, over which the data are split.
-            Gradients are then unscaled, averaged over it and checked, so that every device comes to the same
-            `grads_finite`; `value` and `aux` stay each device's own. Without it there, the devices' states drift apart:
-            `shard_map` raises, `pmap` cannot know.
+            Gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
+            every device; `value` and `aux` remain those of each device. If `axis_name` is missing, the states of the
+            devices diverge: `shard_map` raises an error, `pmap` does not notice.
 
     Returns:
         A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
 
     Raises:
         TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
-        ValueError: When called under `shard_map`: devices that share a state have gradients or losses of their own.
+        ValueError: When called under `shard_map`: devices share a state, but their gradients or losses differ.
     """
     require_function(fun, "value_and_grad(fun)(state, *args)")
 
@@ -99,10 +99,10 @@ def value_and_grad(
             return scale(value, state), (value, aux)
 
         chosen = _chosen(argnums, len(args))
-        if axis_name is not None:  # else shard_map would sum the gradients of what is replicated by itself
+        if axis_name is not None:  # otherwise shard_map would sum the gradients of replicated arguments
             args = tuple(_axes.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
         grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
-        # Unscaled first, since a sum of scaled float16 gradients over the devices may overflow.
+        # Unscale first, since a sum of scaled float16 gradients over the devices may overflow.
         grads = unscale(grads, state)
         if axis_name is not None:
             grads = lax.pmean(grads, axis_name)
@@ -122,7 +122,7 @@ _ADVICE = (
 
 
 def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
-    """Return which of `count` arguments are differentiated; what is out of range is for JAX to refuse."""
+    """Return which of `count` arguments are differentiated; JAX itself refuses numbers out of range."""
     numbers = argnums if isinstance(argnums, Sequence) else [argnums]
     return {operator.index(n) % count for n in numbers if count}
 
@@ -130,11 +130,11 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
 def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
-    # `inspect.signature`, which `jax.jit` asks, would follow it to `fun` itself, and so miss the state.
+    # `jax.jit` calls `inspect.signature`, which would follow `__wrapped__` to `fun`, whose signature lacks the state.
     del function.__wrapped__  # type: ignore[attr-defined]
     try:
         parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # a builtin, say
+    except (TypeError, ValueError):  # for example a builtin
         return function
     name = "state" if all(parameter.name != "state" for parameter in parameters) else "scale_state"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)

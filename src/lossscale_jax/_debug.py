@@ -1,4 +1,4 @@
-"""JAX's debugging flags, under which an eager operation raises where its result holds NaN or infinity."""
+"""JAX's debugging flags, under which an eager operation raises if its result holds NaN or infinity."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 def is_checked() -> bool:
     """Return whether the results of eager operations are searched for NaN or infinity, each on the host."""
-    flags: Any = jax.config  # whose attributes JAX makes as it starts
+    flags: Any = jax.config  # JAX adds the attributes at run time
     return bool(flags.jax_debug_nans or flags.jax_debug_infs)
 
 
 def unchecked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` so that it may meet NaN and infinity: to handle an overflow is not a mistake."""
+    """Wrap `function` so that the flags do not raise within it, since it handles NaN and infinity itself."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

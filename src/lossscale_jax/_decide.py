@@ -1,4 +1,4 @@
-"""One of two results, as a flag says: `select`, and the three ways to take a step or to skip it."""
+"""The choice between two results by a flag: `select`, and three ways to take or skip a step."""
 
 import functools
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from lossscale_jax._types import PyTree, Tree
 Result = TypeVar("Result")
 
 Skip = Literal["cond", "select"]
-"""How a compiled step is skipped: by a conditional around it, or by choosing between its results and the old values."""
+"""The way to skip a compiled step: a conditional around it, or a choice between its results and the old values."""
 
 
 def decide(
     flag: Array, apply: Callable[..., Result], skip: Callable[..., Result], source: PyTree, *rest: PyTree, by: Skip
 ) -> Result:
-    """Return `apply(source, *rest)` where `flag`, else `skip(applied, source, *rest)` in the same dtypes.
+    """Return `apply(source, *rest)` if `flag`, else `skip(applied, source, *rest)` in the same dtypes.
 
     `applied` has the shapes and dtypes of what `apply` returns.
     """
@@ -35,23 +35,23 @@ def decide(
 
 
 def _by_cond(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any], *operands: PyTree) -> Any:
-    """Run only the branch that is taken; donated buffers are not copied."""
+    """Run only the chosen branch; donated buffers are not copied."""
     apply = jax.jit(apply, inline=True)  # traced once, for its shapes and in the conditional
     applied = jax.eval_shape(apply, *operands)
     return lax.cond(flag, apply, lambda *operands: _axes.matching(skip(applied, *operands), applied), *operands)
 
 
 def _by_select(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any], source: PyTree, *rest: PyTree) -> Any:
-    """Apply in any case, to zeros where the result is dropped, and choose.
+    """Run `apply` in both cases, on zeros if its result is dropped, and choose between the results.
 
-    An optimizer that searches a line, calls the host or checks its numbers would otherwise act on NaN.
+    The zeros matter for an optimizer with a line search, a host callback or checks, which would otherwise act on NaN.
     """
     applied = apply(map_gradients(lambda leaf: jnp.where(flag, leaf, jnp.zeros_like(leaf)), source), *rest)
     return select(flag, applied, _axes.matching(skip(applied, source, *rest), applied))
 
 
 def _on_host(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any], *operands: PyTree) -> Any:
-    """Run what is taken, for JAX's debugging flags: they wait for every operation, and would raise in the other."""
+    """Read the flag and run only the chosen branch; under JAX's debugging flags the other one would raise."""
     if flag:
         return apply(*operands)
     applied = jax.eval_shape(apply, *operands)
@@ -59,13 +59,13 @@ def _on_host(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any], *
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
-    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Pass everything that a skipped step must not change in one call: parameters, optimizer state, batch statistics,
     averages, step counters, PRNG keys. Does not synchronise with the host.
 
     Args:
-        grads_finite: A bool array of shape `()`; or a Python bool, which picks the leaves of one side untouched.
+        grads_finite: A bool array of shape `()`; or a Python bool, which returns the leaves of one side unchanged.
         new: The pytree after the step.
         old: The pytree before the step. Leaves that are not arrays, such as an activation function, must be equal.
 
@@ -73,7 +73,7 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         One of the two pytrees, leaf by leaf.
 
     Raises:
-        TypeError: `grads_finite` is not a flag, such as a pytree in its place.
+        TypeError: `grads_finite` is not a flag, but for example a pytree.
         ValueError: Structures, shapes, dtypes or leaves that are not arrays differ, or the flag has a shape.
     """
     if not is_array(grads_finite):

@@ -1,4 +1,4 @@
-"""The names under which `jax.export` writes the state types, so that a serialized step takes and returns them."""
+"""The names under which `jax.export` writes the state types, so that a serialized step can take and return states."""
 
 import contextlib
 from typing import Any
@@ -12,9 +12,9 @@ from lossscale_jax._state import GuardedLossScaledState, LossScaledState
 
 
 def register_state_types() -> None:
-    """Register every state type once; a registration of the user's own stands."""
+    """Register every state type once; a registration by the user is kept."""
     policies = [each for each in BaseScaling.__subclasses__() if each.__module__ == BaseScaling.__module__]
     of_the_core: set[Any] = {GuardState, *(policy.state_type for policy in policies)}
     for kind in (*of_the_core, LossScaledState, GuardedLossScaledState, Window, ScaledGradients):
-        with contextlib.suppress(ValueError):  # JAX refuses a second registration, and a package may be imported again
+        with contextlib.suppress(ValueError):  # JAX refuses a second registration, and the module may be imported twice
             register_namedtuple_serialization(kind, serialized_name=f"lossscale.{kind.__name__}")

@@ -1,4 +1,4 @@
-"""Whether gradients are finite, and their global norm, whose read proves them finite."""
+"""The check that gradients are finite, and the global norm, which checks them in the same read."""
 
 import functools
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _EXPONENT_OF_FLOAT16 = 0x7C00
 def finite_when_unscaled(
     grads: PyTree, loss_scale: Array | None, keep_dtypes: bool = False, by: Skip = "cond"
 ) -> Array:
-    """Return whether every element is finite, and stays so when unscaled in float32 or wider, or in its own dtype.
+    """Return whether every element is finite before and after unscaling, in float32 or wider, or in its own dtype.
 
-    All but float16 are proven finite by their sum of squares, which costs one read at memory speed; only where that is
-    not finite itself, or the scale is below 1, is every element looked at. By "select" every element is looked at once.
+    A finite sum of squares proves that all elements are finite, and costs one read at memory speed. Elements are tested
+    one by one if the sum is not finite, if the scale is below 1, for float16, and always with "select".
     """
     leaves = gradient_leaves(grads)
     check = _all_finite if is_traced(leaves, loss_scale) else _all_finite_at_once
@@ -34,14 +34,14 @@ def finite_when_unscaled(
 def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool, by: Skip) -> Array:
     if by == "select":
         return _each_element_finite(leaves, loss_scale, keep_dtypes)
-    # To square float16 on a CPU takes a conversion of each element: twice the time of `isfinite`, as measured.
+    # On a CPU, squaring float16 converts each element, which takes twice as long as `isfinite`.
     summed = [leaf for leaf in leaves if leaf.dtype != jnp.float16]
     proven = _each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     if summed:
         proven &= jnp.isfinite(_sum_of_squares(summed))
     elif loss_scale is None:
         return proven
-    if loss_scale is not None:  # below 1, a finite gradient may overflow as it is unscaled
+    if loss_scale is not None:  # with a scale below 1, a finite gradient may overflow when it is unscaled
         proven &= loss_scale >= 1.0
     exact = functools.partial(_each_element_finite, loss_scale=loss_scale, keep_dtypes=keep_dtypes)
     return decide(~proven, exact, lambda *_: jnp.asarray(True), leaves, by=by)
@@ -51,8 +51,8 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
 def global_norm(grads: PyTree, loss_scale: Array | None = None, by: Skip = "cond") -> Array:
     """Return the 2-norm of all leaves together, divided by `loss_scale`; it is finite if and only if every element is.
 
-    Reads the gradients once. Only where their sum of squares overflows are they read again, divided by the largest:
-    `optax.global_norm` would be infinite there. By "select" they are always read again, to the same norm.
+    The gradients are read once. If their sum of squares overflows, they are read again and divided by the largest
+    magnitude; `optax.global_norm` would return infinity. With "select" they are always read twice, for the same norm.
     """
     leaves = gradient_leaves(grads)
     if not leaves:
@@ -69,11 +69,11 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None, by: Skip) -> Arr
         return jnp.sqrt(squares) * inverse
 
     def exact(leaves: list[Array]) -> Array:
-        finite = _each_element_finite(leaves, loss_scale)  # asked for itself, since `max` may lose a NaN
+        finite = _each_element_finite(leaves, loss_scale)  # a check of its own, since `max` may lose a NaN
         parts = [part for leaf in leaves for part in real_parts(leaf)]
         largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
         root = jnp.sqrt(jnp.maximum(largest, jnp.finfo(largest).tiny))
-        shrink = 1.0 / root  # and once more: the reciprocal of the largest itself may underflow
+        shrink = 1.0 / root  # in two steps: the reciprocal of the largest magnitude may underflow
         shrunk = [part * shrink.astype(part.dtype) * shrink.astype(part.dtype) for part in parts]
         norm = jnp.minimum(root * inverse * root * jnp.sqrt(_sum_of_squares(shrunk)), jnp.finfo(largest).max)
         return jnp.where(finite, norm, jnp.inf)
@@ -82,18 +82,18 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None, by: Skip) -> Arr
 
 
 def clip_factor(norm: Array, max_norm: float) -> Array:
-    """Return the factor by which gradients of this norm must be multiplied for a norm of at most `max_norm`."""
+    """Return the factor that reduces gradients of this norm to a norm of at most `max_norm`."""
     return max_norm / jnp.maximum(norm, max_norm)
 
 
-# Eagerly, `cond` would be compiled again at every call.
+# Without `jit`, an eager `cond` would be compiled at every call.
 _all_finite_at_once = jax.jit(_all_finite, static_argnums=(2, 3))
 _global_norm_at_once = jax.jit(_global_norm, static_argnums=2)
 
 
 def _each_element_finite(arrays: list[Array], loss_scale: Array | None = None, keep_dtypes: bool = False) -> Array:
-    """Return whether every element is finite, by a test of each."""
-    # Not by the least and the largest, which may lose a NaN in XLA on a CPU.
+    """Return whether every element is finite; test each one."""
+    # Not by the minimum and maximum, which may lose a NaN in XLA on a CPU.
     flags = []
     for array in arrays:
         if loss_scale is not None:
@@ -116,9 +116,9 @@ def _sum_of_squares(arrays: Sequence[Array]) -> Array:
 
 def _squared(array: Array) -> Array:
     """Return the sum of an array's squares."""
-    if _axes.is_sharded_in_type(array):  # JAX would ask how to shard the product, which is a scalar
+    if _axes.is_sharded_in_type(array):  # for a product, JAX would require a sharding of the scalar result
         return jnp.sum(jnp.square(array))
-    # XLA reads a product over all axes at memory speed on a CPU, and no reshape upsets a sharding. By default a TPU
-    # would multiply in bfloat16, and a GPU may in TensorFloat-32.
+    # On a CPU, XLA computes a product over all axes at memory speed, without a reshape that would change the sharding.
+    # The precision is explicit, since a TPU would multiply in bfloat16 by default, and a GPU may in TensorFloat-32.
     axes = tuple(range(array.ndim))
     return lax.dot_general(array, array, ((axes, axes), ((), ())), precision=lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""The leaves of pytrees: which are gradients, what they are called, and in which dtype to compute with them."""
+"""The leaves of pytrees: tests for gradients, names for messages, and the dtype for computations."""
 
 import sys
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from lossscale_jax._types import PyTree, Tree
 
 
 def gradient_leaves(grads: PyTree) -> list[Array]:
-    """Return the leaves that hold floats; the duplicates of sparse ones are summed."""
+    """Return the leaves that hold floats; duplicates in sparse leaves are summed."""
     return [leaf for _, leaf in _gradients_with_paths(grads)]
 
 
 def named_gradients(grads: PyTree) -> list[tuple[str, Array]]:
-    """Return the leaves that hold floats with their paths; the duplicates of sparse ones are summed."""
+    """Return the paths and leaves of those that hold floats; duplicates in sparse leaves are summed."""
     return [(name_of(path), leaf) for path, leaf in _gradients_with_paths(grads)]
 
 
 def _gradients_with_paths(grads: PyTree) -> list[tuple[Any, Array]]:
-    sparse = sys.modules.get("jax.experimental.sparse")  # no gradient is sparse before somebody imports it
+    sparse = sys.modules.get("jax.experimental.sparse")  # no gradient is sparse before this module is imported
     kinds = () if sparse is None else (sparse.BCOO,)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda node: isinstance(node, kinds)):
@@ -33,12 +33,12 @@ def _gradients_with_paths(grads: PyTree) -> list[tuple[Any, Array]]:
 
 
 def is_traced(leaves: list[Array], loss_scale: Any) -> bool:
-    """Return whether any of these arrays stands for a value that is not there yet."""
+    """Return whether any of these arrays is a tracer, which has no value yet."""
     return any(isinstance(each, jax.core.Tracer) for each in (*leaves, loss_scale))
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Return whether `leaf` holds floats, real or complex; raise `TypeError` where it is not an array."""
+    """Return whether `leaf` holds floats, real or complex; raise `TypeError` if it is not an array."""
     if not is_array(leaf):
         raise TypeError(f"{leaf!r} is not an array; pass a pytree of arrays, such as jax.grad returns")
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
@@ -50,7 +50,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def name_of(path: Any) -> str:
-    """Return a leaf's path in words for a message."""
+    """Return a leaf's path as text for a message."""
     return jax.tree_util.keystr(path) or "the leaf"
 
 
@@ -80,7 +80,7 @@ def lift_leaves(tree: Tree) -> Tree:
 
 
 def lift(array: Array) -> Array:
-    """Return `array` in float32, or in its own dtype where that is wider."""
+    """Return `array` in float32, or in its own dtype if that is wider."""
     if jnp.issubdtype(array.dtype, jnp.inexact) and jnp.finfo(array.dtype).bits >= 32:
         return array
     return array.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""`loss_scaled`: any optax optimizer, its step applied or skipped as a whole."""
+"""`loss_scaled`: a wrapper for any optax optimizer that applies or skips each step as a whole."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,7 +16,7 @@ from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide, select
 from lossscale_jax._late import update_or_skip
 from lossscale_jax._leaves import lift_leaves
-from lossscale_jax._placement import place_beside
+from lossscale_jax._placement import place_with
 from lossscale_jax._stages import (
     Attempt,
     Drop,
@@ -26,8 +26,8 @@ from lossscale_jax._stages import (
     cast_back,
     check,
     check_by_norm,
+    check_spike,
     clipped,
-    judge,
     unscaled,
 )
 from lossscale_jax._state import GuardedLossScaledState, LossScaledState, find_scale_states, is_own_state
@@ -37,7 +37,7 @@ from lossscale_jax._verbs import init_state
 
 
 class Optimizer(Protocol):
-    """An optimizer of optax's shape."""
+    """An optimizer with the interface of optax."""
 
     @property
     def init(self) -> Callable[..., Any]:
@@ -65,21 +65,23 @@ class _ApplyGradients(Protocol):
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation of optax that takes the gradients of a scaled loss; `loss_scaled` makes it."""
+    """An optax transformation that takes the gradients of a scaled loss; `loss_scaled` returns it."""
 
     init: _Init
     """`init(params)` returns the optimizer state before the first step."""
     update: _Update
-    """`update(grads, state, params, **extra_args)` returns the updates, zero where the step is skipped, and the state
-    after it."""
+    """`update(grads, state, params, **extra_args)` returns the updates and the state after the step.
 
-    # optax unpacks a transformation into two, and flax nnx rebuilds it from its two elements, so the third function is
-    # found through them.
+    The updates of a skipped step are zero.
+    """
+
+    # optax unpacks a transformation into two functions, and flax nnx rebuilds it from them, so that the third function
+    # is found through these two.
     @property
     def apply_gradients(self) -> _ApplyGradients:
         """`apply_gradients(grads, state, params, **extra_args)` returns the parameters and the state after a step.
 
-        Both are as they were where the step is skipped. It updates and applies in one go, which saves memory and time.
+        A skipped step leaves both unchanged. Updating and applying in one call saves memory and time.
         """
         wrapper = getattr(self.update, "__self__", None)
         if not isinstance(wrapper, _Wrapper):
@@ -99,7 +101,7 @@ def loss_scaled(
     guard: SpikeGuard | None = None,
     skip: Skip = "cond",
 ) -> LossScaledTransformation:
-    """Wrap `inner` so that it takes the gradients of a scaled loss, and skips those that overflowed.
+    """Wrap `inner` so that it takes the gradients of a scaled loss, and skips steps that overflow.
 
     ```python
     optimizer = loss_scaled(optax.adam(1e-3), "dynamic")
@@ -111,41 +113,42 @@ def loss_scaled(
         return optax.apply_updates(params, updates), opt_state
     ```
 
-    `inner` sees unscaled gradients, in float32 or wider. A skipped step gives zero updates and leaves the inner state
-    bit for bit. An applied step may differ in its last bits from the same step without scaling, since XLA decides for
-    each program where to fuse a product and a sum. Where it fuses none, the bits are the same if the loss scale is a
-    power of two and the model computes in float32. Pure; does not synchronise with the host, though XLA may on GPUs: a
-    step holds two `lax.cond`, unless `skip="select"`.
+    `inner` receives unscaled gradients, in float32 or wider. A skipped step returns zero updates and leaves the inner
+    state bit for bit. An applied step may differ in its last bits from the same step without scaling, since XLA decides
+    for each program where to fuse a product and a sum. Without such fusion the bits are the same if the loss scale is a
+    power of two and the model computes in float32. The functions are pure and do not synchronise with the host. XLA may
+    synchronise on GPUs for the two `lax.cond` of a step; `skip="select"` avoids them.
 
     Args:
-        inner: Any optimizer of optax's shape, for a pytree of arrays (partition an Equinox model first).
+        inner: Any optimizer with optax's interface, for a pytree of arrays (partition an Equinox model first).
         policy: Anything that `lossscale_core.as_policy` accepts.
-        axis_name: The axis of `shard_map` or `pmap`, or a tuple of them, over which to combine the decision, where each
-            device still has gradients of its own. Where you clip or accumulate, reduce the gradients first: `axis_name`
-            goes with neither.
-        max_norm: The global norm to which unscaled gradients are clipped, by the read that proves them finite.
-        accumulation_steps: The number of micro-batches whose mean makes one step; other calls give zero updates.
+        axis_name: The axis of `shard_map` or `pmap`, or a tuple of them, over which to combine the decision, if the
+            gradients still differ between the devices. It cannot be combined with clipping or accumulation; there,
+            reduce the gradients first.
+        max_norm: The global norm to which unscaled gradients are clipped, in the same read as the finiteness check.
+        accumulation_steps: The number of micro-batches whose mean makes one step; other calls return zero updates.
         drop: What an overflow drops. `"window"` skips the whole window, which counts as one step of the policy.
-            `"micro_batch"` leaves out those that overflowed and divides by the number of the others; then every
-            micro-batch counts, and the scale may change within a window.
+            `"micro_batch"` leaves out the micro-batches that overflowed and divides by the number of the others. Then
+            every micro-batch counts as a step of the policy, and the scale may change within a window.
         keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
-            the dtype in which it came, unscaled in float32 first. That halves the memory of the state, and loses what
-            is too small for float16. By default, updates and inner state are float32.
-        guard: Skips a step whose norm is far above the norms before it, and then leaves the scale state as it was. The
-            norm is that of the unscaled gradients before clipping: of a window's mean where you accumulate, and with
-            `axis_name` of the gradients of all devices together. The guard's own state is in `opt_state.guard_state`.
-            Its `max_streak` is not checked, since a step does not read its state; call
-            `lossscale_core.check_spike_streak` where you read it.
-        skip: How a compiled step is skipped, with the same results up to rounding. `"cond"` takes the step in a
+            the dtype in which it came, unscaled in float32 first. This halves the memory of the state, but values that
+            are too small for float16 become zero. By default, updates and inner state are float32.
+        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the
+            scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
+            accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
+            `opt_state.guard_state`. A step does not read it, so that `max_streak` is not checked; call
+            `lossscale_core.check_spike_streak` where you read the state.
+        skip: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied. `"select"` always takes
-            it, of zeros where it is skipped, and then chooses between the old and the new values: no conditional whose
-            predicate XLA could read on the host, as it may on GPUs. On a CPU it takes up to 1.8 times as long and needs
-            up to three times the memory. The state is the same, so that a run may change between them.
+            the step, on zeros if it is skipped, and then chooses between the old and the new values. It has no
+            conditional, so that XLA cannot read its predicate on the host, as it may on GPUs. On a CPU it takes up to 1.8 times as long and
+            needs up to three times the memory. The state is the same, so that a run may change between the two.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` that can do one thing more, which saves memory and time:
-        `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies in one go. With
-        parameters and state donated to `jit`, a step costs little more than reading the gradients once.
+        An `optax.GradientTransformationExtraArgs` with one more function:
+        `params, opt_state = optimizer.apply_gradients(grads, opt_state, params)` updates and applies in one call, which
+        saves memory and time. With parameters and state donated to `jit`, a step costs little more than reading the
+        gradients once.
 
     Raises:
         TypeError: `inner` is not an optimizer.
@@ -160,10 +163,10 @@ def loss_scaled(
 
 def _stages(settings: Settings) -> tuple[Stage, ...]:
     guarded = settings.guard is not None
-    if settings.accumulates:  # clipping and the guard look at the window's mean
-        return (check, accumulate, *((norm_of_mean, judge) if guarded else ()))
+    if settings.accumulates:  # clipping and the guard use the norm of the window's mean
+        return (check, accumulate, *((norm_of_mean, check_spike) if guarded else ()))
     read = check_by_norm if guarded or settings.max_norm is not None else check
-    return (read, *((judge,) if guarded else ()))
+    return (read, *((check_spike,) if guarded else ()))
 
 
 def _transforms(settings: Settings) -> tuple[Transform, ...]:
@@ -181,18 +184,18 @@ class _Wrapper(NamedTuple):
     policy: ScalingPolicy
     settings: Settings
     stages: tuple[Stage, ...]
-    """What is done with the gradients until it is known whether the step is applied."""
+    """The stages that decide whether the step is applied."""
     transforms: tuple[Transform, ...]
-    """What is done with them where it is applied, before the wrapped optimizer is given them."""
+    """The transforms of the gradients of an applied step, before the wrapped optimizer receives them."""
 
     def init(self, params: PyTree) -> LossScaledState:
-        inner_state = self.inner.init(self._shown(params))
+        inner_state = self.inner.init(self._cast_for_inner(params))
         if find_scale_states(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         window = empty_window(params) if self.settings.accumulates else None
         guard = self.settings.guard
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
-        return place_beside(_state(init_state(self.policy), inner_state, window, guard_state), params)
+        return place_with(_state(init_state(self.policy), inner_state, window, guard_state), params)
 
     @explain_structures
     def update(
@@ -204,15 +207,16 @@ class _Wrapper(NamedTuple):
             return self._inner_update(source, attempt, inner_state, params, extra_args)
 
         def skip(applied: tuple[Tree, PyTree], _: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
-            # XLA lets a conditional write where its operand lies only if one branch returns that operand as it is. So a
-            # skip returns gradients, and the updates take their memory; what drops them is fused into what adds them.
-            # What an optimizer reduces itself has other axes or another shape; zeros will do, since they are dropped.
+            # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a
+            # skip returns gradients, the updates take their memory, and the select below drops them; XLA fuses it
+            # into the addition of the updates. If an optimizer reduces its updates, their axes or their shape differ,
+            # and the skip returns zeros.
             return _axes.zeros_where_unlike(updates, applied[0]), inner_state
 
         result, inner_state = update_or_skip(
             attempt.applies, step, skip, attempt.source, state.inner_state, by=self.settings.skip
         )
-        return select(attempt.applies, result, no_updates(result)), self._after(attempt, inner_state)
+        return select(attempt.applies, result, no_updates(result)), self._next_state(attempt, inner_state)
 
     @explain_structures
     def apply_gradients(
@@ -229,11 +233,11 @@ class _Wrapper(NamedTuple):
 
         operands = attempt.source, state.inner_state
         result, inner_state = decide(attempt.applies, step, skip, *operands, by=self.settings.skip)
-        return result, self._after(attempt, inner_state)
+        return result, self._next_state(attempt, inner_state)
 
     @unchecked
     def _attempt(self, grads: PyTree, state: LossScaledState) -> Attempt:
-        """Return what the stages find out about the gradients."""
+        """Run the stages on the gradients."""
         self._require_own(state)
         attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state)
         for stage in self.stages:
@@ -246,9 +250,9 @@ class _Wrapper(NamedTuple):
         """Return the wrapped optimizer's updates and its state after the step."""
         for transform in self.transforms:
             source = transform(source, attempt, self.settings)
-        return with_extra_args(self.inner.update)(source, inner_state, self._shown(params), **extra_args)
+        return with_extra_args(self.inner.update)(source, inner_state, self._cast_for_inner(params), **extra_args)
 
-    def _after(self, attempt: Attempt, inner_state: PyTree) -> LossScaledState:
+    def _next_state(self, attempt: Attempt, inner_state: PyTree) -> LossScaledState:
         """Return the state after the call."""
         scale_state = self.policy.update(attempt.scale_state, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
@@ -256,12 +260,12 @@ class _Wrapper(NamedTuple):
         window = None if attempt.window is None else attempt.window._replace(stepped=attempt.applies)
         return _state(scale_state, inner_state, window, attempt.guard_state)
 
-    def _shown(self, params: PyTree) -> PyTree:
-        """Return the parameters as the inner optimizer sees them: in the dtypes of the gradients that it is given."""
+    def _cast_for_inner(self, params: PyTree) -> PyTree:
+        """Return the parameters in the dtypes of the gradients that the inner optimizer receives."""
         return params if self.settings.keep_dtypes else lift_leaves(params)
 
     def _require_own(self, state: Any) -> None:
-        """Raise where `state` was not made by `init`, or with other settings."""
+        """Raise an error if `state` was not made by `init`, or was made with other settings."""
         size, guard = self.settings.accumulation_steps, self.settings.guard
         if not is_own_state(state):
             raise ScaleStateError(
@@ -286,4 +290,4 @@ def _state(scale_state: Any, inner_state: PyTree, window: Any, guard_state: Guar
     if guard_state is None:
         return LossScaledState(scale_state, inner_state, window)
     guarded: Any = GuardedLossScaledState(scale_state, inner_state, window, guard_state)
-    return cast(LossScaledState, guarded)  # whose members it has
+    return cast(LossScaledState, guarded)  # it has the same members

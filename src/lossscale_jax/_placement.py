@@ -1,4 +1,4 @@
-"""The devices on which an optimizer state lies."""
+"""The devices of an optimizer state."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from lossscale_jax._types import PyTree, Tree
 
 
-def place_beside(state: Tree, params: PyTree) -> Tree:
-    """Return a new optimizer state with what lies on one device replicated over the mesh of `params`, if they have one.
+def place_with(state: Tree, params: PyTree) -> Tree:
+    """Replicate the one-device arrays of a new optimizer state over the mesh of `params`, if they have a mesh.
 
-    A step under `jit` returns it so; given it otherwise, the second step would be compiled once more.
+    A step under `jit` returns its state in this form. From a state in another form, the second step would recompile.
     """
     mesh = _mesh(params)
     if mesh is None:
@@ -27,17 +27,17 @@ def place_beside(state: Tree, params: PyTree) -> Tree:
 
 
 def _mesh(params: PyTree) -> Mesh | AbstractMesh | None:
-    """Return the mesh over which all of `params` lie, in this process alone; None where there is no such mesh."""
+    """Return the mesh that holds all of `params`, in this process only; None if there is no such mesh."""
     leaves = jax.tree.leaves(params)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return None
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = {sharding.mesh if isinstance(sharding, NamedSharding) else None for sharding in shardings}
-    # Onto devices of other processes, `device_put` first compares the values of all, and so waits for every process.
+    # For devices of other processes, `device_put` compares the values of all processes, and so waits for each of them.
     is_local = all(sharding is not None and sharding.is_fully_addressable for sharding in shardings)
     return meshes.pop() if len(meshes) == 1 and is_local else None
 
 
 def fixed_place(array: Array) -> Sharding | None:
-    """Return where `array` has to stay; None where JAX may move it, as to the mesh of what it meets under `jit`."""
+    """Return the sharding that `array` must keep; None if JAX may move it, for example to a mesh under `jit`."""
     return array.sharding if getattr(array, "committed", False) else None

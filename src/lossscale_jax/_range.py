@@ -1,4 +1,4 @@
-"""A report on the magnitudes that the forward and the backward pass of a function compute."""
+"""The range report: magnitudes that the forward and the backward pass of a function compute."""
 
 import contextlib
 import functools
@@ -26,12 +26,12 @@ def range_report(
 ) -> RangeReport:
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
-    It traces `fun` once, as `jax.jit` does, and then runs its equations one by one: the forward pass once, and the
-    backward pass (usually up to four times) at the loss scales that it searches. It looks at every float16, bfloat16
-    and float8 array that is computed, also within `jit`, `checkpoint`, `custom_jvp`, `custom_vjp`, `scan`, `while_loop`
-    and `cond`, whose iterations and branches run one at a time. What neither the loss nor a gradient needs is left out.
-    Nothing of the caller's is changed. Copies each of these arrays to the host, and so synchronises with it after
-    every operation.
+    `fun` is traced once, as by `jax.jit`. Then its equations run one by one: the forward pass once, and the
+    backward pass (usually up to four times) at the loss scales that it searches. It measures every computed float16,
+    bfloat16 and float8 array, also within `jit`, `checkpoint`, `custom_jvp`, `custom_vjp`, `scan`, `while_loop` and
+    `cond`, whose iterations and branches run one at a time. Operations that neither the loss nor a gradient needs are
+    left out. The arguments are not changed. Each measured array is copied to the host, so that every operation
+    synchronises with it.
 
     Args:
         fun: Returns the loss, unscaled, a scalar of any float dtype; with `has_aux`, a pair of the loss and anything
@@ -45,8 +45,8 @@ def range_report(
         primitive, and by the `jax.named_scope`s or flax modules around it, else by the line of its source.
 
     Raises:
-        TypeError: `fun` is not a function, the loss is not a scalar, or an argument to differentiate holds something
-            other than floats.
+        TypeError: `fun` is not a function, the loss is not a scalar, or an argument to differentiate holds other
+            values than floats.
     """
     require_function(fun, "range_report(fun, *args)")
     passes = _Passes(fun, args, argnums, has_aux)
@@ -55,7 +55,7 @@ def range_report(
 
 
 def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Set the mesh of what is sharded along explicit axes: an equation that runs alone may have no input that tells."""
+    """Set the mesh of arrays with explicit axes, since an equation that runs alone may have no input with a mesh."""
     shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
     meshes: set[Any] = {each.mesh for each in shardings if isinstance(each, jax.NamedSharding)}
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
@@ -63,7 +63,7 @@ def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Seed(NamedTuple):
-    """What `scale` takes for a state."""
+    """A state for `scale`, which reads `loss_scale` only."""
 
     loss_scale: Any
 
@@ -90,14 +90,14 @@ class _Passes:
 
         closed, (shapes, _) = jax.make_jaxpr(gradients, return_shape=True)(jnp.float32(1.0), arrays)
         self._structure = jax.tree.structure(shapes)
-        self.nonfinite_inputs = list(self._look(closed, arrays))
+        self.nonfinite_inputs = list(self._find_nonfinite(closed, arrays))
         early, self._late = _split(closed.jaxpr)
         inputs = [Tracked(each, False) for each in (*closed.consts, *jax.tree.leaves(arrays))]
         (*self._given, loss), records = self._interpreter.run(early, inputs)
         return float(loss.array), records
 
-    def _look(self, closed: ClosedJaxpr, arrays: dict[int, Any]) -> Iterator[NonfiniteInput]:
-        """Yield the constants and arguments that an equation needs and that are not finite."""
+    def _find_nonfinite(self, closed: ClosedJaxpr, arrays: dict[int, Any]) -> Iterator[NonfiniteInput]:
+        """Yield the non-finite constants and arguments that an equation needs."""
         names = _argument_names(self._fun, self._args)
         needed = {each for eqn in live_equations(closed.jaxpr) for each in eqn.invars if isinstance(each, Var)}
         constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
@@ -144,7 +144,7 @@ def _argument_names(fun: Callable[..., Any], args: Any) -> list[str]:
 def _split(jaxpr: Jaxpr) -> tuple[Jaxpr, Jaxpr]:
     """Return the equations of a gradient that do not depend on the loss scale, its first input, and those that do.
 
-    The first give what the second need, and the loss. JAX's own partial evaluation is private.
+    The first equations compute the loss and the inputs of the second. JAX's own partial evaluation is private.
     """
     (seed, *inputs), (*gradients, loss) = jaxpr.invars, jaxpr.outvars
     depending: set[Any] = {seed}

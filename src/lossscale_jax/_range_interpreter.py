@@ -1,4 +1,4 @@
-"""The interpreter behind `range_report`: it runs equations one by one, and measures what each of them computes."""
+"""The interpreter of `range_report`: it runs equations one by one, and measures the result of each."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ _MOVES = {
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"),
     *("optimization_barrier", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
 }
-"""Primitives that copy what was measured before, or a constant."""
+"""Primitives that copy a constant, or an array that was measured already."""
 
 
 class Tracked(NamedTuple):
@@ -36,7 +36,7 @@ class Tracked(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an equation stands: the scopes and iterations around it, and the line of its source."""
+    """The place of an equation: the scopes and iterations around it, and the line of its source."""
 
     path: str = ""
     has_scope: bool = False
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 
 
 class Interpreter:
-    """Runs equations eagerly, follows what the loss scale multiplies, and records what is of low precision."""
+    """Run equations eagerly, track which values the loss scale multiplies, and record those of low precision."""
 
     def __init__(self) -> None:
         self._records: list[OperationRange] = []
@@ -69,7 +69,7 @@ class Interpreter:
         }
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Tracked]) -> tuple[list[Tracked], list[OperationRange]]:
-        """Return the outputs of the equations, and the records of those that compute."""
+        """Return the outputs of the equations, and the records of their operations."""
         self._records = []
         outputs = self._evaluate(jaxpr, inputs, _Place())
         self._progress.end()
@@ -86,7 +86,7 @@ class Interpreter:
         for eqn in equations:
             given = [_read(known, each) for each in eqn.invars]
             known.update(zip(eqn.outvars, self._equation(jaxpr, eqn, given, place.of(eqn)), strict=True))
-            del given  # else the operands of this equation would live on while the next one runs
+            del given  # otherwise the operands of this equation stay in memory while the next one runs
             for each in ends.get(id(eqn), ()):
                 known.pop(each, None)
         return [_read(known, each) for each in jaxpr.outvars]
@@ -99,9 +99,9 @@ class Interpreter:
         return self._apply(jaxpr, eqn, given, place) if inner is None else self._evaluate(inner, given, place)
 
     def _scan(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
-        """Run the body once for each element, in Python, so that an iteration can be named."""
+        """Run the body once for each element, in Python, so that a record can name its iteration."""
         params, body = eqn.params, eqn.params["jaxpr"].jaxpr
-        # JAX says under other names in each version how many are constants and how many are carried.
+        # The parameters for the numbers of constants and carried values have other names in each version of JAX.
         n_sequences = _count_longer(eqn.invars, body.invars)
         n_carry = len(eqn.outvars) - _count_longer(eqn.outvars, body.outvars)
         consts, carry, sequences = _split(given, len(given) - n_sequences - n_carry, n_carry)
@@ -118,7 +118,7 @@ class Interpreter:
     def _while(self, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
         params = eqn.params
         of_test, of_body, carry = _split(given, params["cond_nconsts"], params["body_nconsts"])
-        # Under vmap the test has an element for each example, and the loop goes on while any of them is true.
+        # Under vmap the test has an element for each example, and the loop continues while any of them is true.
         while self._evaluate(params["cond_jaxpr"], [*of_test, *carry], place)[0].array.any():
             carry = self._evaluate(params["body_jaxpr"], [*of_body, *carry], place)
         return carry
@@ -131,11 +131,11 @@ class Interpreter:
         return [each._replace(is_scaled=each.is_scaled or index.is_scaled) for each in results]
 
     def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
-        """Run an equation as it is, and record what it computes."""
+        """Run an equation without inner equations, and record its result."""
         inputs = {var: each.array for var, each in zip(eqn.invars, given, strict=True) if not isinstance(var, Literal)}
         alone = jaxpr.replace(constvars=[], invars=[*inputs], outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
         is_scaled = any(each.is_scaled for each in given)
-        # `primitive.bind` would do without the mesh and the other settings under which the equation was traced.
+        # `primitive.bind` would run it without the mesh and the other settings under which the equation was traced.
         results = [Tracked(each, is_scaled) for each in _run_alone(alone, inputs.values())]
         if eqn.primitive.name not in _MOVES:
             for each in results:
@@ -151,7 +151,7 @@ class Interpreter:
 
 
 def _run_alone(jaxpr: Jaxpr, inputs: Iterable[Any]) -> list[Any]:
-    """Run one equation; a product by an algorithm that the device refuses is computed by the default one."""
+    """Run one equation; if the device refuses the algorithm of a product, use the default algorithm."""
     operands = list(inputs)
     try:
         return jax.core.eval_jaxpr(jaxpr, (), *operands)
@@ -159,7 +159,7 @@ def _run_alone(jaxpr: Jaxpr, inputs: Iterable[Any]) -> list[Any]:
         (eqn,) = jaxpr.eqns
         if not isinstance(eqn.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
             raise
-        # As `jax.nn.dot_product_attention` does itself where no `jit` is around it:
+        # As `jax.nn.dot_product_attention` does when it is not within `jit`:
         # https://github.com/jax-ml/jax/blob/jax-v0.7.2/jax/_src/nn/functions.py
         default = eqn.replace(params={**eqn.params, "precision": None})
         return jax.core.eval_jaxpr(jaxpr.replace(eqns=[default]), (), *operands)
@@ -178,7 +178,7 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
     """Return the record of an array of floats that is not empty. Synchronises."""
-    # On the host, since XLA would compile it again for each shape.
+    # On the host, since XLA would recompile for each shape.
     return OperationRange.of(jax.device_get(array), operation, module)
 
 
@@ -202,7 +202,7 @@ def _read(known: dict[Var, Tracked], atom: Any) -> Tracked:
 
 
 def _last_uses(equations: Sequence[JaxprEqn], outvars: Sequence[Any]) -> dict[int, list[Var]]:
-    """Return which values can be dropped after each equation, so that memory is freed as in a compiled step."""
+    """Return the values to drop after each equation, so that memory is freed as in a compiled step."""
     last = {var: id(eqn) for eqn in equations for var in (*eqn.invars, *eqn.outvars) if isinstance(var, Var)}
     kept = {each for each in outvars if isinstance(each, Var)}
     ends: dict[int, list[Var]] = {}
@@ -213,7 +213,7 @@ def _last_uses(equations: Sequence[JaxprEqn], outvars: Sequence[Any]) -> dict[in
 
 
 def _count_longer(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """Return how many values of a scan have an axis more than in its body: what it iterates over, or stacks."""
+    """Return how many values of a scan have one axis more than in its body: elements of inputs, or stacked outputs."""
     return sum(len(each.aval.shape) > len(other.aval.shape) for each, other in zip(outer, inner, strict=True))
 
 
@@ -233,13 +233,13 @@ def _stack(elements: list[Tracked], var: Any) -> Tracked:
 
 
 def _scopes(eqn: JaxprEqn) -> list[str]:
-    """Return the names that `jax.named_scope` or a flax module gave, without those of transformations."""
+    """Return the names from `jax.named_scope` or flax modules, without those of transformations."""
     stack: Any = eqn.source_info.name_stack
     return [each.name for each in stack.stack if type(each).__name__ != "Transform" and each.name != _REMATTED]
 
 
 def _line(eqn: JaxprEqn) -> str:
-    """Return the innermost line of the caller's: no package that is installed beside JAX, if there is another."""
+    """Return the innermost source line outside of installed packages, or else the innermost line."""
     traceback: Any = eqn.source_info.traceback
     if traceback is None:
         return ""

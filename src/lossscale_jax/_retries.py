@@ -1,4 +1,4 @@
-"""Differentiating again, at a lower scale, what overflowed."""
+"""Retries at a lower loss scale after an overflow."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ Aux = TypeVar("Aux")
 
 
 class RetriedGradients(NamedTuple, Generic[Value, Aux]):
-    """The results of the last try, and the state that it was scaled by."""
+    """The results of the last try, and the state that scaled its loss."""
 
     gradients: ScaledGradients[Value, Aux, PyTree]
     """The results of the last try; `grads_finite` is False if every try overflowed."""
@@ -35,10 +35,10 @@ def retrying_value_and_grad(
     has_aux: bool = False,
     axis_name: Hashable = None,
 ) -> Callable[..., RetriedGradients[Any, Any]]:
-    """Create a function that differentiates `fun` with its loss scaled, and again at a lower scale if it overflows.
+    """Create a function that differentiates `fun` with a scaled loss, and again at a lower scale if it overflows.
 
     Each overflow but the last lowers the scale by one `policy.update`, so that the counters and the hysteresis count
-    it. The last try is left to the caller, as with `value_and_grad`:
+    it. For the last try the caller updates the policy, as with `value_and_grad`:
 
     ```python
     differentiate = retrying_value_and_grad(loss, policy, retries=3)
@@ -46,14 +46,14 @@ def retrying_value_and_grad(
     state = policy.update(state, gradients.grads_finite)
     ```
 
-    The tries run in one `while_loop` with the same arguments, random keys included, and `fun` is compiled once, outside
-    of `jit`, too: bit for bit, the gradients are those of a compiled `value_and_grad`, not those that JAX computes
-    eagerly, operation by operation. Does not synchronise with the host.
+    The tries run in one `while_loop` with the same arguments, including random keys, and `fun` is compiled once, even
+    outside of `jit`. So the gradients are bit for bit those of a compiled `value_and_grad`, which may differ from those
+    of an eager one. Does not synchronise with the host.
 
     Args:
         fun: As for `value_and_grad`.
         policy: Anything that `as_policy` accepts. A policy that does not adapt is not retried.
-        retries: The largest number of further tries, from 0 on. With 32, the first step calibrates the scale.
+        retries: The largest number of further tries, 0 or more. With 32, the first step calibrates the scale.
         argnums: As for `value_and_grad`.
         has_aux: As for `value_and_grad`.
         axis_name: As for `value_and_grad`; then all devices retry together.
@@ -68,7 +68,7 @@ def retrying_value_and_grad(
     require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
     retries = check_setting("retries", retries)
     chosen = as_policy(policy)
-    # One of its overloads is for each value of `has_aux`, which is not known here.
+    # Each overload is for one value of `has_aux`, which is not known here.
     differentiate: Any = value_and_grad(fun, argnums, has_aux, axis_name)  # type: ignore[call-overload]
     most = retries if BaseScaling.of(chosen).adapts else 0
 
@@ -85,7 +85,7 @@ def retrying_value_and_grad(
             tries, _, result = carry
             return (tries <= most) & ~result.grads_finite
 
-        # Of nothing yet, so that `fun` is traced once, in the body of the loop.
+        # Placeholder gradients, so that `fun` is traced once, in the body of the loop.
         like = jax.eval_shape(lambda: differentiate(state, *args, **kwargs))
         nothing = _axes.matching(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), like)
         _, state, result = lax.while_loop(goes_on, attempt, (jnp.int32(0), state, nothing))

@@ -1,7 +1,7 @@
-"""What `loss_scaled` does with gradients, as two lists.
+"""The two lists of functions that `loss_scaled` applies to gradients: stages and transforms.
 
-A stage returns an attempt with more known about it: whether the gradients are finite, what the window holds, what the
-guard says. Where the step is then taken, transforms turn gradients into those that the wrapped optimizer is given.
+A stage returns the attempt with a result added: the finiteness check, the window of micro-batches, or the guard's
+decision. If the step is then taken, transforms compute the gradients that the wrapped optimizer receives.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,7 +21,7 @@ from lossscale_jax._types import PyTree
 from lossscale_jax._verbs import unscale
 
 Drop = Literal["window", "micro_batch"]
-"""What an overflow in a window of micro-batches drops."""
+"""The part that an overflow in a window of micro-batches drops: the window or the micro-batch."""
 
 
 class Settings(NamedTuple):
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     skip: Skip
 
     def validate(self) -> None:
-        """Raise `PolicyError` for settings that make no sense."""
+        """Raise `PolicyError` for a setting that is not valid, or for settings that exclude each other."""
         if self.max_norm is not None:
             check_setting("max_norm", self.max_norm)
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
@@ -61,26 +61,26 @@ class Settings(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What one call attempts: a step of the wrapped optimizer, a step of the policy, both or neither."""
+    """One call of the optimizer: a step of the wrapped optimizer, a step of the policy, both or neither."""
 
     scaled: PyTree
     """The gradients that the caller passed."""
     scale_state: Any
-    """The state by which they were scaled."""
+    """The state that scaled their loss."""
     source: PyTree
-    """What the transforms start from: these gradients, or a window of micro-batches."""
+    """The input of the transforms: these gradients, or a window of micro-batches."""
     window: Any
-    """What is carried to the next micro-batch; None without accumulation."""
+    """The state of the accumulation; None without accumulation."""
     guard_state: GuardState | None
     """The guard's state; None without a guard."""
     norm: Array | None = None
-    """float32 or wider: the norm of the unscaled gradients, if a stage has read it."""
+    """float32 or wider: the norm of the unscaled gradients, if a stage has computed it."""
     grads_finite: Any = None
-    """bool: what the policy is told."""
+    """bool: the flag for `policy.update`."""
     applies: Any = None
-    """bool: the wrapped optimizer steps."""
+    """bool: whether the wrapped optimizer takes a step."""
     counts: Array | None = None
-    """bool: the call is a step of the policy; None where every call is one."""
+    """bool: whether the call is a step of the policy; None if every call is a step."""
 
 
 Stage: TypeAlias = Callable[[Attempt, Settings], Attempt]
@@ -94,18 +94,18 @@ _ADVICE = (
 
 
 def check(attempt: Attempt, settings: Settings) -> Attempt:
-    """Find out whether the gradients are finite."""
+    """Check whether the gradients are finite."""
     loss_scale = attempt.scale_state.loss_scale
     finite = finite_when_unscaled(attempt.scaled, loss_scale, settings.keep_dtypes, settings.skip)
     return _checked(attempt, finite, settings)
 
 
 def check_by_norm(attempt: Attempt, settings: Settings) -> Attempt:
-    """Find out whether the gradients are finite by the read that gives their norm."""
+    """Check whether the gradients are finite, and compute their norm in the same read."""
     loss_scale = attempt.scale_state.loss_scale
     norm = global_norm(attempt.scaled, loss_scale, settings.skip)
     finite = jnp.isfinite(norm)
-    if settings.keep_dtypes:  # what is finite in float32 may be infinite in the dtype that is kept
+    if settings.keep_dtypes:  # a value that is finite in float32 may be infinite in the dtype of the gradient
         finite &= finite_when_unscaled(attempt.scaled, loss_scale, keep_dtypes=True, by=settings.skip)
     return _checked(attempt._replace(norm=norm), finite, settings)
 
@@ -117,16 +117,16 @@ def _checked(attempt: Attempt, finite: Array, settings: Settings) -> Attempt:
     return attempt._replace(grads_finite=finite, applies=finite)
 
 
-def judge(attempt: Attempt, settings: Settings) -> Attempt:
-    """Let the guard judge the norm of what would be applied; a spike is not applied, and no step of the policy."""
+def check_spike(attempt: Attempt, settings: Settings) -> Attempt:
+    """Check the norm for a spike; a spike is not applied and is not a step of the policy."""
     guard: Any = settings.guard
     norm: Any = attempt.norm
-    # All devices together may overflow where each one's norm is finite, and infinity would not count as a spike.
+    # The norm over all devices may overflow although each norm is finite, and infinity would not count as a spike.
     total = jnp.minimum(_axes.total_norm(norm, settings.axis_name), float(jnp.finfo(jnp.float32).max))
-    judged = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity leaves the guard as it is
-    accepted, guard_state = guard.judge(attempt.guard_state, judged, xp=jnp)
+    checked_norm = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity changes no guard state
+    accepted, guard_state = guard.judge(attempt.guard_state, checked_norm, xp=jnp)
     spiked = attempt.applies & ~accepted
-    counts = ~(spiked & attempt.grads_finite)  # an overflow in this very call still counts
+    counts = ~(spiked & attempt.grads_finite)  # an overflow in the same call still counts
     return attempt._replace(
         applies=attempt.applies & accepted,
         counts=counts if attempt.counts is None else attempt.counts & counts,
@@ -140,12 +140,12 @@ def unscaled(grads: PyTree, attempt: Attempt, _: Settings) -> PyTree:
 
 
 def clipped(grads: PyTree, attempt: Attempt, settings: Settings) -> PyTree:
-    """Return gradients with a norm of at most `max_norm`; the norm is read here if no stage has read it."""
+    """Return gradients with a norm of at most `max_norm`; the norm is computed here if no stage has computed it."""
     norm = global_norm(grads, by=settings.skip) if attempt.norm is None else attempt.norm
     most: Any = settings.max_norm
     return grads if most == float("inf") else multiply(grads, clip_factor(norm, most))
 
 
 def cast_back(grads: PyTree, attempt: Attempt, _: Settings) -> PyTree:
-    """Return gradients in the dtypes in which they came."""
+    """Return gradients in the dtypes in which the caller passed them."""
     return optax.tree.cast_like(grads, attempt.scaled)

@@ -1,4 +1,4 @@
-"""The optimizer state of `loss_scaled`, and how it is found in a larger one."""
+"""The optimizer state of `loss_scaled`, and the search for it in a larger state."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
@@ -30,9 +30,9 @@ class LossScaledState(NamedTuple):
         return None
 
 
-# Orbax and flax compare the names of all fields, so that one more would make them refuse every state saved without it.
+# Orbax and flax compare the names of all fields: with one field more they would refuse every state saved without it.
 class GuardedLossScaledState(NamedTuple):
-    """The optimizer state of `loss_scaled` with a spike guard: that without one, and the guard's state."""
+    """The optimizer state of `loss_scaled` with a spike guard: a `LossScaledState` with one field more."""
 
     scale_state: ScaleState
     """The policy's state; `get_scale_state` finds it from the outside."""
@@ -54,7 +54,7 @@ def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
     raise AttributeError(f"the optimizer state of loss_scaled has no {name}; {hint}")
 
 
-if not TYPE_CHECKING:  # a type checker that knew of it would let every name pass
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept every name
     LossScaledState.__getattr__ = GuardedLossScaledState.__getattr__ = _explain_missing
 
 
@@ -65,17 +65,17 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
         opt_state: The state of `loss_scaled`, or of an optimizer that holds one.
 
     Returns:
-        The policy's state, arrays of shape `()`: a `ScaleState`, or what the policy has in its place.
+        The policy's state, arrays of shape `()`: a `ScaleState`, or the type of state that the policy has in its place.
 
     Raises:
-        ScaleStateError: There is no scale state, or there are several (the message lists their paths), or a wrapper of
-            optax around `loss_scaled` drops overflows before they can lower the loss scale.
+        ScaleStateError: `opt_state` holds no scale state, or several (the message lists their paths); or an optax
+            wrapper around `loss_scaled` drops overflows before they can lower the loss scale.
     """
     _require_overflows_seen(opt_state)
     found = find_scale_states(opt_state)
     if len(found) == 1:
         (state,) = found.values()
-        leaves = jax.tree.leaves(state)  # bare arrays, also where flax nnx keeps them in variables that it changes
+        leaves = jax.tree.leaves(state)  # plain arrays, even if flax nnx holds them in mutable variables
         return type(state)(*leaves) if len(leaves) == len(state) else state
     if found:
         raise ScaleStateError(
@@ -90,16 +90,16 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
     """Restore the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    If `loss_scaled` has a spike guard, the guard's state is restored, too. As `lossscale_core.state_from_dict`, warns
-    (`CheckpointWarning`) of each difference to the policy with which the state was saved.
+    If `loss_scaled` has a spike guard, the guard's state is restored, too. Like `lossscale_core.state_from_dict`, this
+    function issues a `CheckpointWarning` for each difference from the policy with which the state was saved.
 
     Args:
         opt_state: The state of `loss_scaled`, or of an optimizer that holds one.
-        saved: What `lossscale_core.state_to_dict` made in this framework or another.
-        policy: The policy that `loss_scaled` was given.
+        saved: A dict that `lossscale_core.state_to_dict` returned, in any framework.
+        policy: The policy of `loss_scaled`.
 
     Returns:
-        A new optimizer state; the restored arrays lie where those in `opt_state` do.
+        A new optimizer state; the restored arrays are on the devices of those in `opt_state`.
 
     Raises:
         CheckpointError: `saved` is not a saved state, or is of a newer version.
@@ -126,7 +126,7 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
 
 
 def _placed_as(old: Tree, values: Any) -> Tree:
-    """Return host scalars as arrays in the structure of `old`, where its arrays lie."""
+    """Return host scalars as arrays in the structure of `old`, on the devices of its arrays."""
     leaves, structure = jax.tree.flatten(old)
     placed = [jnp.asarray(value, device=fixed_place(leaf)) for value, leaf in zip(values, leaves, strict=True)]
     restored: Tree = jax.tree.unflatten(structure, placed)
@@ -145,7 +145,7 @@ def is_own_state(node: Any) -> TypeGuard[LossScaledState]:
 
 
 def _require_overflows_seen(opt_state: PyTree) -> None:
-    """Raise `ScaleStateError` where optax skips what is not finite before `loss_scaled` sees it."""
+    """Raise `ScaleStateError` if a wrapper of optax drops non-finite gradients before `loss_scaled` receives them."""
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: is_own_state(node) or _dropper(node) is not None):
         dropper = _dropper(node)
         if dropper and find_scale_states(node):
@@ -156,10 +156,10 @@ def _require_overflows_seen(opt_state: PyTree) -> None:
 
 
 def _dropper(node: Any) -> str | None:
-    """Return the name of the wrapper of optax that keeps what is not finite from the optimizer within."""
+    """Return the name of the optax wrapper that drops non-finite gradients; None for any other node."""
     if isinstance(node, optax.ApplyIfFiniteState):
         return "optax.apply_if_finite"
-    # `skip_not_finite` and `skip_large_updates` both say so under this key; without such a function there is none.
+    # Both `skip_not_finite` and `skip_large_updates` write this key; without a skip function it is missing.
     if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
         return "optax.MultiSteps with a should_skip_update_fn"
     return None

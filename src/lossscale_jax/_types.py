@@ -6,11 +6,11 @@ PyTree: TypeAlias = Any
 """Nested containers of arrays; JAX has no static type for them."""
 
 Tree = TypeVar("Tree")
-"""A pytree that comes back with the structure that it had."""
+"""A pytree that is returned with the same structure."""
 
 
 class HasLossScale(Protocol):
-    """The state of any policy, as far as scaling and unscaling need it."""
+    """The part of a policy's state that scaling and unscaling need."""
 
     @property
     def loss_scale(self) -> Any:

@@ -1,4 +1,4 @@
-"""Updates of an optax optimizer: how they are asked for, added, and left out."""
+"""Updates of an optax optimizer: computing them with extra arguments, adding them, and zero updates."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from lossscale_jax._types import PyTree, Tree
 
 
 def no_updates(grads: Tree) -> Tree:
-    """Return updates that change nothing: -0.0, since adding it to 0.0 or -0.0 leaves even the sign alone."""
+    """Return updates that change nothing: -0.0, which also keeps the sign of 0.0 and -0.0."""
 
     def negative_zeros(leaf: Any) -> Array:
         is_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
@@ -26,15 +26,16 @@ def no_updates(grads: Tree) -> Tree:
 def with_updates(params: Tree, updates: PyTree) -> Tree:
     """Return `params` with `updates` added in float32 or wider, in the parameters' dtypes."""
     wide = lift_leaves(params)
-    # `apply_updates` alone would promote half-precision parameters by itself, which JAX's strict promotion refuses.
+    # `apply_updates` promotes half-precision parameters implicitly, which JAX's strict promotion refuses.
     return optax.tree.cast_like(optax.apply_updates(wide, optax.tree.cast_like(updates, wide)), params)
 
 
 def with_extra_args(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's `update` so that it ignores the extra arguments it has no name for.
+    """Wrap an optimizer's `update` so that it ignores extra arguments that are not among its parameters.
 
-    `optax.with_extra_args_support` withholds all of them from what is not a `GradientTransformationExtraArgs`, such as
-    `optax.MultiSteps(...).gradient_transformation()`, whose `update` passes them on to the optimizer within.
+    `optax.with_extra_args_support` passes none of them to an optimizer that is not a
+    `GradientTransformationExtraArgs`. `optax.MultiSteps(...).gradient_transformation()` is not one, but its `update`
+    passes them to the inner optimizer.
     """
     parameters = inspect.signature(update).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -1,4 +1,4 @@
-"""The verbs: pure functions of pytrees, right under every transform. `select` is in `_decide`."""
+"""Four of the five verbs: pure functions of pytrees, correct under every transform. `select` is in `_decide`."""
 
 from collections.abc import Hashable
 from typing import Any, overload
@@ -25,7 +25,7 @@ def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = Non
 def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> Any:
     """Return the state before the first step under `policy`.
 
-    The leaves are strongly typed and stay so: one compilation serves the whole run. Does not synchronise with the host.
+    The leaves are strongly typed and stay so, so that a step is compiled once. Does not synchronise with the host.
 
     Args:
         policy: Anything that `lossscale_core.as_policy` accepts.
@@ -52,7 +52,7 @@ def scale(loss: Tree, state: HasLossScale) -> Tree: ...
 def scale(loss: Any, state: HasLossScale) -> Any:
     """Multiply `loss` by the loss scale: differentiate the result.
 
-    Everything below float32 is lifted to it first, since a scale of 2**16 is already infinite in float16. Does not
+    Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
     synchronise with the host.
 
     Args:
@@ -105,12 +105,12 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     Raises:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
-    # XLA fuses a product into what reads it, and would store a quotient first.
+    # XLA fuses a product into the operation that reads it, but would store a quotient first.
     return multiply(grads, 1.0 / jnp.asarray(loss_scale_of(state, "unscale(grads, state)")))
 
 
 def _number(leaf: Any) -> Array:
-    if isinstance(leaf, str | bytes):  # JAX would take it for the name of a dtype
+    if isinstance(leaf, str | bytes):  # JAX would read it as the name of a dtype
         raise TypeError(f"the loss {leaf!r} is not a number; pass what the model computes")
     array = jnp.asarray(leaf)
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):

@@ -1,6 +1,6 @@
 """Replacements for what older versions of JAX lack, each with the version that made it unnecessary.
 
-pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, that one can go.
+pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, remove that.
 """
 
 from typing import Any
