@@ -101,8 +101,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # Training needs none of these, and they would add a tenth to the time of the import, which each process of a run
-    # pays. The import statements set the names in this module, so that only the first use comes here.
+    # Training needs none of these, and they would add a tenth to the time of the import in each process of a run. The
+    # import statements set the names in this module, so that only the first use calls this function.
     if name == "testing":
         import lossscale_core.testing
     elif name == "ranges":

@@ -87,7 +87,7 @@ def scale(
 ) -> np.floating[Any]: ...
 @overload
 def scale(loss: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT: ...
-# Overflows are what a policy is for. NumPy would warn of each of them, beside the step that is skipped for it.
+# Without warnings: a policy expects overflows, and the step that overflowed is skipped anyway.
 @np.errstate(all="ignore")
 def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
     """Multiply `loss` by the loss scale: differentiate the result.
@@ -153,7 +153,7 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
             else:
                 finite = leaf_xp.asarray(True, device=_device(array))
             on_device = finite if on_device is None else on_device & finite
-    # An operator takes a Python bool beside an array of any device, without a transfer to it.
+    # An operator combines a Python bool with an array on any device, without a transfer.
     return np.bool_(on_host) if on_device is None else on_device & on_host
 
 

@@ -1,4 +1,4 @@
-"""The interface of a policy, and a base class that has a default for every member beyond it."""
+"""The interface of a policy, and a base class with defaults for the members that the interface does not require."""
 
 import math
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
@@ -86,7 +86,7 @@ class BaseScaling:
 
     def __post_init__(self) -> None:
         settings = {"min_scale": self.min_scale, "max_scale": self.max_scale}
-        # object.__setattr__ is the way into a frozen dataclass from its own __post_init__:
+        # A frozen dataclass sets its own fields in __post_init__ by object.__setattr__:
         # https://docs.python.org/3/library/dataclasses.html#frozen-instances
         for field, rule in _settings.rules_of(type(self)):
             settings[field.name] = rule.validate(field.name, getattr(self, field.name))
@@ -180,5 +180,5 @@ class _WithDefaults(BaseScaling):
 
 def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:
     """Return whether `source` is a policy, as opposed to a policy class."""
-    # Instance checks against a protocol are slow before Python 3.12, so that the base class is tried first.
+    # Instance checks against a protocol are slow before Python 3.12, so that the base class is checked first.
     return isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type))

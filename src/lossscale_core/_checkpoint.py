@@ -65,7 +65,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     """Return the saved state as host scalars, which every framework's `asarray` accepts.
 
     Under the policy with which the state was saved, every field is restored unchanged. Under another policy a
-    `CheckpointWarning` lists the differences, and the trackers start fresh if the kind of policy differs. A scale
+    `CheckpointWarning` lists the differences, and the trackers start over if the kind of policy differs. A scale
     outside the bounds is moved to the nearest bound with a warning.
 
     Args:
@@ -198,7 +198,7 @@ def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> AnySca
     if policy is not None:
         start: AnyScaleState[HostScalar] = policy.init_state()
         return start
-    # A saved state without its policy tells its type by its keys alone, and a shorter type would drop some of them.
+    # Without its policy, only the keys of a saved state show its type; a type with fewer fields would drop some keys.
     longest: type[BaseScaling] = NoScaling
     for policy_type in KINDS.values():
         fields = policy_type.state_type._fields
@@ -213,7 +213,7 @@ def _item(value: Any) -> Any:
         return value
     try:
         return value.item() if hasattr(value, "item") else np.asarray(value).item()
-    except Exception:  # a tensor of torch's meta device, or lost with its device, has none
+    except Exception:  # for example a tensor on torch's meta device, or one that was lost with its device
         return value
 
 

@@ -1,4 +1,4 @@
-"""Policies as plain dicts, TOML and JSON; what is written is read back as an equal policy."""
+"""Policies as plain dicts, TOML and JSON; a written policy is read back as an equal policy."""
 
 import dataclasses
 import math
@@ -201,7 +201,7 @@ def policy_to_toml(policy: ScalingPolicy) -> str:
         policy: A policy that has a `kind`.
 
     Returns:
-        A line for each key of `policy_to_dict`, between a first and a last line by which a cut file is noticed.
+        A line for each key of `policy_to_dict`, between a first and a last line that reveal an incomplete file.
 
     Raises:
         PolicyError: The policy has no `kind` of its own.

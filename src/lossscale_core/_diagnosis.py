@@ -1,4 +1,4 @@
-"""The verdicts on a run of loss scaling, each with what to do about it."""
+"""The sentences of `diagnose`: the condition of a run, and the recommended action."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Numbers:
         self.finite_in_a_row = max(0, int(state.growth_tracker) + policy.cooldown)
         self.start = float(policy.init_state().loss_scale)
         low, high = policy.bounds()
-        # A state holds its scale in float32. Against the bound in float64, a scale at the bound might be above it.
+        # A state holds its scale in float32. Compared with a bound in float64, a scale at the bound might be above it.
         self.at_floor = policy.adapts and self.scale <= np.float32(low)
         self.at_ceiling = policy.adapts and self.scale >= np.float32(high)
         self.counts = f"{self.skipped} of {self.steps} steps skipped"
@@ -41,9 +41,9 @@ class Numbers:
 
 
 def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
-    """Return what `lossscale_core.diagnose` says of the numbers of a state."""
+    """Return the text of `lossscale_core.diagnose` for the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
-    # The order decides. A run that is stuck or calibrating skips often as well, but needs another advice.
+    # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     first = (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied)
     for verdict in (*first, fallen_below_one, _pressing):
         if sentence := verdict(policy, numbers):
@@ -111,7 +111,7 @@ def _stuck(policy: BaseScaling, numbers: Numbers) -> str | None:
 
 
 def _calibrating(policy: BaseScaling, numbers: Numbers) -> str | None:
-    # After a few applied steps, or an unbroken run of them, the calibration is over.
+    # After a few applied steps, or several in a row, the calibration is over.
     is_over = numbers.applied >= _FEW or 0 < numbers.applied == numbers.finite_in_a_row
     is_long = numbers.has_fallen_below_one and numbers.streak >= _FEW
     if not policy.adapts or not numbers.skipped or is_over or numbers.at_floor or is_long:
@@ -124,7 +124,7 @@ def _calibrating(policy: BaseScaling, numbers: Numbers) -> str | None:
 
 
 def _skipping(policy: BaseScaling, numbers: Numbers) -> str | None:
-    few = _FEW - 1 if policy.adapts else 2  # where nothing adapts, no overflow is by design
+    few = _FEW - 1 if policy.adapts else 2  # if the policy does not adapt, no overflow is by design
     if numbers.streak >= _FEW:
         what = f"the last {numbers.streak} steps in a row overflowed ({numbers.counts})"
     elif numbers.applied and _unexplained_skips(policy, numbers) > max(few, numbers.steps * _tolerable_share(policy)):
@@ -143,7 +143,7 @@ def _unapplied(policy: BaseScaling, numbers: Numbers) -> str | None:
 
 
 def fallen_below_one(policy: BaseScaling, numbers: Numbers) -> str | None:
-    """Return what to say of a scale that has fallen below 1, or None."""
+    """Return the sentence about a scale that has fallen below 1, or None if it has not."""
     if not policy.adapts or not numbers.has_fallen_below_one:
         return None
     scale = f"the loss scale is {numbers.shown_scale}, which makes gradients smaller"
@@ -172,8 +172,8 @@ def _pressing(policy: BaseScaling, numbers: Numbers) -> str | None:
 def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
     """Return the skips beyond those that lowered the scale from `init_scale`.
 
-    Those are subtracted once the scale is known to have settled: it has grown since, or there is a run of finite steps,
-    or there are many of them in all.
+    These are subtracted once the calibration is known to be over: the scale has grown since, or there are enough finite
+    steps, in a row or in all.
     """
     if not policy.adapts:
         return numbers.skipped
@@ -189,8 +189,8 @@ def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
 def _has_grown(policy: BaseScaling, numbers: Numbers, calibration: int) -> bool:
     """Return whether the numbers show that the scale has grown, after which an overflow is by design.
 
-    Each backoff beyond the calibration takes `hysteresis` overflows, and made up for growths, each of which took
-    `growth_interval` finite steps. At the floor, and under a tolerance, an overflow need not be a backoff.
+    Each backoff after the calibration takes `hysteresis` overflows and reverses earlier growths, each of which took
+    `growth_interval` finite steps. At the floor, and under `TolerantScaling`, an overflow need not be a backoff.
     """
     if numbers.at_floor or policy.tolerance:
         return False

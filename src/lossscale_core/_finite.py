@@ -7,7 +7,7 @@ import numpy as np
 _SAME_SIZE_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
 # NumPy calls BLAS for float32 and float64 only. For float16 its dot product is a loop that is slower than a test.
 _SUMMED_BY_BLAS = "fd"
-# np.isfinite makes an array of a byte per element, which a chunk keeps small beside the gradients.
+# np.isfinite allocates one byte per element; chunks keep this small compared with the gradients.
 _CHUNK = 2**15
 
 

@@ -1,8 +1,8 @@
-"""The spike guard: the second reason to skip a step, judged by the norm of its gradients.
+"""The spike guard: it skips a step because of the norm of its gradients.
 
 As in a policy, the code uses `xp.where` and operators only, so that the same lines run on host scalars and on the
-arrays of any framework. Whoever takes the step combines both reasons: an overflow goes to the policy, and a spike
-leaves the policy's state as it was.
+arrays of any framework. The adapter that takes the step combines both checks: an overflow goes to the policy, and a
+spike leaves the policy's state unchanged.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ _RULES = {
 
 
 class GuardState(NamedTuple, Generic[ArrayT_co]):
-    """What a `SpikeGuard` remembers of the norms up to now; each field has shape `()`.
+    """The state of a `SpikeGuard`: statistics of the norms up to now; each field has shape `()`.
 
-    The counts that enter a ratio are float32, since not every framework divides int32 into float32; at 2**24 they stay
-    as they are.
+    The counts that enter a ratio are float32, since not every framework divides int32 into float32; they stop counting
+    at 2**24.
     """
 
     mean: ArrayT_co
@@ -70,21 +70,21 @@ class SpikeGuard:
     level is learnt; from the `warmup`-th spike in a row on, each counts more than the one before, so that the guard
     accepts any lasting change within 30 to 80 steps.
 
-    To skip spikes need not shorten the recovery from them; the guard provides the mechanism only. It does so without
-    a wait for the device, in a state of shape `()` that belongs to every checkpoint.
+    Skipping spikes need not shorten the recovery from them; the guard provides the mechanism only. It does not wait for
+    the device. Save its state in every checkpoint.
 
     Raises:
         PolicyError: A setting breaks its rule; the message names the value, the rule and what to do.
     """
 
     threshold: float = 8.0
-    """How many deviations above the mean a norm may be; at least 1."""
+    """The largest accepted distance from the mean, in deviations; at least 1."""
     memory: int = 128
     """The number of norms over which the averages run."""
     warmup: int = 16
     """The number of norms that are accepted before the first one can be a spike."""
     max_streak: int | None = None
-    """The number of spikes in a row at which an adapter that knows the norm on the host raises a `SpikeStreakError`."""
+    """The number of spikes in a row at which an adapter that has the norm on the host raises a `SpikeStreakError`."""
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -118,7 +118,7 @@ class SpikeGuard:
             with np.errstate(over="ignore"):  # an infinite limit refuses nothing
                 return self._judge_on_host(state, norm)
         limit = self.limit(state, xp=xp)
-        # NaN compares False as well, and an operator needs no isfinite, which tf has elsewhere than the array API does.
+        # A comparison is False for NaN, too, and needs no isfinite, which is in another module in TensorFlow.
         is_finite = norm < math.inf
         spiked = (norm > limit) & is_finite & (state.norms >= self.warmup)
         is_remembered = is_finite & (norm >= SMALLEST_SCALE)
@@ -142,7 +142,7 @@ class SpikeGuard:
         return state.mean + _larger(state.deviation, state.mean * _LEAST_DEVIATION, xp) * self.threshold
 
     def _judge_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
-        """Do as `judge` does, and compute only what this norm needs."""
+        """Return the result of `judge`, and compute only the values that this norm needs."""
         # Not `norm > _LARGEST_NORM`, which is False for NaN.
         if not norm <= _LARGEST_NORM:
             return False, state
@@ -193,7 +193,7 @@ def check_guard(guard: Any) -> None:
 def check_spike_streak(guard: SpikeGuard, state: GuardState, norm: Any) -> None:
     """Raise an error if the state has reached the guard's `max_streak`.
 
-    Call it where the state is on the host; reading it from a device synchronises.
+    Call it when the state is on the host; reading the state from a device synchronises.
 
     Args:
         guard: The guard.

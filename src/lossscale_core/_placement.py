@@ -43,5 +43,5 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
     state: Any = as_policy(policy).init_state()
     if xp is None:
         return state
-    # The dtype of the namespace itself: torch.asarray, for one, refuses those of NumPy.
+    # The dtype comes from the namespace: torch.asarray, for example, refuses the dtypes of NumPy.
     return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)

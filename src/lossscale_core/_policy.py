@@ -138,7 +138,7 @@ class DynamicScaling(BaseScaling):
     max_scale: float = 2.0**32
     """The largest scale that growth reaches."""
     max_overflow_streak: int | None = None
-    """The number of overflows in a row at which an adapter that knows the flag on the host raises an error.
+    """The number of overflows in a row at which an adapter that has the flag on the host raises an error.
 
     The error is an `OverflowStreakError`.
     """
@@ -313,7 +313,7 @@ def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
 
 
 def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array, xp: Namespace) -> Array:
-    """Return the scale after `change` where `condition` holds, else the scale; the host computes only what it needs."""
+    """Return the scale after `change` where `condition` holds, else the scale; on the host only one is computed."""
     if xp is HOST:
         return change(policy, scale, xp) if condition else scale
     return xp.where(condition, change(policy, scale, xp), scale)

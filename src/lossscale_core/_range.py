@@ -89,7 +89,7 @@ class RangeReport:
         Args:
             forward: Runs the forward pass and returns the loss, unscaled, and the records of its operations.
             backward: Runs the backward pass of the loss times its argument, a loss scale, and returns its records.
-            nonfinite_inputs: Returns, after the forward pass, what held NaN or infinity before it.
+            nonfinite_inputs: Returns, after the forward pass, the values that held NaN or infinity before it.
 
         Returns:
             The report.
@@ -197,7 +197,7 @@ class RangeReport:
         return [record for record in in_low_precision(self.backward) if record.operation != GRADIENT]
 
     def _histograms(self, loss_scale: float | None) -> Histograms:
-        """Return what to draw: the gradients at a scale, or the forward pass if there are none for want of a loss."""
+        """Return what to draw: the gradients at a scale, or the forward pass if the loss gave no gradients."""
         scale = (self.init_scale or self.loss_scale) if loss_scale is None else _require_positive(loss_scale)
         if math.isfinite(self.loss):
             title = f"Exponents of the gradients at a loss scale of {_power(scale)}"

@@ -11,7 +11,7 @@ _OVERFLOW, _SUBNORMAL, _FLUSH = 16, -14, -25
 """The exponents of float16: overflow begins at the first, subnormal below the second, flush to zero below the third."""
 
 _WIDE, _NARROW = 720, 320
-"""Widths in pixels: the narrow picture fits a telephone of 360."""
+"""Widths in pixels: the narrow picture fits a screen of 360 pixels."""
 _MARGIN, _ROW, _BAR, _LINE, _LETTER = 20, 48, 22, 16, 0.6
 """Sizes in pixels, and the width of a letter as a part of its height."""
 _COLOURS = {
@@ -23,7 +23,7 @@ _DARK = {
     **{"fits": "#a6a6a6", "overflow": "#ff8c3a", "flush": "#58b0e8"},
 }
 _HATCHES = {"overflow": ("M0,0 L4,4 M0,4 L4,0", "xxxxx"), "flush": ("M0,4 L4,0", "/////")}
-"""The hatches, as the path of an SVG pattern and as matplotlib calls them: a black-and-white print shows them, too."""
+"""The hatches, visible also in black and white: the path of an SVG pattern, and the name in matplotlib."""
 _LEGEND = {
     **{"fits": "fits", "overflow": "overflows", "flush": "flushes to zero"},
     **{"window": "normal numbers of float16", "subnormal": "subnormal: loses digits"},
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Histograms(NamedTuple):
-    """What a picture shows: a title, the modules from top to bottom, and what to say where there are none."""
+    """The content of a picture: a title, the modules from top to bottom, and the text if there are none."""
 
     title: str
     rows: list[Row]
@@ -161,7 +161,7 @@ def _draw(histograms: Histograms, width: int) -> _Drawing:
 
 
 def _legend(width: int) -> tuple[float, list[_Box | _Text]]:
-    """Return the height and the shapes of the legend, whose entries stand in as many lines as they need."""
+    """Return the height and the shapes of the legend, whose entries take as many lines as they need."""
     shapes: list[_Box | _Text] = []
     x, y = float(_MARGIN), 20.0
     for kind, text in _LEGEND.items():
@@ -239,7 +239,7 @@ def _wrapped(text: str, width: int, *, size: int = 11) -> list[str]:
 
 
 def _svg(drawing: _Drawing, prefix: str = "") -> str:
-    """Return an SVG element; `prefix` tells its patterns from those of other pictures in the same page."""
+    """Return an SVG element; `prefix` makes the ids of its patterns unique in a page."""
     size = f'width="{drawing.width}" height="{drawing.height}" viewBox="0 0 {drawing.width} {drawing.height}"'
     label = html.escape(drawing.title)
     shapes = "".join(_text(each) if isinstance(each, _Text) else _box(each, prefix) for each in drawing.shapes)
@@ -250,7 +250,7 @@ def _svg(drawing: _Drawing, prefix: str = "") -> str:
 
 
 def _box(box: _Box, prefix: str) -> str:
-    # A style of the page replaces the colour by that of its class, but not a pattern, which has colours of its own.
+    # The style of the page replaces a colour by that of the class, but not a pattern, which has its own colours.
     plain = f'class="{box.kind}" fill="{_COLOURS[box.kind]}"'
     fill = f'fill="url(#{prefix}{box.kind})"' if box.kind in _HATCHES else plain
     return f'<rect x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}" {fill}/>'

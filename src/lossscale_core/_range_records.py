@@ -1,4 +1,4 @@
-"""The magnitudes of one operation's result, and what several such records say together."""
+"""The magnitudes of one operation's result, and summaries of several such records."""
 
 import math
 from collections import Counter
@@ -80,7 +80,7 @@ class OperationRange(NamedTuple):
         for start in range(0, flat.size, CHUNK):
             chunk = flat[start : start + CHUNK]
             magnitudes = abs(chunk.astype(np.float32) if chunk.dtype.itemsize < 4 else chunk)
-            finite = magnitudes[magnitudes < math.inf]  # which NaN is not either
+            finite = magnitudes[magnitudes < math.inf]  # this excludes NaN, too
             nonzero = finite[finite > 0]
             nonfinite += magnitudes.size - finite.size
             zeros += finite.size - nonzero.size
@@ -98,7 +98,7 @@ class NonfiniteInput(NamedTuple):
     """An input, a weight or a label that holds NaN or infinity before the forward pass computes anything."""
 
     name: str
-    """What it is: `weight head.weight`, `batch['labels'] of loss_fn`."""
+    """The kind and name of the value: `weight head.weight`, `batch['labels'] of loss_fn`."""
     size: int
     """The number of its elements; the parts of complex numbers count as two."""
     nans: int
@@ -114,7 +114,7 @@ class NonfiniteInput(NamedTuple):
 
         Args:
             values: An array of any shape and any dtype that NumPy can hold.
-            name: What it is.
+            name: The kind and name of the array.
 
         Returns:
             The counts, or None if all elements are finite or of a dtype that has no infinity.
@@ -144,10 +144,10 @@ def _exponents(magnitudes: Any) -> dict[int, int]:
     """Return how many of these positive numbers lie in [2**e, 2**(e + 1)), for each exponent `e` that occurs."""
     if not magnitudes.size:
         return {}
-    # In place: the caller made this array by a selection, and needs it no more.
+    # In place, since the caller made this array by a selection and does not use it again.
     magnitudes.sort()
     lowest, highest = (math.frexp(magnitudes[end])[1] - 1 for end in (0, -1))
-    # 2**1024 is not a float64, so that what lies above the last power of two is counted by the size.
+    # 2**1024 is not a float64, so that the elements above the last power of two are counted by the size.
     starts = magnitudes.searchsorted([2.0**exponent for exponent in range(lowest, highest + 1)]).tolist()
     ends = [*starts[1:], magnitudes.size]
     return {lowest + n: end - start for n, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start}
@@ -201,7 +201,7 @@ def sum_exponents(records: Iterable[OperationRange]) -> Counter[int]:
 
 
 def to_plain(record: OperationRange) -> dict[str, Any]:
-    """Return a record as what JSON can hold, which has no integer keys."""
+    """Return a record as values for JSON, which has no integer keys."""
     return record._asdict() | {"exponents": sorted(record.exponents.items())}
 
 

@@ -47,8 +47,8 @@ def search(backward: Callable[[float], Iterable[OperationRange]]) -> Found:
 
 
 def _below_one(found: Found, at_one: Found) -> Found:
-    """Return the pass at a limit below 1, or the pass at 1 if that limit is of no use."""
-    # Elements that all flush to zero are finite, and train nothing.
+    """Return the pass at a limit below 1, or the pass at 1 if no scale below 1 is useful."""
+    # If all elements flush to zero, the pass is finite, but nothing is trained.
     if not any(record.largest for record in found.records if record.scaled):
         return at_one
     # Gradients are divided by the scale in their own dtype, so that a scale below 1 makes them larger again.

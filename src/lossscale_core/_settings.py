@@ -41,7 +41,7 @@ class Rule:
         return self.type(value)
 
     def _hint_for(self, value: Any) -> str:
-        """Return what to pass in the place of a value: what was probably meant, if that can be told."""
+        """Return the hint for a value that breaks this rule: the value that was probably meant, or else the rule."""
         if isinstance(value, str):
             try:
                 return f"pass {self.validate('', float(value))} without quotes"
@@ -147,11 +147,11 @@ def check_setting(name: str, value: Any) -> Any:
         value: Any value.
 
     Returns:
-        The value as a plain Python number or bool, or None where the setting takes it.
+        The value as a plain Python number or bool, or None if the setting accepts None.
 
     Raises:
         PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
-        KeyError: There is no such setting.
+        KeyError: `name` is not a setting.
     """
     return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)
 
@@ -172,7 +172,7 @@ def _find_rules(policy_type: type[Any]) -> tuple[tuple[dataclasses.Field[Any], R
     return tuple(found)
 
 
-# Cached, because each construction of a policy asks for them.
+# Cached, because each construction of a policy reads them.
 _cached: Any = functools.cache(_find_rules)  # mypy does not take a class for hashable
 rules_of: Callable[[type[Any]], tuple[tuple[dataclasses.Field[Any], Rule], ...]] = _cached
 """Return each field of a policy class with the rule for its name, or else the rule for its type."""

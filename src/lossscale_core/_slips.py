@@ -1,4 +1,4 @@
-"""Sentences for likely slips in code: a misspelt or unnamed setting, and a policy and a state in each other's place."""
+"""Error messages for likely mistakes: a misspelt or unnamed setting, and swapped policy and state."""
 
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
-    """Return the sentence for a name that is not `what`: the nearest known name, and all of them."""
+    """Return the sentence for a name that is not `what`, with the nearest known name and all known names."""
     names = list(known)
     return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
 def not_a_state(value: Any, call: str) -> TypeError:
-    """Return the error for a value in the place of a state, as where arguments are swapped."""
+    """Return the error for a value in the place of a state, for example if arguments are swapped."""
     return TypeError(
         f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
         "or update returned"
@@ -26,14 +26,14 @@ def not_a_state(value: Any, call: str) -> TypeError:
 
 
 def not_a_flag(value: Any, call: str) -> TypeError:
-    """Return the error for a value in the place of the flag, as where arguments are swapped."""
+    """Return the error for a value in the place of the flag, for example if arguments are swapped."""
     return TypeError(
         f"grads_finite={shown(value)} must be a bool of shape (); call {call}, with what all_finite returned"
     )
 
 
 def loss_scale_of(state: Any, call: str) -> Any:
-    """Return the loss scale of a state; raise the error that shows the `call` where it is something else."""
+    """Return the loss scale of a state; raise the error that shows the `call` if `state` is not a state."""
     try:
         return state.loss_scale
     except AttributeError as error:
@@ -65,7 +65,7 @@ def explain_settings(rules: Mapping[str, Rule]) -> Callable[[type[T]], type[T]]:
 def _wrong_argument(
     cls: Any, rules: Mapping[str, Rule], values: tuple[Any, ...], settings: Mapping[str, Any]
 ) -> str | None:
-    """Return what is wrong with the number or the names of a dataclass's arguments, or None."""
+    """Return the error text for a wrong number of arguments or a wrong name, or None."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     positional = [name for name, field in fields.items() if not field.kw_only]
     surplus = values[len(positional) :]
@@ -88,7 +88,7 @@ def _wrong_argument(
 
 
 def _named(values: Iterable[Any], rules: Mapping[str, Rule], names: Iterable[str]) -> str:
-    """Return each value with the next name whose rule takes it; an empty text where none does."""
+    """Return each value with the next name whose rule accepts it; an empty text if no rule does."""
     left, parts = iter(names), []
     for value in values:
         name = next((name for name in left if rules[name].accepts(value)), None)

@@ -8,8 +8,8 @@ import numpy as np
 from lossscale_core._settings import LARGEST_COUNT
 
 if TYPE_CHECKING:
-    # A default lets `ScaleState` stand without brackets under `mypy --strict`: https://peps.python.org/pep-0696/.
-    # Type checkers know typing_extensions without an installation; typing has defaults from Python 3.13 on.
+    # A default allows `ScaleState` without brackets under `mypy --strict`: https://peps.python.org/pep-0696/.
+    # Type checkers include typing_extensions; typing has defaults from Python 3.13 on.
     from typing_extensions import TypeVar
 
     ArrayT_co = TypeVar("ArrayT_co", covariant=True, default=Any)
@@ -21,7 +21,7 @@ else:
     StateT = TypeVar("StateT")
 
 Array: TypeAlias = Any
-"""An array or scalar of the framework at hand; on the host, an `np.float32` or `np.int32` scalar."""
+"""An array or scalar of the framework in use; on the host, an `np.float32` or `np.int32` scalar."""
 
 HostScalar: TypeAlias = np.float32 | np.int32
 """A field of a state on the host."""
@@ -31,7 +31,7 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """The loss scale and its counters, each of shape `()`, on the device of the gradients.
 
     On the host the fields are `np.float32` and `np.int32` scalars, so that they round exactly as the arrays
-    of every framework do. An int32 counter that reaches 2**31 - 1 stays there. `ScaleState[jax.Array]` tells a type
+    of every framework do. An int32 counter that reaches 2**31 - 1 stays there. `ScaleState[jax.Array]` gives a type
     checker the type of the fields; at run time the brackets change nothing.
     """
 

@@ -1,4 +1,4 @@
-"""What a run logs about its loss scale, through the logger `lossscale`, and the error at the floor."""
+"""The log messages of a run about its loss scale, through the logger `lossscale`, and the error at the floor."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_core.messages import shown_number
 
 OnFloor = Literal["warn", "raise", "ignore"]
-"""What an overflow does that brings the loss scale down to `min_scale`."""
+"""The reaction to an overflow that lowers the loss scale to `min_scale`."""
 
 _OF_THE_HOST = (np.generic, np.ndarray, float, int)
 _LONG = 20
@@ -29,19 +29,19 @@ class ScaleWatch:
     ```python
     watch = ScaleWatch()
     ...
-    watch.log(policy, state)  # every so often, where the loop logs
+    watch.log(policy, state)  # now and then, when the loop logs
     ```
 
     `GradScaler` and the `LossScaleOptimizer`s have one each. An `INFO` line says that the calibration has ended. A
-    `WARNING` says once that the scale has come down to `min_scale`, has fallen below 1 or is pressing against
-    `max_scale`, and, from 20 overflows in a row, that there is a streak; a streak is said again when it has become ten
-    times as long. Each line ends with what `diagnose` recommends. A log record has the attributes `event`
-    (`calibrated`, `floor`, `below_one`, `ceiling`, `broken` or `streak`), `steps`, `loss_scale` and `overflow_streak`.
-    A state with fewer steps than the last one begins another run.
+    `WARNING` says once that the scale has fallen to `min_scale`, has fallen below 1 or is limited by `max_scale`. From
+    20 overflows in a row on, a `WARNING` reports a streak, and again when it is ten times as long. Each line ends with
+    the recommendation of `diagnose`. A log record has the attributes `event` (`calibrated`, `floor`, `below_one`,
+    `ceiling`, `broken` or `streak`), `steps`, `loss_scale` and `overflow_streak`. A state with fewer steps than the
+    last one begins another run.
 
     Args:
-        on_floor: What an overflow does that leaves the scale at `min_scale`: `"warn"` logs, `"raise"` makes `check`
-            raise an error, and `"ignore"` says nothing while the scale is there.
+        on_floor: The reaction to an overflow that leaves the scale at `min_scale`: `"warn"` logs, `"raise"` makes
+            `check` raise an error, and `"ignore"` logs nothing while the scale is there.
 
     Raises:
         PolicyError: `on_floor` is none of the three.
@@ -55,7 +55,7 @@ class ScaleWatch:
         self._start_over()
 
     def log(self, policy: PolicyLike, state: AnyScaleState) -> None:
-        """Log what is worth saying and was not said yet. Synchronises with the host.
+        """Log each event of the state that was not logged yet. Synchronises with the host.
 
         Args:
             policy: Anything that `as_policy` accepts.
@@ -101,7 +101,7 @@ class ScaleWatch:
         self.log(policy, state)
 
     def _start_over(self) -> None:
-        self._logged: frozenset[str] = frozenset()  # the events that are said once
+        self._logged: frozenset[str] = frozenset()  # the one-time events that were logged
         self._only_skipped = False  # whether all steps so far were skipped
         self._warned_at, self._warned_streak = -_APART, 0  # the step of the last warning, and its streak
 
@@ -135,7 +135,7 @@ class ScaleWatch:
     def _is_long_streak(self, numbers: Numbers, sentence: str) -> bool:
         if numbers.streak < _LONG or sentence.startswith("calibrating"):
             return False
-        if numbers.steps - numbers.streak < self._warned_at:  # the same one
+        if numbers.steps - numbers.streak < self._warned_at:  # the same streak
             return numbers.streak >= _TIMES_AS_LONG * self._warned_streak
         return numbers.steps - self._warned_at >= _APART
 
@@ -173,7 +173,7 @@ def _on_host(state: AnyScaleState) -> AnyScaleState:
 
 
 def _log(numbers: Numbers, found: dict[str, str]) -> None:
-    import logging  # most processes say nothing, and it would add a twentieth to the time of importing the core
+    import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
 
     facts = {"steps": numbers.steps, "loss_scale": numbers.scale, "overflow_streak": numbers.streak}
     for event, sentence in found.items():

@@ -1,4 +1,4 @@
-"""A reader of JSON and TOML files with a size limit, and a writer that writes a file whole or not at all."""
+"""A reader of JSON and TOML files with a size limit, and a writer that writes a file completely or not at all."""
 
 import contextlib
 import os
@@ -131,7 +131,7 @@ def open_regular(path: Path, error: type[LossScaleError]) -> BinaryIO:
         The open file.
 
     Raises:
-        LossScaleError: There is something else, such as a named pipe, whose writer may never come; its type is `error`.
+        LossScaleError: `path` is something else, such as a named pipe, which may have no writer; its type is `error`.
         OSError: The file cannot be opened.
     """
     name = os.fspath(path)
@@ -175,8 +175,8 @@ def read_data(path: Path, error: type[LossScaleError], limit: int = LARGEST_CONF
             return _parse_toml(read_text(path, error, _LARGEST_TOML))
         return _parse_json(read_text(path, error, limit), **json_options)
     except (ValueError, RecursionError) as reason:
-        # The parsers and the UTF-8 decoder raise a ValueError, and `error` is one, too. For deep nesting json raises a
-        # RecursionError.
+        # The parsers and the UTF-8 decoder raise ValueError, and `error` is a ValueError, too. For deep nesting json
+        # raises RecursionError.
         if isinstance(reason, LossScaleError):
             raise
         if isinstance(reason, UnicodeDecodeError):
@@ -239,7 +239,7 @@ def _new_temporary(folder: str) -> BinaryIO:
 
 
 def _remove_leftovers(folder: str) -> None:
-    """Remove the temporary files of processes that were killed while they wrote to a folder: nobody locks them."""
+    """Remove temporary files of processes that were killed while they wrote to a folder; these are not locked."""
     if _locks is None:
         return
     with contextlib.suppress(OSError):  # the folder may be unreadable

@@ -15,9 +15,9 @@ _ABBREVIATED = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int)
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` that goes by `isinstance` instead of type names, and shortens a value before it becomes text.
+    """`reprlib.Repr` that uses `isinstance` instead of type names, and shortens a value before it becomes text.
 
-    Keys and elements stay in their order: to sort arrays would compare all their elements.
+    Keys and elements stay in their order, since sorting arrays would compare all their elements.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def shown(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text on one line, with line ends and what else a terminal would act on written as in Python's source.
+    """Return a text on one line, with line ends and control characters written as in Python's source.
 
     Args:
         text: Any text, which may hold names of files, or parts of one.
@@ -121,7 +121,7 @@ def shown_number(number: float) -> str:
         number: A loss scale or another number, possibly not finite.
 
     Returns:
-        The text, in six digits where it is not such a power.
+        The text, in six digits if it is not such a power.
     """
     mantissa, exponent = math.frexp(number)
     return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
@@ -131,13 +131,13 @@ def nearest_name(name: Any, known: Iterable[str]) -> str:
     """Return the question whether the nearest known name was meant.
 
     Args:
-        name: What was given in the place of a known name: any value.
+        name: The unknown name, or any other value.
         known: The known names.
 
     Returns:
         The question, which ends in a space, or an empty text if no known name is near.
     """
-    # Imported late: most processes misspell nothing, and pay for every import.
+    # Imported late: most processes need no such question, and pay for every import.
     import difflib
 
     # The time of a match grows with the product of the lengths, and the name may come from any file.

@@ -49,10 +49,10 @@ def check_loss_shape(shape: Sequence[int]) -> None:
 
 
 def named_values(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to, with the names that it has there.
+    """Yield the values that a function refers to, with their names in the function.
 
     Args:
-        function: A function, a method, a `functools.partial` or what holds one as `python_function`.
+        function: A function, a method, a `functools.partial`, or an object with a `python_function`.
 
     Yields:
         Names and values: defaults and bound arguments, variables of enclosing functions, and those of the module.
@@ -99,7 +99,7 @@ def name_of(array: Any, function: Callable[..., Any]) -> str | None:
 
     Args:
         array: An array, perhaps one that the framework has made of a value that the function refers to.
-        function: What `named_values` takes.
+        function: A function as for `named_values`.
 
     Returns:
         The name of the array itself, or else of the first value of its shape that is not finite either; or None.
@@ -109,7 +109,7 @@ def name_of(array: Any, function: Callable[..., Any]) -> str | None:
         if value is array:
             return name
     for name, value in values:
-        with contextlib.suppress(Exception):  # of any library, where NumPy cannot hold the value
+        with contextlib.suppress(Exception):  # from any library, if NumPy cannot hold the value
             if tuple(value.shape) == tuple(array.shape) and NonfiniteInput.of(value, name):
                 return name
     return None
