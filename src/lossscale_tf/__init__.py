@@ -4,7 +4,7 @@ try:
     import keras as _keras  # noqa: F401
     import tensorflow as _tensorflow  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name not in ("keras", "tensorflow"):  # such as jax, where KERAS_BACKEND asks for what is not installed
+    if error.name not in ("keras", "tensorflow"):  # such as jax, if KERAS_BACKEND names a missing framework
         raise
     raise ModuleNotFoundError(
         f"lossscale_tf needs TensorFlow and Keras, and {error.name} is not installed; "
@@ -20,7 +20,7 @@ from lossscale_tf._state import init_state
 from lossscale_tf._verbs import all_finite, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
-__all__ = [  # without the subpackage `keras`, whose name `import *` would take from who imported Keras before
+__all__ = [  # without the subpackage `keras`: after `import *` its name would hide an imported Keras
     "GradientReport",
     "LossScaleLogger",
     "LossScaleOptimizer",
@@ -34,6 +34,6 @@ __all__ = [  # without the subpackage `keras`, whose name `import *` would take 
     "v1",
 ]
 
-for _type in (LossScaleLogger, LossScaleOptimizer):  # a pickle names the public module, so that private ones may move
+for _type in (LossScaleLogger, LossScaleOptimizer):  # a pickle stores the public module name
     _type.__module__ = __name__
 del _type

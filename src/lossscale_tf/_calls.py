@@ -1,7 +1,8 @@
 """The calls of each step of an optimizer: the scale of its loss, and which calls are missing or repeated.
 
-A record is of one graph being traced, or one thread of eager execution, and of one replica in it. Only a scaled loss,
-or a variable that is applied again, begins the next step. Graphs are held weakly, so that traces can be let go.
+A record belongs to one graph being traced, or one thread of eager execution, and to one replica in it. Only a scaled
+loss, or gradients of a variable that was applied already, begin the next step. Graphs are referenced weakly, so that
+traces can be freed.
 """
 
 import threading
@@ -16,20 +17,20 @@ from lossscale_core.errors import CallOrderError
 from lossscale_tf._verbs import Gradient, is_narrow, unconverted
 
 _Key: TypeAlias = "weakref.ref[Any] | None"
-"""A graph, held weakly; None for eager execution."""
+"""A weak reference to a graph; None for eager execution."""
 _REMEMBERED = 64
-"""How many scales are remembered, for gradients that wait while other losses are scaled."""
+"""The number of records to keep, for gradients that are unscaled after other losses are scaled."""
 
 
 class Record:
     """The calls of one step.
 
     Attributes:
-        owner: The calls of its optimizer.
+        owner: The `Calls` of its optimizer.
         by_keras: Whether `scale_loss` scaled the loss, so that the gradients are applied as they are.
         is_scaled: Whether a loss was scaled.
         is_unscaled: Whether gradients were unscaled.
-        is_waiting: Whether the gradients of a scaled loss are still to come.
+        is_waiting: Whether a loss was scaled whose gradients were not unscaled or applied yet.
         is_from_outside: Whether the loss was scaled in another graph or thread, if at all.
 
     """
@@ -46,53 +47,53 @@ class Record:
 
     @property
     def is_applied(self) -> bool:
-        """Whether gradients of this step were applied, to some variables at least."""
+        """Whether gradients of this step were applied to at least one variable."""
         return bool(self._applied)
 
     def hold(self, loss_scale: tf.Tensor, updates: int = 0) -> None:
-        """Note that a loss was multiplied by `loss_scale`, which had been updated so often in traces before."""
-        if not self._since or self._expected:  # losses of a loop that have one scale are as old as the first of them
+        """Note that a loss was multiplied by `loss_scale`; `updates` counts its updates in traces so far."""
+        if not self._since or self._expected:  # losses of one loop with the same scale count as old as the first one
             self._since = _number_of(loss_scale)
         self._held_in, self._updates = _here(), updates
         self._loss_scale = weakref.ref(loss_scale) if self._held_in else lambda: loss_scale
         self.is_scaled = self.is_waiting = True
 
     def has_other_scale(self, loss_scale: tf.Tensor, updates: int) -> bool:
-        """Return whether the scale has changed since it was held. Eagerly, synchronises with the host."""
+        """Return whether the scale has changed since `hold`. Eagerly, synchronises with the host."""
         held = self._loss_scale()
         return self._updates != updates if held is None or self._held_in else float(held) != float(loss_scale)
 
     def loss_scale(self) -> tf.Tensor | None:
-        """Return the scale that was held; None in another graph than it was held in, where no tensor may be used."""
+        """Return the noted scale; None in any other graph, which must not use this tensor."""
         return self._loss_scale() if self._held_in == _here() else None
 
     def is_older_than(self, grads: Sequence[Any]) -> bool:
-        """Return whether one of `grads` was made since the loss was scaled; the others may be constants."""
+        """Return whether at least one of `grads` was computed after the loss was scaled; others may be constants."""
         numbers = [_number_of(each) for each in grads if isinstance(each, tf.Tensor | tf.IndexedSlices)]
         return not numbers or self._since <= max(numbers)
 
     def is_as_old_as(self, last: "Record") -> None:
-        """Note that `last` has the same scale, so that gradients that are older than this record are divided by it."""
+        """Take over the age of `last`, which has the same scale, so that its gradients are divided by this scale."""
         self._since = last._since
 
     def is_newer_than(self, other: "Record | None") -> bool:
-        """Return whether its last loss was scaled after that of `other`, if there is one."""
+        """Return whether the last loss was scaled after that of `other`; True if `other` is None."""
         return other is None or self._since > other._since
 
     def expect(self, variables: Iterable[Any]) -> None:
-        """Note that one call has scaled, differentiated and unscaled, for gradients of `variables` to be applied."""
+        """Note that one call has computed unscaled gradients of `variables`, which are to be applied later."""
         ids = set(map(id, variables))
         self._expected |= ids
         self._applied = {(key, each) for key, each in self._applied if each not in ids}
         self.is_unscaled, self.is_waiting = True, False
 
     def expects(self, variables: Sequence[Any]) -> bool:
-        """Return whether gradients of one of `variables`, or any, are expected and were not applied yet."""
+        """Return whether gradients of one of `variables` (of any, if empty) are expected and not applied yet."""
         expected = not self._expected.isdisjoint(map(id, variables)) if variables else bool(self._expected)
         return expected and not self.is_applied_to(variables)
 
     def apply(self, variables: Iterable[Any]) -> None:
-        """Note that gradients of `variables` are applied in the graph being built; two branches are two graphs."""
+        """Note that gradients of `variables` are applied in the graph being built; each branch is its own graph."""
         here = _here()
         self._applied |= {(here, id(variable)) for variable in variables}
         self.is_waiting = False
@@ -105,7 +106,7 @@ class Record:
         return any((key, id(variable)) in self._applied for key in keys for variable in variables)
 
     def as_from_outside(self) -> "Record":
-        """Return a copy for a graph, without the scale: an eager one would be a constant there."""
+        """Return a copy for a graph, without the scale, since an eager scale would be a constant in the graph."""
         copy = Record(self.owner, self.by_keras)
         copy.is_scaled, copy.is_unscaled, copy.is_from_outside = self.is_scaled, self.is_unscaled, True
         copy._applied, copy._expected, copy._since = set(self._applied), set(self._expected), self._since
@@ -127,7 +128,7 @@ class Calls:
     def scale(self, loss_scale: tf.Tensor, updates: int = 0, by_keras: bool = False) -> Record:
         """Return the record of a loss that is scaled by `loss_scale`: a new one if the last was applied.
 
-        Raises `CallOrderError` if gradients of a loss with another scale are still to come.
+        Raises `CallOrderError` if gradients of a loss with another scale were not applied yet.
         """
         steps = self._steps(current_graph())
         record, last = Record(self, by_keras), steps[-1] if steps else None
@@ -145,7 +146,7 @@ class Calls:
 
     @unconverted
     def scale_and_unscale(self, loss_scale: tf.Tensor, variables: Iterable[Any]) -> Record:
-        """Return the record of calls that do both, which leave the record of a loop as it is."""
+        """Return the record of a call that scales and unscales; the record of a user's loop does not change."""
         steps = self._steps(current_graph(), are_whole=True)
         if not steps:
             steps.append(Record(self))
@@ -154,7 +155,7 @@ class Calls:
         return steps[-1]
 
     def unscale(self, grads: Sequence[Any]) -> Record:
-        """Return the record of gradients to be unscaled: another one if their loss was scaled in a trace."""
+        """Return the record of gradients to unscale; a new record if their loss was scaled in a trace."""
         record = self._current()
         if record is None or (record.is_applied and (record.is_from_outside or self._is_scaled_elsewhere())):
             record = self._from_outside(by_keras=False)
@@ -191,7 +192,7 @@ class Calls:
         return found if found is not None and found.record.owner is self else None
 
     def is_missing(self, record: Record) -> tuple[bool, bool]:
-        """Return whether scaling and unscaling are missing, in this step and in traces that leave theirs open."""
+        """Return whether scaling and unscaling are missing, in this step and in traces that apply no gradients."""
         if record.is_scaled and record.is_unscaled:
             return False, False
         others = self._open_in_graphs()
@@ -201,17 +202,17 @@ class Calls:
         )
 
     def forget_here(self) -> None:
-        """Forget the steps of this place and replica, as after an error."""
+        """Drop the records of this graph or thread and this replica, as after an error."""
         self._steps(current_graph()).clear()
 
     def forget_eager(self) -> None:
-        """Forget the eager steps of all threads, as after another state is loaded."""
+        """Drop the eager records of all threads, as after another state is loaded."""
         self._threads = threading.local()
 
     def _require_nothing_waits(self, last: Record | None) -> None:
         if last is None or not last.is_waiting:
             return
-        # Eager gradients may go into traces, which do not tell each time that they run.
+        # Eager gradients may be passed to a traced function, whose runs are not seen here.
         if not tf.executing_eagerly() or not self._is_applied_in_graphs():
             self.forget_here()
             raise CallOrderError(
@@ -220,9 +221,9 @@ class Calls:
             )
 
     def _current(self, are_whole: bool = False) -> Record | None:
-        """Return the record of this replica, in this graph or around it; that of eager execution is copied for a graph.
+        """Return the record of this replica in this graph or around it; a graph gets a copy of an eager record.
 
-        None means that no call is known.
+        Return None if no call was recorded.
         """
         here = current_graph()
         steps = self._steps(here, are_whole)
@@ -238,7 +239,7 @@ class Calls:
         return None
 
     def _from_outside(self, by_keras: bool) -> Record:
-        """Begin the record of a step that was scaled elsewhere, or not at all."""
+        """Begin the record of a step whose loss was scaled in another graph or thread, or not at all."""
         record = Record(self, by_keras)
         record.is_from_outside = True
         self._steps(current_graph()).append(record)
@@ -251,15 +252,15 @@ class Calls:
         return [steps[-1] for place in places for (_, whole), steps in place.items() if steps and whole in are_whole]
 
     def _open_in_graphs(self, are_whole: Iterable[bool] = (False, True)) -> list[Record]:
-        """Return the records of traces that apply no gradients: another trace, or eager code, does."""
+        """Return the records of traces that apply no gradients; another trace or eager code applies them."""
         return [record for record in self._in_graphs(are_whole) if not record.is_applied]
 
     def _is_scaled_elsewhere(self) -> bool:
-        """Return whether a trace scales losses and leaves their gradients to others."""
+        """Return whether a trace scales losses, and other code applies their gradients."""
         return any(record.is_scaled for record in self._open_in_graphs(are_whole=[False]))
 
     def _is_applied_in_graphs(self) -> bool:
-        """Return whether a trace unscales or applies gradients, which may be of losses that it has not scaled."""
+        """Return whether a trace unscales or applies gradients, perhaps of losses that were scaled outside of it."""
         return any(record.is_unscaled or record.is_applied for record in self._in_graphs(are_whole=[False]))
 
     def _steps(self, graph: Any, are_whole: bool = False) -> _Steps:
@@ -270,13 +271,13 @@ class Calls:
             place = self._graphs.setdefault(graph, {})
         return place.setdefault((current_replica(), are_whole), deque(maxlen=_REMEMBERED))
 
-    # What is of a thread or a graph cannot be copied or pickled; a copy begins with a new step.
+    # State of a thread or a graph cannot be copied or pickled; a copy begins with a new step.
     def __reduce__(self) -> tuple[type["Calls"], tuple[()]]:
         return Calls, ()
 
 
 class Mark(NamedTuple):
-    """The kind of a tensor: a scaled loss, an unscaled gradient, or a gradient that was passed to be unscaled.
+    """The kind of a tensor: a scaled loss, an unscaled gradient, or the argument of unscaling.
 
     In a graph, `origin` is the gradient before it was divided by `loss_scale`. When it is applied, one product unscales
     and clips it, and TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients.
@@ -294,7 +295,7 @@ def mark_loss(leaf: tf.Tensor, record: Record) -> None:
 
 
 def mark_gradient(leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tensor) -> None:
-    """Mark a gradient before and after it was unscaled, in a graph with its origin, unless its dtype has changed."""
+    """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
     is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
     unscaled = Mark(record, "unscaled")
     leaf._loss_scaling = Mark(record, "unscaled", grad, loss_scale) if is_same else unscaled
@@ -305,9 +306,9 @@ def mark_gradient(leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tens
 
 
 def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
-    """Return gradients as they were before they were unscaled in this graph, and the one scale that they had.
+    """Return gradients as they were before unscaling in this graph, and their common scale.
 
-    If there is no such scale, they are returned as they are, with None.
+    If they have no common scale, return them unchanged, and None.
     """
     if tf.executing_eagerly():
         return grads, None
@@ -319,23 +320,23 @@ def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
 
 
 def current_graph() -> Any:
-    """Return the graph being built; None where execution is eager."""
+    """Return the graph being built; None in eager execution."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def graphs_around() -> Iterator[Any]:
-    """Yield the graph being built and those around it, then None if what is around them executes eagerly."""
+    """Yield the graph being built and those around it, then None if the outermost code executes eagerly."""
     graph = current_graph()
     while graph is not None:
         yield graph
-        # Only the graphs of functions have one, and that of a session does not.
+        # Only the graphs of functions have an outer graph; the graph of a session does not.
         graph = getattr(graph, "outer_graph", None)
     if tf.compat.v1.executing_eagerly_outside_functions():
         yield None
 
 
 def current_replica() -> int:
-    """Return the number of this replica; 0 where there are no replicas."""
+    """Return the number of this replica; 0 without replicas."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return 0
@@ -354,7 +355,7 @@ def _key(graph: Any) -> _Key:
 
 def _number_of(leaf: Gradient) -> int:
     """Return a number that is larger than that of each older tensor."""
-    # Nothing public tells of two tensors which is older. TensorFlow counts them all, in graphs, too:
+    # No public API says which of two tensors is older. TensorFlow numbers all tensors, also in graphs:
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/tensor.py
     number: int = leaf.values._id if isinstance(leaf, tf.IndexedSlices) else leaf._id
     return number

@@ -1,4 +1,4 @@
-"""The policies that TensorFlow's own documents name, under their parameters and defaults."""
+"""Policies under the names, parameters and defaults of TensorFlow's documentation."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from lossscale_core.messages import shown
 _LARGEST_COUNT = 2**31 - 1
 
 
-def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the document's own name
+def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the name in the documentation
     """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step.
 
     Args:
@@ -114,7 +114,7 @@ def _number(argument: str, value: Any) -> float:
 
 
 def _scale(argument: str, value: Any) -> float:
-    """Return a first scale, which TensorFlow never lets fall below 1.
+    """Return a first scale of at least 1, TensorFlow's smallest scale.
 
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """
@@ -133,7 +133,7 @@ def _checked(argument: str, value: Any, setting: str) -> float:
 
 
 def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
-    """Return a count that TensorFlow compares with `>=`, so that anything below 1 acts as 1 does.
+    """Return a count. TensorFlow compares it with `>=`, so that numbers below 1 act like 1.
 
     Keras and `tf.compat.v1` cut off a fraction; `tf.contrib` compares with it:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
@@ -145,7 +145,7 @@ def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
 
 
 def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> ScalingPolicy:
-    """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` stand for."""
+    """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` describe."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
     if isinstance(loss_scale, bool):
@@ -197,7 +197,7 @@ def require_no_base_arguments(arguments: dict[str, Any]) -> None:
 
 
 def require_policy_or_number(loss_scale: Any) -> None:
-    """Raise `PolicyError` for an object with a loss scale manager's methods, which change variables of their own."""
+    """Raise `PolicyError` for an object with the methods of a loss scale manager, which changes its own variables."""
     if hasattr(loss_scale, "update_loss_scale"):
         raise PolicyError(
             f"{type(loss_scale).__name__} is a loss scale manager, whose update is made of operations on variables of "

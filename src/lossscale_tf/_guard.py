@@ -1,4 +1,4 @@
-"""A spike guard whose state is in variables, and its judgement eagerly and in graphs."""
+"""A spike guard with its state in variables, and its check of a norm, eagerly and in graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ _LARGEST = float(tf.float32.max)
 
 
 class Judgement(NamedTuple):
-    """What a guard finds about the norm of an eager step, and its states before and after."""
+    """The guard's decision about the norm of an eager step, and its states before and after."""
 
     accepted: bool
     norm: float
@@ -33,20 +33,20 @@ class Guard:
         return None if guard is None else cls(guard, StateVariables(guard, make_variable))
 
     def judge_on_host(self, norm: tf.Tensor) -> Judgement:
-        """Judge a finite norm and change nothing yet. Synchronises with the host."""
+        """Return the decision about a finite norm; change no variable. Synchronises with the host."""
         # The norm of float64 gradients may be beyond float32, where it would look like an overflow.
         number, before = min(float(norm), _LARGEST), self.state.read_on_host()
         accepted, after = self.guard.judge(before, number)
         return Judgement(bool(accepted), number, before, after)
 
     def remember(self, judged: Judgement) -> None:
-        """Set the state to that after a step; raise `SpikeStreakError` where it has reached `max_streak`."""
+        """Set the variables to the state after a step; raise `SpikeStreakError` if it has reached `max_streak`."""
         self.state.assign_changed(judged.before, judged.after)
         check_spike_streak(self.guard, judged.after, judged.norm)
 
     def judge_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
         """Return whether a step is finite and its norm accepted, and the assignments of the state after it."""
         known = tf.cast(tf.minimum(norm, _LARGEST), tf.float32)
-        judged = tf.where(finite, known, float("inf"))  # infinity leaves the state as it is
+        judged = tf.where(finite, known, float("inf"))  # infinity leaves the state unchanged
         accepted, after = self.guard.judge(self.state.read(), judged, xp=tf)
         return [accepted, *self.state.assign(after)]

@@ -1,4 +1,4 @@
-"""Variables that a skipped try of a step leaves as they were, though its loss writes to them."""
+"""Restoring of variables that the loss has written, after a skipped try of a step."""
 
 import ctypes
 from typing import Any
@@ -10,10 +10,10 @@ from lossscale_tf._verbs import unconverted
 
 
 class Before:
-    """The values before a try of `variables`, and of those of `trained` to which the loss writes, to be put back.
+    """The values before a try: of `variables`, and of those in `trained` that the loss writes.
 
-    A held value is not a copy: it shares the memory of its variable until the variable is written. Values of trained
-    variables that the loss has not written are released before the optimizer updates them, so that it updates in place.
+    A saved value is not a copy: it shares the memory of its variable until the variable is written. Values of trained
+    variables that the loss has not written are released before the optimizer runs, so that it updates in place.
     """
 
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/kernels/training_op_helpers.h#L233
@@ -24,9 +24,9 @@ class Before:
 
     @unconverted
     def let_go_of_unwritten(self, operations_before: int) -> None:
-        """Let go of the values of those trained variables to which the loss, now run, has not written.
+        """Release the values of the trained variables that the loss has not written; call it after the loss.
 
-        In a graph, the loss is what follows a number of operations.
+        In a graph, the loss is the operations after the first `operations_before`.
         """
         if tf.executing_eagerly():
             self._trained = [each for each in self._trained if _has_moved(*each)]
@@ -37,14 +37,14 @@ class Before:
 
     @unconverted
     def put_back(self) -> tf.Tensor:
-        """Give the variables the values that are held; return False."""
+        """Restore the saved values of the variables; return False."""
         for variable, value in self._values + self._trained:
             variable.assign(value)
         return tf.constant(False)
 
     @unconverted
     def put_back_unless(self, applied: Any) -> None:
-        """Give the variables the values that are held, unless a step is applied."""
+        """Restore the saved values of the variables, unless the step is applied."""
         if not tf.executing_eagerly():
             tf.cond(applied, lambda: tf.constant(True), self.put_back)
         elif not applied:
@@ -52,18 +52,18 @@ class Before:
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:
-    """Return the value of a variable, which no later write changes."""
-    # After a sparse update every other way to read copies; XLA does not compile this one.
+    """Return the value of a variable, which later writes do not change."""
+    # After a sparse update every other way to read makes a copy; XLA does not compile this way.
     if tf.executing_eagerly() and hasattr(variable, "read_value_no_copy"):
         return variable.read_value_no_copy()
     return tf.identity(variable)
 
 
 def _has_moved(variable: tf.Variable, value: tf.Tensor) -> bool:
-    """Return whether a variable has left the memory of a value that it had; True also if that cannot be told."""
+    """Return whether a variable no longer uses the memory of an earlier value; True also if this is unknown."""
     try:
         return _address(_value_of(variable)) != _address(value)
-    except tf.errors.OpError:  # DLPack has neither every dtype, such as float8, nor every device
+    except tf.errors.OpError:  # DLPack lacks some dtypes, such as float8, and some devices
         return True
 
 
@@ -73,8 +73,8 @@ _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def _address(value: tf.Tensor) -> int | None:
-    """Return where the memory of an eager tensor begins on its device; None if the tensor is empty."""
-    # The structure in the capsule begins with it: https://github.com/dmlc/dlpack/blob/v1.1/include/dlpack/dlpack.h
+    """Return the address of an eager tensor on its device; None if the tensor is empty."""
+    # The structure in the capsule begins with the address: https://github.com/dmlc/dlpack/blob/v1.1/include/dlpack/dlpack.h
     capsule = tf.experimental.dlpack.to_dlpack(value)
     return ctypes.c_void_p.from_address(_pointer_in(capsule, b"dltensor")).value
 
@@ -85,7 +85,7 @@ _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 
 
 def operations_so_far() -> list[tf.Operation]:
-    """Return the operations of the graph being built; none where execution is eager."""
+    """Return the operations of the graph being built; none in eager execution."""
     return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
 
 
@@ -101,16 +101,16 @@ def _written_by(operations: list[tf.Operation]) -> set[str]:
 
 
 def _only_read_by(operation: tf.Operation) -> list[int]:
-    """Return which inputs of a function, a branch or a loop are handles that it only reads."""
+    """Return the numbers of the inputs of a function, branch or loop that are handles that it only reads."""
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/auto_control_deps_utils.py#L140
     try:
         return operation.get_attr("_read_only_resource_inputs")
-    except ValueError:  # of any other operation
+    except ValueError:  # for any other operation
         return []
 
 
 def variables_of(item: Any) -> list[tf.Variable]:
-    """Return the variables that a loss may write to: of a layer or module, of a generator of random numbers."""
+    """Return the variables of a layer, module or random number generator that a loss may write to."""
     if isinstance(item, tf.Variable):
         return [item]
     if isinstance(item, keras.Variable):
@@ -119,7 +119,7 @@ def variables_of(item: Any) -> list[tf.Variable]:
         if not getattr(item, "built", True):
             raise ValueError(f"{item.name!r} is not built, so that protect= cannot copy its variables; build it first")
         return [variable for each in item.non_trainable_variables for variable in variables_of(each)]
-    if isinstance(item, keras.metrics.Metric):  # of Keras 3, whose variables are its state
+    if isinstance(item, keras.metrics.Metric):  # of Keras 3; its variables are its state
         return [variable for each in item.variables for variable in variables_of(each)]
     if isinstance(state := getattr(item, "state", None), tf.Variable | keras.Variable):
         return variables_of(state)
@@ -130,5 +130,5 @@ def variables_of(item: Any) -> list[tf.Variable]:
 
 
 def trained_variables_of(item: Any) -> list[tf.Variable]:
-    """Return the weights of a layer or module, to which a loss may write, too."""
+    """Return the weights of a layer or module, which a loss may write, too."""
     return [variable for each in getattr(item, "trainable_variables", ()) for variable in variables_of(each)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context  # tf.random.set_seed can set the seed, and nothing public can read it
+from tensorflow.python.eager import context  # tf.random.set_seed sets the seed; no public API reads it
 
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport
 from lossscale_core.ranges import GRADIENT, check_loss_shape
@@ -22,15 +22,14 @@ _SEED = 1441151881  # a seed that is unlikely to be set
 def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
-    It runs `loss_fn` once, eagerly, and a few backward passes (usually up to four) at the loss scales that it searches,
-    and looks at every float16, bfloat16 and float8 tensor that is computed. Each `tf.function` runs as the Python that
-    it was made of; a concrete function, and what a SavedModel holds, is one operation. All variables and the states of
-    random number generators are bit for bit as before, also where `loss_fn` raises. Synchronises with the host after
-    every operation.
+    The report runs `loss_fn` once, eagerly, and a few backward passes (usually up to four) at different loss scales. It
+    measures every computed float16, bfloat16 and float8 tensor. Each `tf.function` runs as its Python code; a concrete
+    function, or a function of a SavedModel, is one operation. Afterwards all variables and the states of random number
+    generators are bit for bit as before, also if `loss_fn` raises. Synchronises with the host after every operation.
 
     Args:
-        model: Gives the names: an operation is named by the innermost of its layers, a gradient by its variable. A
-            Keras 3 or tf_keras model, or a `tf.Module`; without layers, operations are named by their name scopes.
+        model: A Keras 3 or tf_keras model, or a `tf.Module`, for the names: an operation is named by the innermost
+            layer, or by its name scope if there are no layers; a gradient is named by its variable.
         loss_fn: Runs the forward pass as training does, and returns the loss, unscaled: a tensor with one element of
             any float dtype.
 
@@ -40,19 +39,19 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
     Raises:
         TypeError: `loss_fn` does not return a tensor of floats.
         ValueError: The loss has several elements, or does not depend on a trainable variable.
-        RuntimeError: It is called in a graph.
+        RuntimeError: The function is called in a graph.
     """
     if not tf.executing_eagerly():
         raise RuntimeError("range_report reads numbers, which a graph has not; call it outside of tf.function")
     with _functions_run_eagerly(), _seeds_kept(), Variables() as variables:
         passes = _Passes(model, loss_fn, Recorder(model, variables, Inputs(model, loss_fn)))
         report = RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
-    # The first infinity of the forward pass may be that of a mask, which does no harm; the recorder knows what does.
+    # The first infinity of the forward pass may be that of a mask, which is harmless; the recorder finds the cause.
     return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.culprit)
 
 
 class _Passes:
-    """The passes that the search asks for; the tape keeps the forward pass for all of them."""
+    """The forward pass, and backward passes for the search; the tape keeps the forward pass for all of them."""
 
     def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor], recorder: Recorder) -> None:
         self._model, self._loss_fn, self._recorder = model, loss_fn, recorder
@@ -107,7 +106,7 @@ def _names(model: Any) -> dict[int, str]:
 
 @contextlib.contextmanager
 def _functions_run_eagerly() -> Iterator[None]:
-    """Have each `tf.function` run as it is written, so that its operations can be seen."""
+    """Run each `tf.function` as Python code, so that its operations can be measured."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -118,9 +117,9 @@ def _functions_run_eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeds_kept() -> Iterator[None]:
-    """Draw under a global seed of the report's own.
+    """Draw random numbers under a global seed that only the report uses.
 
-    The state of a random operation is in a kernel that is kept for its seeds, and cannot be put back:
+    The state of a random operation is in a kernel that is cached by its seeds, and cannot be restored:
     https://www.tensorflow.org/api_docs/python/tf/random/set_seed
     """
     eager = context.context()
@@ -131,7 +130,7 @@ def _seeds_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        # TensorFlow makes it when a seed is set, so that there may have been none.
+        # TensorFlow creates the generator when a seed is set, so that there may have been none.
         del eager._rng
         for name, value in before.items():
             setattr(eager, name, value)

@@ -15,19 +15,19 @@ _GIVES = {"IteratorGetNext", "IteratorGetNextSync", *_READS}
 
 
 class Inputs:
-    """The tensors that a forward pass is given and that are not finite, with their names."""
+    """The non-finite tensors among the inputs of a forward pass, with their names."""
 
     def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor]) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._known: set[int] = set()
-        """The tensors that the pass has made, or that were looked at."""
+        """The tensors that the pass has computed, or that were checked already."""
         self._variables: dict[int, int] = {}
-        """The handle of the variable that a tensor was read from."""
+        """The handle of the variable from which a tensor was read."""
         self._found: dict[int, tuple[Any, str]] = {}
-        """The tensors that are not finite, and what to call those that have no name."""
+        """The tensors that are not finite, and the names for those that have none."""
 
     def look(self, operation: str, inputs: Iterable[Any], outputs: Iterable[Any], place: Callable[[], str]) -> set[int]:
-        """Look at what an operation reads, and return the tensors that are not finite and that the pass was given.
+        """Check the inputs of an operation, and return those that are not finite and that the pass did not compute.
 
         `place` returns the path of its layer, for a tensor that has no name.
         """
@@ -43,15 +43,15 @@ class Inputs:
         return set(broken)
 
     def found(self, among: Iterable[int]) -> list[NonfiniteInput]:
-        """Return those of these tensors that the pass was given, in the order of their use; one for each name.
+        """Return those of these tensors that the pass did not compute, in the order of their use; one for each name.
 
-        After the pass, since it may have made variables, and since to read one is an operation.
+        Call it after the pass, which may have created variables; reading a variable is an operation.
         """
         chosen, weights = set(among), self._names_of_variables()
         found: dict[str, NonfiniteInput] = {}
         for key, (tensor, otherwise) in self._found.items():
             name = weights.get(self._variables.get(key, -1)) or self._name_in_function(tensor)
-            # A number without a name is a constant that is written in the code.
+            # A number without a name is a constant in the code.
             if key in chosen and (name or tensor.shape.rank):
                 described = NonfiniteInput.of(tensor.numpy(), name or otherwise)
                 found |= {described.name: described} if described else {}

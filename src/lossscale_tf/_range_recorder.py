@@ -1,4 +1,4 @@
-"""The recorder behind `range_report`: it measures what each operation computes, and puts variables back."""
+"""The recorder of `range_report`: it measures the result of each operation, and restores variables."""
 
 import gc
 import sys
@@ -24,18 +24,18 @@ _MOVES = {
     *("ResourceGather", "ResourceGatherNd", "Reverse", "ReverseV2", "Slice", "Split", "SplitV", "Squeeze"),
     *("StopGradient", "StridedSlice", "Tile", "Transpose", "Unpack", "ZerosLike"),
 }
-"""Operations that copy what was measured before, or a constant."""
+"""Operations that copy a constant, or a tensor that was measured already."""
 _READS = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp", "VarIsInitializedOp", "VariableShape"),
 }
-"""Operations that take a variable and leave it as it is."""
+"""Operations that take a variable and do not change it."""
 
 
 class Variables:
-    """The values of all variables when the report begins; those that an operation writes to get them back on exit.
+    """The values of all variables when the report begins; on exit the variables that were written are restored.
 
     A value that is read shares the variable's memory. TensorFlow allocates new memory when it writes to a variable
-    whose value is held elsewhere, so that only the variables that change are held twice.
+    whose value is still referenced, so that only the variables that change exist twice.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class Variables:
         for variable in _all_variables():
             try:
                 handle = variable.handle
-                if not hasattr(handle, "numpy"):  # of a graph, which a report cannot run
+                if not hasattr(handle, "numpy"):  # a variable of a graph, which a report cannot run
                     continue
                 value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
             except (AttributeError, ValueError, RuntimeError, tf.errors.OpError):
-                continue  # not initialized, or distributed, whose components are variables, too
+                continue  # not initialized, or distributed; the components of a distributed variable are variables, too
             self._values[handle._id] = (handle, value)
         return self
 
@@ -75,14 +75,14 @@ class Variables:
 
 
 def _all_variables() -> list[Any]:
-    """Return the variables that exist. No registry lists those of models, metrics, optimizers and random generators."""
+    """Return all existing variables from the garbage collector, since TensorFlow has no registry of them."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, tf.Variable)}
     return [each for each in objects if type(each) in kinds]
 
 
 class Recorder:
-    """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
+    """Measure results in float16, bfloat16 and float8, and track which tensors the loss scale multiplies."""
 
     def __init__(self, model: Any, variables: Variables, inputs: Inputs) -> None:
         self._model = model
@@ -92,9 +92,9 @@ class Recorder:
         self._edges: list[tuple[list[int], list[int]]] = []
         self._scaled: set[int] = set()
         self._nonfinite: dict[int, OperationRange | None] = {}
-        """The tensors that hold infinity or NaN, in order; with a record those of low precision.
+        """The tensors that hold infinity or NaN, in order, each with its record if it is of low precision.
 
-        Those that were computed in float32 alone are left out: they are not measured.
+        Tensors that were computed in float32 only are left out, since they are not measured.
         """
         self._scopes = _Scopes()
         self._progress = Progress()
@@ -107,7 +107,7 @@ class Recorder:
         op_callbacks.remove_op_callback(self._see)
 
     def take(self, needed: Iterable[tf.Tensor] | None = None) -> list[OperationRange]:
-        """Return the records of the pass that is over; only of what `needed` depends on, if it is given.
+        """Return the records of the pass that has ended; with `needed`, only those that `needed` depends on.
 
         Eagerly TensorFlow computes the gradients of constants as well, which a compiled step leaves out.
         """
@@ -124,9 +124,9 @@ class Recorder:
     def culprit(self, loss: tf.Tensor) -> OperationRange | None:
         """Return the operation in low precision that makes the loss infinite or NaN; None if there is none.
 
-        Infinity and NaN reach the loss from operation to operation; the infinity of a mask ends at the softmax. The
-        first of these operations that overflows is returned. If none does, the first of them is: it was given infinity,
-        for example by a constant, which TensorFlow converts to float16 without an operation that could be seen.
+        Infinity and NaN pass from operation to operation to the loss, but the infinity of a mask ends at the softmax.
+        Of the operations on such a path, return the first that overflows. If none overflows, return the first one: its
+        input was infinite, for example a constant, which TensorFlow converts to float16 without a visible operation.
         """
         passed = _ancestors(self._edges, {loss._id}, among=self._nonfinite)
         records = [record for output, record in self._nonfinite.items() if record and output in passed]
@@ -134,7 +134,7 @@ class Recorder:
         return first and first._replace(module=_Layers(self._model).path_in(first.module))
 
     def nonfinite_inputs(self, loss: tf.Tensor) -> list[NonfiniteInput]:
-        """Return what the forward pass was given and is not finite; if the loss is not, only what leads to it."""
+        """Return the non-finite inputs of the forward pass; if the loss is not finite, only those that lead to it."""
         held = self._nonfinite if is_finite(loss) else _ancestors(self._edges, {loss._id}, among=self._nonfinite)
         return self._inputs.found(held) if self._inputs else []
 
@@ -168,7 +168,7 @@ class Recorder:
                 self._records.append((output._id, record))
                 if record.nonfinite:
                     self._nonfinite[output._id] = record
-            elif not is_finite(output):  # moved along with a constant, as padding is
+            elif not is_finite(output):  # copied together with a constant, such as padding
                 self._nonfinite[output._id] = OperationRange.of(output.numpy(), operation, scope)
         self._edges.append(([each._id for each in outputs], [each._id for each in inputs]))
         self._progress.step()
@@ -177,9 +177,9 @@ class Recorder:
 def _ancestors(
     edges: list[tuple[list[int], list[int]]], tensors: set[int], *, among: Container[int] | None = None
 ) -> set[int]:
-    """Return the tensors that these depend on, and themselves; each edge is the outputs and inputs of an operation.
+    """Return these tensors and those that they depend on; each edge is the outputs and inputs of an operation.
 
-    With `among`, only those from which a path of such tensors leads to these.
+    With `among`, follow only paths through tensors in it.
     """
     found = set(tensors)
     for outputs, inputs in reversed(edges):
@@ -189,10 +189,10 @@ def _ancestors(
 
 
 class _Scopes:
-    """Tells in which name scope an operation of the forward pass was, and which of them a gradient belongs to.
+    """The name scope of each operation in the forward pass, and the scope that a gradient belongs to.
 
-    Eagerly, TensorFlow opens no scope in the backward pass. But it hands the attributes of an operation, the same
-    object that the callback was given, to the function that computes its gradients:
+    Eagerly, TensorFlow opens no scope in the backward pass. But the function that computes the gradients of an
+    operation receives the operation's attributes, the same object that the callback received:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py#L118
     """
 
@@ -216,8 +216,8 @@ class _Scopes:
                 scope = next(known, self._last)
         if not self._is_backward:
             self._of_tensors.update((each._id, scope) for each in outputs)
-        if attrs:  # there is only one empty tuple
-            self._of_attrs[id(attrs)] = scope, attrs  # which keeps the object, so that no other has its id
+        if attrs:  # all empty tuples are one object
+            self._of_attrs[id(attrs)] = scope, attrs  # keeps the object alive, so that its id stays unique
         self._last = scope
         return scope
 
@@ -232,7 +232,7 @@ class _Scopes:
 
 
 class _Layers:
-    """The layers of a model by their names, which Keras opens a name scope with, and by their Keras paths."""
+    """The layers of a model by their names, which Keras uses as name scopes, and by their Keras paths."""
 
     def __init__(self, model: Any) -> None:
         layers = _layers_of(model)
@@ -261,5 +261,5 @@ def _layers_of(model: Any) -> list[Any]:
 
 
 def _carries_scale(dtype: tf.DType) -> bool:
-    """Return whether a result may be proportional to what it was computed from, as a shape is not."""
+    """Return whether a result of this dtype may be proportional to its inputs; a shape, for example, is not."""
     return dtype.is_floating or dtype.is_complex or dtype == tf.variant

@@ -1,4 +1,4 @@
-"""Steps that are taken again at a lower loss scale where they overflow, and variables that a skipped step leaves."""
+"""Retries of overflowed steps at a lower loss scale, and protection of variables in a skipped step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ class Tries:
     Args:
         step: The policy and the state of the optimizer.
         retries: The largest number of further tries; a policy that does not adapt has none.
-        protect: What a skipped try leaves as it was.
+        protect: The objects whose variables a skipped try leaves unchanged.
 
     """
 
@@ -38,7 +38,7 @@ class Tries:
             )
 
     def run(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any]) -> Any:
-        """Give `apply` the gradients that `differentiate` makes, again while they overflow and retries are left.
+        """Call `apply` with the gradients of `differentiate`; repeat while they overflow and retries are left.
 
         Returns None eagerly, and the operation of all tries in a graph.
         """
@@ -52,15 +52,17 @@ class Tries:
         for left in range(self._retries, -1, -1):
             try:
                 info = self._take(differentiate, apply, Before(self._variables, self._trained))
-            except (OverflowStreakError, ScaleFloorError):  # the state is updated before it is raised
+            except (OverflowStreakError, ScaleFloorError):  # the state was updated before the error was raised
                 if not left:
                     raise
                 continue
-            if not info.overflowed:  # applied; or a spike: another scale would not make the norm smaller
+            if not info.overflowed:  # applied, or a spike, whose norm no other scale would reduce
                 return
 
     def _run_in_graph(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any]) -> tf.Operation:
-        before = Before(self._variables, self._trained)  # of all tries, since each puts back what it has written
+        before = Before(
+            self._variables, self._trained
+        )  # once for all tries, since each restores the variables that it has written
 
         def attempt(left: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return left - 1, self._take(differentiate, apply, before).overflowed
@@ -81,7 +83,7 @@ class Tries:
             before.let_go_of_unwritten(operations_before)
             info = self._apply(gradients, apply)
         except BaseException:
-            if tf.executing_eagerly():  # in a graph nothing is written yet
+            if tf.executing_eagerly():  # a graph has not written anything yet
                 before.put_back()
             raise
         before.put_back_unless(info.applied)

@@ -1,4 +1,4 @@
-"""The state of a policy in TensorFlow: as tensors, and as variables that a checkpoint keeps, as that of a guard."""
+"""The state of a policy in TensorFlow, as tensors and as variables for checkpoints; variables for a guard's state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
     """Make the state before the first step. Does not synchronise with the host.
 
     Args:
-        policy: A policy, or anything else that `as_policy` takes.
+        policy: Anything that `as_policy` accepts.
         device: The name of the device to place the state on; TensorFlow's own choice if left out.
 
     Returns:
         The policy's NamedTuple of tensors of shape `()`, in float32 and int32.
 
     Raises:
-        PolicyError: `policy` does not describe a policy.
+        PolicyError: `policy` is not a policy.
 
     """
     start = as_policy(policy).init_state()
@@ -29,7 +29,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 
 
 class StateVariables(tf.Module):
-    """The state of a policy or a spike guard in variables of shape `()`, one for each field and named as it is."""
+    """The state of a policy or a spike guard in variables of shape `()`, one for each field and with its name."""
 
     _of_tensorflow: list[tf.Variable]
 
@@ -41,8 +41,8 @@ class StateVariables(tf.Module):
         self._on_host = [type(value) for value in start]
         for name, value in start._asdict().items():
             setattr(self, name, make_variable(name, value))
-        # TensorFlow's variables read and write in half the time of Keras's around them. Set past automatic tracking,
-        # which would save the list, too.
+        # TensorFlow's variables take half the time of Keras's wrappers around them. The list is set without automatic
+        # tracking, which would save it, too.
         variables = [each.value if isinstance(each, keras.Variable) else each for each in self.all]
         object.__setattr__(self, "_of_tensorflow", variables)
 

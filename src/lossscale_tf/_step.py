@@ -34,13 +34,13 @@ from lossscale_tf._verbs import (
 from lossscale_tf._warning import warn_caller
 
 Update: TypeAlias = Callable[[Sequence[Gradient], tf.Tensor | None, list[Any]], Any]
-"""Applies gradients times a factor, if there is one, to variables; returns the operations of a graph, if any."""
+"""Applies gradients times a factor, if any, to variables; returns the operations of a graph, if any."""
 
 
 class Step:
-    """The policy and state of one optimizer, and the steps that it takes by them.
+    """The policy and state of one optimizer, and its steps.
 
-    `policy` can be replaced by one with the same state, which a step that is traced already does not notice.
+    `policy` can be replaced by a policy with the same type of state; a step that was traced before does not change.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Step:
         self.guard = guard
         self.watch = watch
         self.last_step: StepInfo | None = None
-        self.has_begun = False  # whether `warn_if_resumed` has looked
+        self.has_begun = False  # whether `warn_if_resumed` was called
         self.is_traced = False
         self.lock = _StepLock()
 
@@ -69,12 +69,12 @@ class Step:
         update: Update,
         in_graph: Callable[..., Any] = lambda *done: None,
     ) -> Any:
-        """Call `update` where all gradients are finite on every replica, else leave everything as it was.
+        """Call `update` if all gradients are finite on every replica, else change nothing.
 
-        The guard, if there is one, may refuse finite gradients, which leaves the policy's state as it was, too.
-        `loss_scale` is the one by which the gradients are scaled, or None if they are unscaled. Eagerly the flag is
-        read, the state is updated on the host, and None is returned; in a graph, what `in_graph` makes of the tensors
-        and operations of this step.
+        The guard, if there is one, may refuse finite gradients, which also leaves the policy's state unchanged.
+        `loss_scale` is the scale of the gradients, or None if they are unscaled. Eagerly the flag is read, the state is
+        updated on the host, and None is returned. In a graph, the result of `in_graph` for the tensors and operations
+        of this step is returned.
         """
         finite, norm, factor = self._check(grads, variables, loss_scale)
         finite, norm = all_replicas(finite), None if self.guard is None else mean_over_replicas(norm)
@@ -112,7 +112,7 @@ class Step:
     def _check(
         self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        """Return whether what is about to be applied is finite; its norm and the factor that unscales and clips it."""
+        """Return whether the gradients are finite, their norm, and the factor that unscales and clips them."""
         overwrites = [is_overwritten(variable) for variable in variables]
         scaled = grads
         if any(overwrites):
@@ -178,8 +178,8 @@ class Step:
         """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""
         if tf.compat.v1.executing_eagerly_outside_functions():
             return self._judge_and_update(finite, norm)
-        # A session keeps no order, and may run several of these at a time. The lock is taken when everything is known:
-        # another step, for which this one waits, must not wait for the lock.
+        # A session keeps no order, and may run several of these at a time. The lock is taken after all inputs are
+        # computed, since another step, for which this one waits, must not wait for the lock.
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         with tf.control_dependencies([finite] if norm is None else [finite, norm]):
             lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -203,7 +203,7 @@ class Step:
 
 
 def cast_to_variables(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
-    """Return gradients times `factor`, if there is one, as they are applied: each in its variable's dtype."""
+    """Return gradients times `factor`, if there is one, each in its variable's dtype."""
     return [
         grad if is_overwritten(variable) else cast_for(variable, grad, factor)
         for grad, variable in zip(grads, variables, strict=True)
@@ -211,7 +211,7 @@ def cast_to_variables(grads: Sequence[Gradient], variables: list[Any], factor: t
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Return whether gradients are the new values of a variable, as those of float8 scales are, and never scaled.
+    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
 
     Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
     """
@@ -219,14 +219,14 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def _narrows(grad: Gradient, variable: Any, factor: tf.Tensor | None) -> bool:
-    """Return whether a gradient becomes narrower on its way into its variable's dtype, and may become infinite."""
+    """Return whether the cast of a gradient to its variable's dtype narrows it, so that it may become infinite."""
     lifted_to = 0 if factor is None else tf.float32.size
     return bool(tf.as_dtype(variable.dtype).base_dtype.size < max(grad.dtype.size, lifted_to))
 
 
 def merges_replicas() -> bool:
-    """Return whether what concerns all replicas must be done in the context across them."""
-    # Keras asks this in the same way, before it puts a condition around an update:
+    """Return whether operations for all replicas must run in the cross-replica context."""
+    # Keras makes the same check before it puts a condition around an update:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
     return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
@@ -248,14 +248,14 @@ def summed_over_replicas(grads: list[Gradient]) -> list[Gradient]:
 
 
 class _StepLock:
-    """Lets one thread at a time take an eager step, in which the state is read, updated on the host, and set.
+    """A lock for eager steps, in which one thread at a time reads the state, updates it on the host, and sets it.
 
-    Replicas, which are threads as well and may wait for each other within a step, are not kept apart; nor is the only
-    replica of a strategy that merges, since another thread then continues its step.
+    Replicas are not locked: they are threads, too, and may wait for each other within a step. Nor is the only replica
+    of a strategy that merges, since another thread then continues its step.
     """
 
     def __init__(self) -> None:
-        # Reentrant, since `Tries` holds it around a step, which takes it again.
+        # Reentrant, since `Tries` holds the lock around a step, which acquires it again.
         self._lock = threading.RLock()
         self._held = threading.local()
 
@@ -269,6 +269,6 @@ class _StepLock:
         if self._held.by_this_thread:
             self._lock.release()
 
-    # A lock cannot be copied or pickled; the copy has one of its own.
+    # A lock cannot be copied or pickled; the copy gets its own lock.
     def __reduce__(self) -> tuple[type["_StepLock"], tuple[()]]:
         return _StepLock, ()

@@ -12,22 +12,22 @@ Tree = TypeVar("Tree")
 """A tensor, or a nested structure of tensors."""
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 unconverted = tf.autograph.experimental.do_not_convert
-"""Keeps AutoGraph from converting a function: without an `if` on a tensor, that takes seconds for nothing."""
+"""A decorator that keeps AutoGraph from converting a function: the conversion takes seconds and is not needed."""
 _WIDE = frozenset({tf.float32, tf.float64, tf.complex64, tf.complex128})
-"""The dtypes in which a loss scale fits."""
+"""The dtypes that can hold a loss scale."""
 
 
 def scale(loss: Tree, state: ScaleState) -> Tree:
     """Multiply a loss by the loss scale. Does not synchronise with the host.
 
-    float16 and bfloat16 are lifted to float32 first, since a scale of 2**16 is already infinite in float16.
+    float16 and bfloat16 are converted to float32 first, because a scale of 2**16 is infinite in float16.
 
     Args:
         loss: A tensor of any shape and dtype, or a nested structure of them.
         state: The policy's state, whose `loss_scale` is float32 of shape `()`.
 
     Returns:
-        The scaled loss, in the structure of `loss` and in float32 or wider: what to differentiate.
+        The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
 
     """
     return scale_by(loss, state.loss_scale)
@@ -41,7 +41,7 @@ def scale_by(loss: Tree, loss_scale: tf.Tensor) -> Tree:
 def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
     """Check whether every gradient element is finite. Exact: large finite values are never flagged.
 
-    In a graph nothing synchronises with the host. Eagerly the host reads whether a second look is needed.
+    In a graph nothing synchronises with the host. Eagerly the host reads whether a second check is needed.
 
     Args:
         grads: A nested structure of tensors and `IndexedSlices` of any float or complex dtype. Duplicate indices are
@@ -69,7 +69,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
         state: The policy's state, whose `loss_scale` is float32 of shape `()`.
 
     Returns:
-        The gradients in the same structure. float16 and bfloat16 leaves come back in float32, others in their own
+        The gradients in the same structure. float16 and bfloat16 leaves become float32, others keep their own
         dtype. `IndexedSlices` stay sparse; `None` and integer leaves are returned as they are.
 
     Raises:
@@ -86,16 +86,16 @@ def unscale_by(grads: Tree, loss_scale: tf.Tensor) -> Tree:
 
 
 def inverse_of(loss_scale: tf.Tensor) -> tf.Tensor:
-    """Return what to multiply gradients with: a normal float32 for each valid scale, and cheaper than a quotient."""
-    return tf.raw_ops.RealDiv(x=1.0, y=loss_scale)  # eagerly in a quarter of the time of `/`, which converts the 1.0
+    """Return the factor that unscales gradients: a normal float32 for each valid scale, cheaper than a quotient."""
+    return tf.raw_ops.RealDiv(x=1.0, y=loss_scale)  # eagerly takes a quarter of the time of `/`, which converts the 1.0
 
 
 def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
-    """Select `new` where the gradients were finite, else `old`: a step is applied as a whole or not at all.
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Args:
-        grads_finite: A bool tensor of shape `()`, with which nothing synchronises; or a Python bool, which picks the
-            leaves of one side untouched.
+        grads_finite: A bool tensor of shape `()`, which causes no synchronisation; or a Python bool, which returns
+            the leaves of one side unchanged.
         new: A nested structure of tensors and None.
         old: The same structure, with the same shapes.
 
@@ -168,13 +168,13 @@ def all_replicas(flag: tf.Tensor) -> tf.Tensor:
         raise RuntimeError("flags are combined in a replica context; call this inside strategy.run")
     if context.num_replicas_in_sync == 1:
         return flag
-    # The only reductions are SUM and MEAN, which bools do not have.
+    # The only reductions are SUM and MEAN, which are not defined for bools.
     bad = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~flag, tf.float32))
     return tf.equal(bad, 0.0)
 
 
 def mean_over_replicas(norm: tf.Tensor) -> tf.Tensor:
-    """Return the mean of `norm` over the replicas, which have it alike where their gradients are summed."""
+    """Return the mean of `norm` over the replicas; with summed gradients it is the same on each."""
     context = tf.distribute.get_replica_context()
     return norm if context.num_replicas_in_sync == 1 else context.all_reduce(tf.distribute.ReduceOp.MEAN, norm)
 
@@ -190,17 +190,17 @@ def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
 
 
 def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Return whether all leaves are finite, and stay so when unscaled in float32 or wider.
+    """Return whether all leaves are finite before and after unscaling in float32 or wider.
 
-    float32 and wider are proven finite by their sum of squares, which is one read at memory speed and proves the sums
-    of duplicates, too. Every element is looked at only where that sum is not finite itself or the scale is below 1;
-    and under XLA, where looking is the faster read.
+    For float32 and wider, a finite sum of squares proves that all elements, and the sums of duplicates, are finite; it
+    takes one read at memory speed. Elements are tested one by one only if that sum is not finite, if the scale is below
+    1, and under XLA, where this test is faster.
     """
     halves = [leaf for leaf in leaves if leaf.dtype not in _WIDE]
     wide = [leaf for leaf in leaves if leaf.dtype in _WIDE]
     flags = [_each_element_finite(halves)] if halves else []
     proofs = [_proven_finite([values_of(leaf) for leaf in wide])] if wide else []
-    if loss_scale is not None:  # below 1, gradients become infinite by being unscaled
+    if loss_scale is not None:  # with a scale below 1, unscaling may make gradients infinite
         inverse = inverse_of(loss_scale)
         flags.append(_each_element_finite(leaves, inverse, unless=_all([*proofs, loss_scale >= 1.0])))
     elif wide:
@@ -213,14 +213,14 @@ def _all(flags: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """Return whether the sum of squares proves `values` finite; under XLA, that nothing is proven."""
+    """Return whether the sum of squares proves `values` finite; always False under XLA."""
     proven = tf.math.is_finite(sum_of_squares(values))
     return proven if tf.executing_eagerly() else proven & ~_is_compiled_by_xla()
 
 
 def _is_compiled_by_xla() -> tf.Tensor:
-    """Return whether XLA compiles this graph, which tracing cannot know yet; true on devices of other kinds, too."""
-    # The operation behind `execute_fn_for_device`, whose default is for all kinds that are not named:
+    """Return whether XLA compiles this graph, which is not known while tracing; true on other kinds of devices, too."""
+    # The operation of `execute_fn_for_device`; its default branch serves all kinds of devices that are not named:
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/control_flow_switch_case.py#L133
     kinds = ["CPU", "GPU"]
     return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
@@ -229,7 +229,7 @@ def _is_compiled_by_xla() -> tf.Tensor:
 def _each_element_finite(
     leaves: list[Gradient], inverse: tf.Tensor | None = None, unless: tf.Tensor | None = None
 ) -> tf.Tensor:
-    """Look at every element, those of the smallest leaf first; at none if `unless` says that all are finite."""
+    """Test every element, the smallest leaf first; test none if `unless` is true, which proves all finite."""
     if unless is not None and tf.executing_eagerly() and bool(unless):
         return tf.constant(True)
     leaves = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
@@ -237,7 +237,7 @@ def _each_element_finite(
     is_first_finite = _elements_finite(first, inverse)
     if not others:
         return is_first_finite
-    # XLA does not fuse what depends on a branch with what follows; that makes compiling four times as quick.
+    # XLA does not fuse across a branch, which makes the compilation four times as fast.
     is_known = ~is_first_finite if unless is None else unless | ~is_first_finite
     return tf.cond(is_known, lambda: is_first_finite, lambda: _elements_finite(others, inverse))
 
@@ -257,13 +257,13 @@ def summed_values(leaf: Gradient) -> tf.Tensor:
     """Return the values of `leaf`, those of duplicate indices summed."""
     if not isinstance(leaf, tf.IndexedSlices):
         return tf.convert_to_tensor(leaf)
-    # Not made dense: that would be as large as the whole embedding.
+    # Not converted to a dense tensor, which would be as large as the whole embedding.
     unique, positions = tf.unique(leaf.indices)
     return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
 
 
 def _with_kernels(tensor: tf.Tensor) -> tf.Tensor:
-    """Return a float8 tensor, which TensorFlow has few operations for, in float32."""
+    """Return a float8 tensor in float32, since TensorFlow has few operations for float8; others unchanged."""
     return lifted(tensor) if tensor.dtype.size == 1 else tensor
 
 

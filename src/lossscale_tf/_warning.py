@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user's code, however deep in TensorFlow they are raised."""
+"""Warnings that point at the user's code, also when they are issued deep within TensorFlow."""
 
 import sys
 import warnings
@@ -13,7 +13,7 @@ _LIBRARIES = tuple(str(Path(path).parent) for path in (__file__, keras.__file__,
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the first caller outside of this package, Keras and TensorFlow.
 
-    Their number of frames in between differs: AutoGraph wraps public methods, and a replica's step is called back.
+    The number of frames in between varies: AutoGraph wraps public methods, and a replica's step runs in a callback.
     """
     # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
     frame, level = sys._getframe(1), 2

@@ -24,7 +24,7 @@ from lossscale_tf._step import Step
 
 
 class Wrapper:
-    """An optimizer with a loss scale. A subclass sets `_step`, by which its steps are taken."""
+    """An optimizer with a loss scale. A subclass sets `_step`, which takes its steps."""
 
     _step: Step
 
@@ -61,11 +61,14 @@ class Wrapper:
         return metrics(state, guard=self.guard_state)
 
     def diagnose(self) -> str:
-        """Say, eagerly, in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
+        """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`. Eager only.
+
+        Synchronises with the host.
+        """
         return diagnose(self.policy, self._read_and_log(), guard=self._guard_on_host())
 
     def check_overflow_streak(self) -> None:
-        """Do what eager steps do by themselves: log what is worth saying, and raise where the run is to end.
+        """Log events and raise errors as every eager step does; call it where `fit` or a `tf.function` takes the steps.
 
         Synchronises with the host.
 
@@ -74,7 +77,7 @@ class Wrapper:
             ScaleFloorError: With `on_floor="raise"`, the last step overflowed and left the scale at `min_scale`.
 
         """
-        if not tf.executing_eagerly():  # a graph has no values; a policy without a limit needs none
+        if not tf.executing_eagerly():  # a graph has no values; without a limit none are needed
             check_overflow_streak(self.policy, self.scale_state)
             return
         state = self._step.state.read_on_host()
@@ -82,23 +85,23 @@ class Wrapper:
         self._step.watch.check(self.policy, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of scale and guard, and the policy, as plain numbers, which another framework reads.
+        """Return the states of scale and guard, and the policy, as plain numbers, which other frameworks can restore.
 
-        `tf.train.Checkpoint` and Keras keep the state by themselves. Eagerly only: in a graph, run `scale_state` in a
-        session and give it to `lossscale_core.state_to_dict`. Synchronises.
+        `tf.train.Checkpoint` and Keras save the state without this method. It works eagerly only: in a graph, run
+        `scale_state` in a session and pass the result to `lossscale_core.state_to_dict`. Synchronises with the host.
         """
         return state_to_dict(self._read_and_log(), self.policy, guard=self._guard_on_host())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
-        """Go on from a saved state. The policy and the guard stay this optimizer's.
+        """Continue from a saved state, with the policy and the guard of this optimizer.
 
-        A `CheckpointWarning` names each difference to the saved policy, and a guard's state that is missing.
+        A `CheckpointWarning` names each difference from the saved policy, and a missing state of the guard.
 
         Args:
-            saved: What `state_dict`, or `lossscale_core.state_to_dict` in any framework, returned.
+            saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
 
         Returns:
-            The operation to run in a graph's session; None eagerly, where the state is set already.
+            The operation to run in a graph's session; None eagerly, since the state is set already.
 
         Raises:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
@@ -113,7 +116,7 @@ class Wrapper:
         return None if tf.executing_eagerly() else tf.group(*assigned)
 
     def _read_and_log(self) -> ScaleState:
-        """Return the state as host scalars, and log what is worth saying about it."""
+        """Return the state as host scalars, and log its events."""
         state: ScaleState = self._step.state.read_on_host()
         self._step.watch.log(self.policy, state)
         return state
@@ -131,13 +134,13 @@ def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
 
 
 def scales_already(optimizer: Any) -> bool:
-    """Return whether an optimizer of any kind is a wrapper like these: TensorFlow's, Keras's, tf_keras's or ours."""
-    # By name, since tf_keras, which has one of them, need not be installed.
+    """Return whether an optimizer scales losses: a wrapper of TensorFlow, Keras, tf_keras or this package."""
+    # By name, since tf_keras need not be installed.
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 
 def share_deferred_restorations(wrapper: Any, inner: Any) -> None:
-    """Let `inner` find what a checkpoint holds for variables that it creates later.
+    """Let `inner` find the values in a checkpoint for variables that it creates later.
 
     Its variables are saved as children of the wrapper, so that TensorFlow defers them there, while the optimizer that
     creates a variable looks for them in its own dictionary:
@@ -145,14 +148,16 @@ def share_deferred_restorations(wrapper: Any, inner: Any) -> None:
     """
     wrapper._maybe_initialize_trackable()
     inner._maybe_initialize_trackable()
-    vars(inner)["_self_unconditional_deferred_dependencies"] = wrapper._deferred_dependencies  # past automatic tracking
+    vars(inner)["_self_unconditional_deferred_dependencies"] = (
+        wrapper._deferred_dependencies
+    )  # without automatic tracking
 
 
 _wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def require_single_wrapper(wrapper: Any, inner: Any) -> None:
-    """Raise `ValueError` if another wrapper, which would be saved under the same names, has this optimizer."""
+    """Raise `ValueError` if another wrapper has this optimizer: both would be saved under the same names."""
     other = _wrapped.get(inner, lambda: None)()
     if other is not None or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):  # tf_keras sets it
         raise ValueError(
@@ -163,6 +168,6 @@ def require_single_wrapper(wrapper: Any, inner: Any) -> None:
 
 
 def require_clipnorm(global_clipnorm: float | None) -> None:
-    """Raise `PolicyError` for a norm that nothing can be clipped to."""
+    """Raise `PolicyError` for a norm that gradients cannot be clipped to."""
     if global_clipnorm is not None:
         check_setting("global_clipnorm", global_clipnorm)

@@ -1,4 +1,4 @@
-"""Loss scaling around the optimizers of Keras 3 and tf_keras, and its numbers in the logs of `fit`."""
+"""Loss scaling around the optimizers of Keras 3 and tf_keras, and logging of the loss scale in `fit`."""
 
 from lossscale_tf.keras._logger import LossScaleLogger
 from lossscale_tf.keras._optimizer import LossScaleOptimizer

@@ -1,4 +1,4 @@
-"""The arguments of the wrapper's constructor and methods, in the words of Keras 3 and of tf_keras, checked."""
+"""Checks of the arguments of the wrapper, which has the parameter names of Keras 3 and of tf_keras."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "d
 def require_arguments(
     inner: Any, global_clipnorm: float | None, guard: SpikeGuard | None, base_arguments: dict[str, Any]
 ) -> None:
-    """Raise the error that says which of the constructor's arguments cannot be."""
+    """Raise an error that names an argument of the constructor that is not valid."""
     require_tensorflow()
     require_optimizer(inner)
     require_no_base_arguments(base_arguments)
@@ -36,7 +36,7 @@ def require_arguments(
 def policy_of_arguments(
     policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: float | None, growth_steps: int | None
 ) -> ScalingPolicy:
-    """Return the policy that the constructor's arguments stand for, which is either `policy` or all the others."""
+    """Return the policy of the constructor's arguments: either `policy`, or the one that the others describe."""
     require_policy_or_number(loss_scale if policy is None else policy)
     if policy is None:
         return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
@@ -51,13 +51,13 @@ def policy_of_arguments(
 def loss_arguments(loss: Any, tape: Any, grad_loss: Any, runs_again: bool) -> tuple[tf.GradientTape | None, Any]:
     """Return the tape and `grad_loss` of a loss to minimize; `ValueError` if it cannot be differentiated, or run again.
 
-    `runs_again` says that the loss may be run several times.
+    `runs_again` says whether the loss may run several times.
     """
     if runs_again and (tape is not None or not callable(loss)):
         raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable and no tape")
     if not callable(loss) and tape is None:
         raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
-    if tape is not None and not isinstance(tape, tf.GradientTape):  # of an older signature, grad_loss came third
+    if tape is not None and not isinstance(tape, tf.GradientTape):  # in an older signature, grad_loss was third
         return None, tape
     return tape, grad_loss
 
@@ -75,7 +75,7 @@ def keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
 
 
 def are_summed(aggregation: dict[str, Any]) -> bool:
-    """Return whether gradients are summed over replicas already, in the words of either tf_keras interface."""
+    """Return whether gradients are summed over replicas already, by the argument of either tf_keras interface."""
     are_to_be_summed = bool(aggregation.pop("experimental_aggregate_gradients", True))
     are_to_be_summed &= not aggregation.pop("skip_gradients_aggregation", False)
     if aggregation:
@@ -84,7 +84,7 @@ def are_summed(aggregation: dict[str, Any]) -> bool:
 
 
 def present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
-    """Return the gradients that there are, and their variables; raise if there is none, or none can be applied."""
+    """Return the gradients that are not None, and their variables; raise an error if none can be applied."""
     require_no_session()
     if tf.distribute.in_cross_replica_context():
         raise ValueError("gradients are applied in a replica context; call this inside strategy.run")

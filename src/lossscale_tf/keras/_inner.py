@@ -1,4 +1,4 @@
-"""The calls to an inner Keras optimizer, in the words of its generation: Keras 3, or tf_keras's two."""
+"""Calls to an inner Keras optimizer through the interface of its generation: Keras 3, or tf_keras's two."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lossscale_tf._wrapper import scales_already
 
 
 def require_tensorflow() -> None:
-    """Raise `RuntimeError` where Keras runs on another backend, whose trainers cannot trace a step of ours."""
+    """Raise `RuntimeError` if Keras runs on another backend, whose trainers cannot trace this package's steps."""
     backend = keras.backend.backend()
     if backend != "tensorflow":
         other = {
@@ -37,7 +37,7 @@ def require_no_session() -> None:
 
 
 def require_optimizer(inner: Any) -> None:
-    """Raise `TypeError` for what is not a Keras optimizer, or scales the loss already."""
+    """Raise `TypeError` unless `inner` is a Keras optimizer that does not scale the loss already."""
     if scales_already(inner):
         raise TypeError(
             "LossScaleOptimizer cannot wrap another LossScaleOptimizer; "
@@ -55,12 +55,12 @@ def require_optimizer(inner: Any) -> None:
 
 def deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
     """Return the optimizer of a config, which is of Keras 3 or of tf_keras."""
-    if _is_of_tf_keras(config):  # whose names Keras 3 would take for its own
+    if _is_of_tf_keras(config):  # Keras 3 would read its class names as its own
         import tf_keras
 
         return tf_keras.optimizers.deserialize(config, custom_objects)
     optimizer = keras.optimizers.deserialize(config, custom_objects)
-    # It returns the name of a class that its table lacks, such as Lamb:
+    # Keras returns a string for a class that its table lacks, such as Lamb:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/__init__.py
     return keras.saving.deserialize_keras_object(config, custom_objects) if isinstance(optimizer, str) else optimizer
 
@@ -80,7 +80,7 @@ def is_keras_3(optimizer: Any) -> bool:
 
 
 def as_tensorflow(variables: Any) -> list[Any]:
-    """Return TensorFlow's variables, where Keras 3 has its own around them."""
+    """Return TensorFlow's variables, also from within Keras 3's variables."""
     return [each.value if isinstance(each, keras.Variable) else each for each in variables]
 
 
@@ -107,7 +107,7 @@ def build_once(optimizer: Any, variables: list[Any]) -> None:
 
 
 def _have_no_values_yet(variables: Any) -> bool:
-    """Return whether these are of a model that is built in this very trace, so that only the trace can read them.
+    """Return whether the model is being built in this trace, so that only the trace can read the variables.
 
     `ScheduleFreeAdamW` copies them when it is built.
     """
@@ -131,7 +131,7 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
     """Return a function that sums gradients as a legacy optimizer's own `gradient_aggregator` does, if it has one."""
     aggregator = getattr(inner, "gradient_aggregator", None)
-    if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # which is the default
+    if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # the default
         return None
     return lambda grads, variables: [
         grad for grad, _ in aggregator(list(zip(grads, as_tensorflow(variables), strict=True)))
@@ -143,13 +143,13 @@ def _without_summing(optimizer: Any) -> Iterator[None]:
     """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
     with _summing:
         _depth[optimizer] = _depth.get(optimizer, 0) + 1
-        # `apply` has no argument for this. The attribute stands in for the method, past automatic tracking:
+        # `apply` has no argument for this. The attribute replaces the method, without automatic tracking:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
         optimizer.__dict__["_all_reduce_sum_gradients"] = list
     try:
         yield
     finally:
-        with _summing:  # another thread may still be at it
+        with _summing:  # another thread may be within this block
             _depth[optimizer] -= 1
             if not _depth[optimizer]:
                 del _depth[optimizer], optimizer.__dict__["_all_reduce_sum_gradients"]

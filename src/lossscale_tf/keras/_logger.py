@@ -1,4 +1,4 @@
-"""What `fit` logs of loss scaling."""
+"""The Keras callback that logs the loss scale in `fit`."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from lossscale_tf.keras._optimizer import LossScaleOptimizer
 class LossScaleLogger(keras.callbacks.Callback):
     """Put `loss_scale` and `skipped_steps` into the logs of every epoch, and of each `every_n_batches`-th batch.
 
-    With a spike guard, `spikes` is there, too: the number of steps that the guard has refused.
+    With a spike guard, the logs also contain `spikes`, the number of steps that the guard has refused.
 
-    They reach the progress bar's line, `History`, `CSVLogger` and `TensorBoard`; put it before them in the list of
-    callbacks. Reading them synchronises with the host, which `fit` does at the end of an epoch anyway; batches cost
-    nothing unless `every_n_batches` is set. Raises `OverflowStreakError` where the policy's `max_overflow_streak` is
-    reached by then. Warns where the optimizer is not a `LossScaleOptimizer`, so that there is nothing to log.
+    The numbers appear in the progress bar, `History`, `CSVLogger` and `TensorBoard`; put this callback before them in
+    the list of callbacks. Reading the numbers synchronises with the host, which `fit` does at the end of an epoch
+    anyway; batches cost nothing unless `every_n_batches` is set. When the numbers are read, an `OverflowStreakError` is
+    raised if the policy's `max_overflow_streak` is reached. A warning is issued if the optimizer is not a
+    `LossScaleOptimizer`, so that there is nothing to log.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:

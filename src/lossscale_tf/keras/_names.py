@@ -1,4 +1,4 @@
-"""The names that a wrapper shares with its inner optimizer: one table of four kinds, and what does not fit it."""
+"""The names that a wrapper shares with its inner optimizer: a table of four kinds, and the exceptions."""
 
 from enum import Enum, auto
 from typing import Any
@@ -10,9 +10,9 @@ class Kind(Enum):
     """The kinds of names."""
 
     HYPERPARAMETER = auto()
-    """Read from and set on the inner optimizer; its compiled update is forgotten."""
+    """Read from and set on the inner optimizer; setting discards its compiled update."""
     READ = auto()
-    """Read from the inner optimizer, and to be set there."""
+    """Read from the inner optimizer; the user must set it there."""
     OWN = auto()
     """The wrapper's own."""
     REFUSED = auto()
@@ -29,7 +29,7 @@ SETTINGS = {
     "use_ema": False,
     "weight_decay": None,
 }
-"""Settings that are read, with their values where an inner optimizer has none, and while Keras makes the wrapper."""
+"""Settings to read, with defaults for an inner optimizer without them, and for the wrapper's construction."""
 REMEDIES = {
     "loss_scale": "since the policy changes the scale; make the optimizer with another policy, or pass load_state_dict "
     "a state_dict() with another loss_scale",
@@ -44,12 +44,12 @@ NAMES = {
     **dict.fromkeys(_HYPERPARAMETERS, Kind.HYPERPARAMETER),
     **dict.fromkeys((*SETTINGS, *_METHODS), Kind.READ),
     **dict.fromkeys(REMEDIES, Kind.REFUSED),
-    "dynamic_growth_steps": Kind.OWN,  # Keras's constructor sets it, but the policy has it
+    "dynamic_growth_steps": Kind.OWN,  # Keras's constructor sets it, but the policy contains it
 }
 
 
 def kind_of(wrapper: Any, name: str) -> Kind:
-    """Return the kind of a name; a legacy optimizer keeps hyperparameters, also of a user's own, in `_hyper`."""
+    """Return the kind of a name; a legacy optimizer keeps hyperparameters, also those of users, in `_hyper`."""
     if name in NAMES:
         return NAMES[name]
     is_hyperparameter = name in _legacy_hyperparameters(wrapper.inner_optimizer) and not hasattr(type(wrapper), name)
@@ -62,9 +62,9 @@ def spelled(name: str) -> str:
 
 
 def set_iterations(inner: Any, value: Any) -> None:
-    """Set the count of applied steps, which is a property that each generation sets in another way."""
+    """Set the count of applied steps, which each generation of Keras stores in another way."""
     if is_keras_3(inner):
-        # Keras 3 counts micro-batches there, and divides by their number in a step where it is read:
+        # Keras 3 counts micro-batches in it, and divides by their number in a step when it is read:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
         inner._iterations.assign(value * (inner.gradient_accumulation_steps or 1))
     else:
@@ -72,11 +72,11 @@ def set_iterations(inner: Any, value: Any) -> None:
 
 
 def listed(names: Any, inner: Any) -> list[str]:
-    """Return what `dir` lists of a wrapper that has `names` itself, with what it reads from `inner`."""
+    """Return the names for `dir`: the wrapper's own `names`, and those that it reads from `inner`."""
     of_inner = dir(inner)
     shared = {*NAMES, *_legacy_hyperparameters(inner)}
     names = {*names, *SETTINGS, *(name for name in shared if spelled(name) in of_inner)}
-    # TensorFlow's checkpoints look for untracked slots in whatever lists this name; those of Keras 3 are tracked.
+    # TensorFlow's checkpoints search every object that lists this name for untracked slots; Keras 3's are tracked.
     return sorted(names if "get_slot_names" in of_inner else names - {"get_slot_names"})
 
 

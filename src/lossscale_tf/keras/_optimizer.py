@@ -47,11 +47,11 @@ from lossscale_tf.keras._updates import Updates
 # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/trainer.py
 @keras.saving.register_keras_serializable("lossscale")
 class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
-    """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflowed.
+    """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflow.
 
     ```python
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(), "dynamic")
-    model.compile(optimizer, loss)            # under mixed_float16, fit scales by itself
+    model.compile(optimizer, loss)            # under mixed_float16, fit scales the loss
     ```
 
     In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
@@ -61,22 +61,22 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     Args:
         inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
-        loss_scale: Anything `as_policy` takes; or a bool, which stands for `dynamic`.
+        loss_scale: Anything that `as_policy` accepts; or a bool, as for `dynamic`.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
         dynamic: Whether the scale adapts.
-        policy: Anything `as_policy` takes, in the place of the four arguments before.
-        global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
-        jit_compile: Whether XLA compiles the update alone, which is called where the gradients are finite.
-        guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
-            scale and its counters as they were. The norm is that of the unscaled gradients before clipping. Eagerly,
-            its `max_streak` raises a `SpikeStreakError`.
-        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` says nothing while the scale is there. Eager
-            steps do so by themselves; `fit` and `tf.function`, where `LossScaleLogger` or you call
+        policy: Anything that `as_policy` accepts, instead of the four arguments before.
+        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
+        jit_compile: Whether XLA compiles the update alone, which runs if the gradients are finite.
+        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
+            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping. Eagerly, a
+            `SpikeStreakError` is raised when its `max_streak` is reached.
+        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there. Eager
+            steps check this themselves. In `fit` and `tf.function`, `LossScaleLogger` or your own code must call
             `check_overflow_streak`.
         name: The optimizer's name.
-        **base_arguments: The other arguments of Keras's optimizers, which must have their defaults.
+        **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
 
     Raises:
         TypeError: `inner_optimizer` is not a Keras optimizer, or scales the loss already.
@@ -112,7 +112,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         # After the checks, since Keras's constructor sets `loss_scale_factor` of the inner optimizer to None for good:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
-        # A checkpoint keeps these three under the names of the attributes; without a guard it has no variables of one.
+        # A checkpoint saves these three under the names of the attributes; without a guard it has no guard variables.
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
         guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
         self._guard_state = None if guarding is None else guarding.state
@@ -159,7 +159,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @unconverted
     def get_unscaled_gradients(self, grads: Tree) -> Tree:
-        """Divide gradients by the scale that multiplied their own loss, though the next loss may be scaled already.
+        """Divide gradients by the scale of their own loss, even if the next loss was already scaled.
 
         Args:
             grads: A nested structure of tensors, `IndexedSlices` and None: gradients of a scaled loss.
@@ -168,12 +168,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             The gradients in the same structure, in float32 or wider.
 
         Raises:
-            CallOrderError: It cannot be told which loss they are of; or they were unscaled before.
+            CallOrderError: The loss of the gradients cannot be determined; or they were unscaled before.
 
         """
         return self._scaling.unscale(grads)
 
-    # Left to AutoGraph, which converts a user's loss only where it has converted all callers on the way to it.
+    # Not marked `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
     def minimize(
         self,
         loss: Any,
@@ -185,10 +185,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         retries: int = 0,
         protect: Any = (),
     ) -> None:
-        """Scale `loss`, differentiate it, unscale and apply: a whole step, with `retries` again where it overflows.
+        """Take a whole step: scale `loss`, differentiate, unscale and apply; with `retries`, repeat while it overflows.
 
-        What is applied is bit for bit what a run would have applied that had begun at the scale of the last try, if
-        `protect` names what the loss writes to. Each try is one update of the policy, and only the last one raises an
+        If `protect` names everything that the loss writes to, the applied step is bit for bit that of a run with the
+        scale of the last try. Each try is one update of the policy, and only the last try raises an
         `OverflowStreakError`. In a graph the tries are one `while_loop`, and the loss is traced once.
 
         Args:
@@ -197,17 +197,16 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             tape: The tape of a loss that is a tensor.
             grad_loss: The gradient of the loss itself, if it is not 1.
             name: Not used.
-            retries: How often to run the loss again, at the scale to which the policy has lowered it, while gradients
-                overflow. A policy that does not adapt is not retried.
-            protect: Layers, modules, variables and generators of random numbers. Their non-trainable variables and
-                states are, after each skipped try, what they were before it, such as BatchNormalization's moving
-                averages and the seeds of Dropout; and so are weights that the loss writes to, as SpectralNormalization
-                does.
+            retries: The largest number of further tries, each at the lowered scale, while gradients overflow. A policy
+                that does not adapt is not retried.
+            protect: Layers, modules, variables and generators of random numbers. After each skipped try, their
+                non-trainable variables and states are restored, such as BatchNormalization's moving averages and the
+                seeds of Dropout; and so are weights that the loss writes to, as SpectralNormalization does.
 
         Raises:
             ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient; or `retries` or
-                `protect` are given beside a tape, beside a layer that is not built, or under several replicas.
-            PolicyError: `retries` is not a whole number from 0.
+                `protect` are given together with a tape, with a layer that is not built, or under several replicas.
+            PolicyError: `retries` is not a whole number, 0 or more.
             TypeError: `protect` holds something else.
 
         """
@@ -219,7 +218,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, *, grad_loss: Any = None
     ) -> list[tuple[Gradient | None, Any]]:
-        """Scale `loss`, differentiate it and unscale the gradients: `minimize` without applying them.
+        """Scale `loss`, differentiate it and unscale the gradients, without applying them.
 
         Args:
             loss: A callable, or a tensor computed under `tape`.
@@ -254,10 +253,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
-        """Apply gradients where all of them are finite on every replica; else skip the step.
+        """Apply gradients if all of them are finite on every replica, else skip the step.
 
-        Gradients are taken as unscaled, except where Keras scaled the loss itself (`fit`). They are summed over
-        replicas first.
+        The gradients must be unscaled, except if Keras itself scaled the loss (`fit`). They are summed over replicas
+        first.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
@@ -274,32 +273,34 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
-        """Apply gradients of a scaled loss, unscaled here unless `get_unscaled_gradients` did; Keras 3's own entry.
+        """Apply gradients of a scaled loss; unscale them first unless `get_unscaled_gradients` did.
+
+        Keras 3 calls this method in `fit`.
 
         Args:
             grads: A gradient or None for each variable.
             trainable_variables: The variables; if left out, those that the optimizer was built with.
 
         Raises:
-            CallOrderError: No loss was scaled, so that it cannot be told whether the gradients are.
+            CallOrderError: No loss was scaled, so that it is unknown whether the gradients are scaled.
 
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
 
     def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise `NotImplementedError`: this is Keras's way to train on JAX."""
+        """Raise `NotImplementedError`, since Keras uses this method to train on JAX."""
         raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
-        """Take a whole step, as legacy optimizers of tf_keras do by this name.
+        """Take a whole step, like the method of this name in legacy optimizers of tf_keras.
 
         Args:
             loss: As for `get_gradients`.
             params: The list of the variables.
 
         Returns:
-            A list of what `apply_gradients` returns.
+            A list with the result of `apply_gradients`.
 
         Raises:
             ValueError: As `get_gradients`.
@@ -315,7 +316,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
         """
         build(self.inner_optimizer, variables)
-        self._is_initialised = False  # so that Keras makes no averages and accumulators here, too
+        self._is_initialised = False  # so that Keras does not create averages and accumulators in the wrapper, too
         try:
             keras.optimizers.Optimizer.build(self, variables)
         finally:
@@ -323,7 +324,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def steps_with_missing_calls(self) -> int:
-        """How many steps of a loop of your own missed scaling or unscaling. Synchronises with the host."""
+        """The number of steps in a loop of your own that missed scaling or unscaling. Synchronises with the host."""
         return self._scaling.count_missing()
 
     @property
@@ -355,8 +356,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self) -> int | None:
         """The policy's growth interval; None for a fixed scale.
 
-        Setting it replaces the policy; it may be set below the present count. A step that is traced keeps the old
-        interval, and a warning says so.
+        Setting it replaces the policy; it may be set below the present count. A step that was traced before keeps the
+        old interval, and a warning says so.
         """
         return BaseScaling.of(self.policy).growth_interval if self.dynamic else None
 
@@ -386,7 +387,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def variables(self) -> list[Any]:
         """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
 
-        Around an optimizer of tf_keras the list can be called, as that one's can, and returns itself.
+        Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         guards = [] if self._step.guard is None else self._step.guard.state.all
         ids = set(map(id, guards))
@@ -417,7 +418,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         Args:
             var: The variable that the slot belongs to.
             slot_name: The name of the slot.
-            initializer: Anything that Keras takes as an initializer.
+            initializer: Anything that Keras accepts as an initializer.
 
         Returns:
             The slot's variable, with the shape of `var`.
@@ -434,23 +435,23 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return self._slots.get(var, slot_name, self._trainable_variables)
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the inner optimizer which variables not to decay; it says which arguments there are."""
+        """Exclude variables from weight decay; the arguments are those of the inner optimizer's method."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Let the inner optimizer do what it does at the end of `fit`, if anything, and log what is worth saying."""
+        """Call this method of the inner optimizer, if it has one, at the end of `fit`, and log the state's events."""
         if tf.executing_eagerly():
             self._step.watch.log(self._step.policy, self._step.state.read_on_host())
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved state, and forget losses that were scaled before; see `Wrapper.load_state_dict`."""
+        """Continue from a saved state, and drop records of scaled losses; see `Wrapper.load_state_dict`."""
         super().load_state_dict(saved)
         self._scaling.forget()
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` needs, without the running state: strings, numbers and dicts of them."""
+        """Return the config for `from_config`, without the running state: strings, numbers and dicts of them."""
         return config_of(self.name, self.inner_optimizer, self._step, self._updates.is_compiled)
 
     @classmethod
@@ -458,8 +459,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """Make an optimizer from a config.
 
         Args:
-            config: A config of ours, of Keras 3, or of one of `tf.keras.mixed_precision`'s two. It is left as it is.
-            custom_objects: The classes of the user's that the inner optimizer's config names.
+            config: A config of this wrapper, of Keras 3's wrapper, or of one of `tf.keras.mixed_precision`'s two. It is
+                not changed.
+            custom_objects: The user's classes that the inner optimizer's config names.
 
         Returns:
             The wrapper, around a new inner optimizer.
@@ -468,9 +470,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return cls(**arguments_of(config, custom_objects))
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored; nothing of it, with a warning, if it is another optimizer's.
+        """Load the variables that `save_own_variables` stored.
 
-        What was saved without a spike guard is loaded, with a warning, and the guard starts over.
+        If they belong to another optimizer, a warning is issued and nothing is loaded. If they were saved without a
+        spike guard, a warning is issued and the guard starts over.
 
         Args:
             store: A mapping of numbers, as strings, to arrays.
@@ -492,14 +495,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._step.take(grads, variables, loss_scale, self._updates.run, self._scaling.updated_in_graph)
 
     def _warn_if_resumed(self) -> None:
-        with tf.init_scope():  # from within a trace, to where variables have values
+        with tf.init_scope():  # leaves a trace, since variables have values only outside of it
             if tf.executing_eagerly():
                 self._step.warn_if_resumed(self.inner_optimizer.iterations)
 
-    # The wrapper has all names of `_names.NAMES` from its inner optimizer, except while Keras's constructor or `build`
-    # runs, which sets and reads its own defaults.
+    # The wrapper reads all names of `_names.NAMES` from its inner optimizer. The exception is while Keras's constructor
+    # or `build` runs, which sets and reads its own defaults.
     def __getattr__(self, name: str) -> Any:
-        inner = self.__dict__.get("inner_optimizer")  # copying and unpickling ask before there is one
+        inner = self.__dict__.get("inner_optimizer")  # copying and unpickling read attributes before it is set
         if name in SETTINGS:
             return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
         if inner is not None and kind_of(self, name) in (Kind.HYPERPARAMETER, Kind.READ):
@@ -534,11 +537,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def __dir__(self) -> list[str]:
         return listed(super().__dir__(), self.inner_optimizer)
 
-    # A property, since TensorFlow asks `hasattr`, which must be false around an optimizer of Keras 3:
+    # A property, since TensorFlow calls `hasattr`, which must be False around an optimizer of Keras 3:
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
     @property
     def _create_or_restore_slot_variable(self) -> Any:
-        """The inner optimizer's, if it has slots of TensorFlow's own kind."""
+        """The inner optimizer's method, if it has slots of TensorFlow's own kind."""
         return self.inner_optimizer._create_or_restore_slot_variable
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
@@ -553,7 +556,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         own = super()._lookup_dependency
-        if self._saved is None or cached_dependencies is None:  # without these it is asked by whoever tracks attributes
+        if self._saved is None or cached_dependencies is None:  # attribute tracking passes none
             return own(name, cached_dependencies)
         return self._saved.lookup(name, lambda: own(name))
 
@@ -563,7 +566,7 @@ def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str,
         shape=(),
         dtype=value.dtype.name,
         initializer=keras.initializers.Constant(value),
-        # All replicas compute the same state. Without an aggregation none of them may set a mirrored variable:
+        # All replicas compute the same state. Without an aggregation no replica may set a mirrored variable:
         # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
         aggregation="only_first_replica",
         name=f"{prefix}{name}",
@@ -576,7 +579,7 @@ def _variable_of_each_replica(value: Any) -> tf.Variable:
             value,
             trainable=False,
             name="used_loss_scale",
-            # A replica sets it alone. A mirrored variable is set by a merge call, which no loop of a user's may hold:
+            # Each replica sets its own. A mirrored variable needs a merge call, which a user's loop must not contain:
             # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,

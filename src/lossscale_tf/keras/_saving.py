@@ -1,8 +1,8 @@
 """Wrappers in configs, in Keras's files, and in `tf.train.Checkpoint`.
 
-Configs are ours, Keras 3's, and those of `tf.keras.mixed_precision`'s two wrappers. Around an optimizer of tf_keras, a
-checkpoint has the bare optimizer's own layout, and the loss scale in addition.
-`tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each restores what the others saved:
+Supported configs are those of this wrapper, of Keras 3's wrapper, and of `tf.keras.mixed_precision`'s two wrappers.
+Around an optimizer of tf_keras, a checkpoint has the layout of the unwrapped optimizer, and the loss scale in addition.
+`tf.keras.mixed_precision.LossScaleOptimizer` has this layout, too, so that each can restore the others' checkpoints:
 https://github.com/keras-team/tf-keras/blob/v2.21.0/tf_keras/mixed_precision/loss_scale_optimizer.py#L1444
 """
 
@@ -29,12 +29,11 @@ _ONLY_IN_NESTED = "_used_scale/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 class SavedLikeInner:
-    """What a checkpoint keeps of a wrapper: the children of `inner`, under their names, and the loss scale.
+    """The layout of a wrapper in a checkpoint: the children of `inner`, under their names, and the loss scale.
 
-    The scale is there twice: the whole state under `_scale_state`, and as tf_keras's wrapper keeps it under
-    `loss_scale`, if the policy grows; the step is told when that is restored. A spike guard's state is under
-    `_guard_state`. An older layout, in which the wrapper's own children and `inner_optimizer` are beside each other, is
-    restored as well.
+    The scale is saved twice: the whole state under `_scale_state`, and, if the policy grows, in the format of
+    tf_keras's wrapper under `loss_scale`; restoring the latter calls `Step.restored`. A spike guard's state is under
+    `_guard_state`. An older layout, with the wrapper's own children next to `inner_optimizer`, is restored, too.
     """
 
     def __init__(self, inner: Any, step: Step, grows: bool) -> None:
@@ -48,29 +47,29 @@ class SavedLikeInner:
 
     @classmethod
     def of(cls, wrapper: Any, inner: Any, step: Step) -> "SavedLikeInner | None":
-        """Return it for a wrapper around an optimizer of tf_keras; None around one of Keras 3."""
+        """Return the layout of a wrapper around a tf_keras optimizer; None for an optimizer of Keras 3."""
         if is_keras_3(inner):
             return None
         share_deferred_restorations(wrapper, inner)
         return cls(inner, step, grows="growth_interval" in BaseScaling.of(step.policy).settings())
 
     def children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return the objects to save by their names."""
         return {**self._inner._trackable_children(*args, **kwargs), **self._own}
 
     def look_at(self, path: str) -> None:
-        """Find out which layout the checkpoint has that is about to be restored."""
+        """Detect the layout of the checkpoint to be restored."""
         self._is_nested = any(name.endswith(_ONLY_IN_NESTED) for name, _ in tf.train.list_variables(path))
 
     def lookup(self, name: str, nested: Callable[[], Any]) -> Any:
-        """Return the object to restore `name` into, or None; `nested` returns that of the older layout."""
+        """Return the object to restore `name` into, or None; `nested` returns the object of the older layout."""
         if self._is_nested:
             return nested()
         return self._own.get(name) or self._inner._lookup_dependency(name)
 
 
 def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str, Any]:
-    """Return what `arguments_of` needs, without the running state."""
+    """Return the config for `arguments_of`, without the running state."""
     on_floor = step.watch.on_floor
     return {
         "name": name,
@@ -78,16 +77,16 @@ def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str,
         "policy": policy_to_dict(step.policy),
         "global_clipnorm": step.max_norm,
         "jit_compile": is_compiled,
-        # Left out where they have their defaults: versions without these arguments refuse them, whatever the value.
+        # Left out if they have their defaults: versions without these arguments refuse them with any value.
         **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
         **({} if on_floor == "warn" else {"on_floor": on_floor}),
     }
 
 
 def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
-    """Return the constructor's arguments of a config, which is left as it is."""
+    """Return the constructor's arguments from a config, which is not changed."""
     config = copy.deepcopy(config)
-    config.pop("learning_rate", None)  # of the wrapper, which has none
+    config.pop("learning_rate", None)  # the wrapper has no learning rate
     inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
     config["inner_optimizer"] = deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
     loss_scale = config.pop("loss_scale", None)
@@ -103,7 +102,7 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
 
 
 def matching(optimizer: Any, store: Any) -> Any:
-    """Return what is stored for a wrapper's variables, the guard's at their end; None if it is another optimizer's."""
+    """Return the stored values for a wrapper's variables, the guard's last; None if they are another optimizer's."""
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     start = () if optimizer.guard is None else optimizer.guard.init_state()
     without_guard = len(shapes) - len(start)
@@ -113,7 +112,7 @@ def matching(optimizer: Any, store: Any) -> Any:
         fresh = {str(n): value for n, value in enumerate(start, without_guard)}
         store, names = {name: store[name] for name in names} | fresh, names | set(fresh)
     stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in names]
-    # Keras compares the number of variables only, and raises at the first shape that differs, with those before it set:
+    # Keras compares only the number of variables, and raises at the first different shape, after setting those before:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
     if len(names) == len(shapes) and stored != shapes:
         warn_caller(
@@ -130,7 +129,7 @@ def matching(optimizer: Any, store: Any) -> Any:
 
 
 class _LossScale(tf.__internal__.tracking.AutoTrackable):
-    """The loss scale as tf_keras saves it."""
+    """The loss scale in the format of tf_keras."""
 
     def __init__(self, loss_scale: Any, growth_tracker: Any, on_restored: Callable[[], None]) -> None:
         self.current_loss_scale = loss_scale
@@ -139,7 +138,7 @@ class _LossScale(tf.__internal__.tracking.AutoTrackable):
 
 
 class _Int64View(tf.__internal__.tracking.AutoTrackable):
-    """A variable that is saved and restored as an int64, which its value fits into."""
+    """A variable that is saved and restored as an int64."""
 
     def __init__(self, variable: Any, on_restored: Callable[[], None]) -> None:
         self._self_variable = variable

@@ -15,9 +15,9 @@ from lossscale_tf.keras._inner import as_tensorflow, require_no_session
 
 
 class Scaling:
-    """Scales the losses of one optimizer, and divides gradients by the scale of their own loss.
+    """The scaling of one optimizer's losses, and the division of gradients by the scale of their own loss.
 
-    `used_scale` is a variable that hands the scale on where gradients are unscaled in another trace than their loss.
+    `used_scale` is a variable that passes the scale to another trace, if gradients are unscaled there.
     """
 
     def __init__(self, step: Step, used_scale: tf.Variable) -> None:
@@ -33,10 +33,10 @@ class Scaling:
 
     @unconverted
     def scale(self, loss: Tree, by_keras: bool = False) -> Tree:
-        """Return the loss scaled.
+        """Return the scaled loss.
 
-        Raises `CallOrderError` for a loss that is scaled already, or while gradients of a loss with another scale are
-        still to come.
+        Raises `CallOrderError` if the loss is scaled already, or if gradients of a loss with another scale were not
+        applied yet.
         """
         require_no_session()
         scaled, loss_scale = self._scaled(loss)
@@ -47,7 +47,7 @@ class Scaling:
         return scaled
 
     def unscale(self, grads: Tree) -> Tree:
-        """Return gradients unscaled by the scale of their own loss; raise `CallOrderError` where they are already."""
+        """Return gradients unscaled by the scale of their own loss; raise `CallOrderError` if they already are."""
         leaves = tf.nest.flatten(grads)
         for leaf in leaves:
             found = self._calls.mark_of(leaf)
@@ -62,12 +62,12 @@ class Scaling:
     ) -> list[tuple[Any, Any]]:
         """Return the unscaled gradients of a callable, a tensor computed under `tape`, or a tensor of this graph.
 
-        `var_list` may be a callable, too, and is called last, since the loss may create the variables. The gradients
-        come in pairs with them.
+        `var_list` may be a callable, too, and is called last, since the loss may create the variables. The result is
+        (gradient, variable) pairs.
         """
         require_no_session()
         tape = tf.GradientTape() if callable(loss) and tape is None else tape
-        # A tape that is closed already is entered again, as by tf_keras: it must record the multiplication, too.
+        # A tape that is closed already is entered again, as in tf_keras, since it must record the multiplication, too.
         with tape or nullcontext():
             scaled, loss_scale = self._scaled(loss() if callable(loss) else loss)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
@@ -79,7 +79,7 @@ class Scaling:
         return list(zip(self._unscaled(grads, loss_scale, record), variables, strict=True))
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
-        """Return the unscaled gradients of a callable or a tensor of this graph, each of which there must be."""
+        """Return the unscaled gradients of a callable or a tensor of this graph; raise `ValueError` if one is None."""
         if not callable(loss) and tf.executing_eagerly():
             raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
         pairs = self.differentiate(loss, variables)
@@ -92,8 +92,8 @@ class Scaling:
     ) -> tuple[list[Gradient], tf.Tensor | None]:
         """Return gradients that are about to be applied, and the scale to divide them by; None if they are unscaled.
 
-        `may_be_scaled` says that the caller takes gradients of a scaled loss: then `CallOrderError` is raised if it
-        cannot be told whether they are. Other callers are warned, once, of calls that are missing.
+        `may_be_scaled` says that the caller accepts gradients of a scaled loss; `CallOrderError` is raised if it is
+        unknown whether they are scaled. For other callers, missing calls cause one warning.
         """
         marks = [self._calls.mark_of(grad) for grad in grads]
         records = {each.record for each in marks if each is not None and each.kind == "unscaled"}
@@ -105,18 +105,18 @@ class Scaling:
             if self._are_scaled(record, may_be_scaled, are_as_before):
                 return grads, self._scale_of(self._calls.of(grads, record))
         self._warn_of_missing_calls(record, are_as_before)
-        if record.is_unscaled and any(map(is_overwritten, variables)):  # new values were divided like gradients
+        if record.is_unscaled and any(map(is_overwritten, variables)):  # new values were divided, too
             factor = self._scale_of(record)
             pairs = zip(grads, variables, strict=True)
             return [times(grad, factor) if is_overwritten(each) else grad for grad, each in pairs], None
         return origins(grads)
 
     def updated_in_graph(self, *_: Any) -> None:
-        """Note that a traced step updates the scale: what is scaled after it may be scaled by another number."""
+        """Note that a traced step updates the scale, so that losses after it may have another scale."""
         self._updates += 1
 
     def forget(self) -> None:
-        """Forget the losses that eager code has scaled, as after another state is loaded."""
+        """Drop the records of losses that eager code has scaled, as after another state is loaded."""
         self._calls.forget_eager()
 
     def count_missing(self) -> int:
@@ -125,7 +125,7 @@ class Scaling:
 
     @unconverted
     def _scaled(self, loss: Tree) -> tuple[Tree, tf.Tensor]:
-        """Return the loss scaled, and the present scale; raise `CallOrderError` for a loss that is scaled already."""
+        """Return the scaled loss and the current scale; raise `CallOrderError` if the loss is scaled already."""
         for leaf in tf.nest.flatten(loss):
             found = self._calls.mark_of(leaf)
             if found is not None and found.kind == "loss":
@@ -135,7 +135,7 @@ class Scaling:
         return scale_by(loss, loss_scale), loss_scale
 
     def _scale_of(self, record: Record) -> tf.Tensor:
-        """Return the scale of a record; of one that was begun elsewhere, the last scale that was used anywhere."""
+        """Return the scale of a record; for a record from another graph or thread, the last scale that was used."""
         loss_scale = record.loss_scale()
         if loss_scale is not None:
             return loss_scale
@@ -151,7 +151,7 @@ class Scaling:
         return unscaled
 
     def _are_scaled(self, record: Record, may_be_scaled: bool, are_as_before: bool) -> bool:
-        """Return whether gradients are still scaled: of a loss that Keras scaled, or given to Keras 3's own entry."""
+        """Return whether gradients are still scaled: Keras scaled the loss, or Keras 3 called `apply`."""
         if record.by_keras:
             return are_as_before or not record.is_unscaled
         if not may_be_scaled or self._scales_nothing():
@@ -170,7 +170,7 @@ class Scaling:
         missing = no_loss_scaled, not_unscaled or are_as_before
         if not any(missing) or self._scales_nothing():
             return
-        self._missing_calls.assign_add(1)  # where a traced step runs, not only where it is traced
+        self._missing_calls.assign_add(1)  # when a traced step runs, not only when it is traced
         if not self._has_warned:
             self._has_warned = True
             names = zip(missing, ("get_scaled_loss", "get_unscaled_gradients"), strict=True)

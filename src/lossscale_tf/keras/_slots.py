@@ -1,4 +1,4 @@
-"""The slots and weights of a Keras optimizer of any generation, found by their names where it does not tell."""
+"""The slots and weights of a Keras optimizer of any generation, found by their names if it does not list them."""
 
 import re
 from collections import defaultdict
@@ -10,11 +10,11 @@ from lossscale_tf.keras._inner import is_keras_3
 
 
 class Slots:
-    """Adds and finds the slots of one inner optimizer.
+    """The slots of one inner optimizer.
 
-    Legacy optimizers of tf_keras have slots of TensorFlow's own kind. Of the others Keras 3 names a slot
-    `<path>_<slot>`, tf_keras `<slot>/<variable>`. Of several variables with one name the first has the first of their
-    slots; those that were added one by one are remembered.
+    Legacy optimizers of tf_keras have slots of TensorFlow's own kind. Of the others, Keras 3 names a slot
+    `<path>_<slot>`, and tf_keras `<slot>/<variable>`. If several variables have the same name, their slots are assigned
+    in order. Slots that were added one by one are stored here.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -49,7 +49,7 @@ class Slots:
             return self._find(variables).get((id(variable), name))
         try:
             return self._inner.get_slot(variable, name)
-        except KeyError:  # tf_keras's way to say that there is none
+        except KeyError:  # tf_keras raises it if there is none
             return None
 
     def _find(self, variables: list[Any]) -> dict[tuple[int, str], Any]:
@@ -60,7 +60,7 @@ class Slots:
         alike = defaultdict(list)
         added = {id(slot) for _, _, slot in self._added}
         for slot in self.weights():
-            # The longest name first: a slot of `dense_kernel` also begins as one of a variable named `dense` would.
+            # The longest name first: the name of a slot of `dense_kernel` also begins with `dense`.
             owner, name = _parts(slot.name, sorted(owners, key=len, reverse=True))
             if name and id(slot) not in added:
                 alike[owner, name].append(slot)
@@ -77,7 +77,7 @@ def _parts(slot: str, owners: list[str]) -> tuple[str, str]:
     for owner in owners:
         if slot.endswith(f"/{owner}"):
             return owner, slot.removesuffix(f"/{owner}").rpartition("/")[2]
-        # Keras 3 puts the owner into the name in this way:
+        # Keras 3 builds the name from the owner in this way:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
         prefix = re.sub(r"[/:]", "_", owner) + "_"
         if slot.startswith(prefix):

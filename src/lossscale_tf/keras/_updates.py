@@ -1,4 +1,4 @@
-"""The updates of an inner optimizer, by gradients that are summed over replicas first."""
+"""The updates of an inner optimizer, with gradients that are summed over replicas first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from lossscale_tf.keras._inner import apply_summed, own_aggregator
 
 
 class Updates:
-    """Applies gradients by one inner optimizer; XLA compiles the update if `is_compiled`."""
+    """The updates of one inner optimizer; XLA compiles them if `is_compiled`."""
 
     def __init__(self, inner: Any, is_compiled: bool) -> None:
         self._inner = inner
@@ -21,7 +21,7 @@ class Updates:
     def summed(
         self, grads: list[Gradient], variables: list[Any], loss_scale: tf.Tensor | None
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Return gradients summed over replicas, and the scale that they still have."""
+        """Return gradients summed over replicas, and their remaining scale."""
         aggregate = own_aggregator(self._inner)
         if aggregate is None:
             return summed_over_replicas(grads), loss_scale
@@ -35,7 +35,7 @@ class Updates:
             apply_summed(self._inner, cast_to_variables(grads, variables, factor), variables)
 
     def forget_compiled(self) -> None:
-        """Compile again from now on, since compiled updates hold the old values of hyperparameters."""
+        """Discard compiled updates, which contain the old values of hyperparameters."""
         self._compiled = {}
 
     def _compiled_for(self, variables: list[Any]) -> Callable[..., None]:
@@ -46,7 +46,7 @@ class Updates:
                 "compile; leave jit_compile=True out"
             )
         key = tuple(map(id, variables))
-        if key not in self._compiled:  # what is compiled keeps the variables alive, so that no id comes again
+        if key not in self._compiled:  # the compiled update keeps the variables alive, so that their ids stay unique
 
             def update(grads: Any, factor: Any) -> None:
                 apply_summed(self._inner, cast_to_variables(grads, variables, factor), variables)

@@ -27,6 +27,6 @@ __all__ = [
 ]
 
 MixedPrecisionLossScaleOptimizer = LossScaleOptimizer
-"""The name that `tf.compat.v1.mixed_precision` has for it."""
+"""The name of this class in `tf.compat.v1.mixed_precision`."""
 
-LossScaleOptimizer.__module__ = __name__  # a pickle names the public module, so that private ones may move
+LossScaleOptimizer.__module__ = __name__  # a pickle stores the public module name

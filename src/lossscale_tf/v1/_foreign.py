@@ -29,9 +29,9 @@ def warn_of_foreign(calls: Calls, grads: Sequence[Gradient], variables: Sequence
 
 
 def _are_foreign(calls: Calls, grads: Sequence[Gradient]) -> bool:
-    """Return whether gradients of this graph are not of `compute_gradients`; an accumulator's may be.
+    """Return whether gradients of this graph are not from `compute_gradients`; those of an accumulator may be.
 
-    Walks from the gradients through the operations that they depend on.
+    The search goes from the gradients through the operations that they depend on.
     """
     outside = {
         id(inner): outer for graph in graphs_around() for outer, inner in getattr(graph, "captures", ()) if graph

@@ -29,23 +29,23 @@ _Optimizer: Any = tf.compat.v1.train.Optimizer
 
 
 class LossScaleOptimizer(Wrapper, _Optimizer):
-    """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips what overflowed.
+    """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips steps that overflow.
 
-    The state's variables are in `GLOBAL_VARIABLES`, so that a `Saver` keeps them. In a graph nothing synchronises with
+    The state's variables are in `GLOBAL_VARIABLES`, so that a `Saver` saves them. In a graph nothing synchronises with
     the host; eagerly, `apply_gradients` reads the flag and the state.
 
     Args:
         opt: The optimizer to wrap.
-        loss_scale_manager: Anything `as_policy` takes; "dynamic" is `DynamicLossScale()` with its 2**15.
-        use_locking: As for any `tf.compat.v1.train.Optimizer`; the wrapped optimizer's if left out.
-        name: The name of the operations; the wrapped optimizer's if left out.
+        loss_scale_manager: Anything that `as_policy` accepts; "dynamic" means `DynamicLossScale()`, from 2**15.
+        use_locking: As for any `tf.compat.v1.train.Optimizer`; by default, that of the wrapped optimizer.
+        name: The name of the operations; by default, that of the wrapped optimizer.
         loss_scale: Another name of `loss_scale_manager`.
-        global_clipnorm: The norm to clip unscaled gradients to, by the read that proves them finite.
-        guard: A `SpikeGuard` that skips a step whose norm is far above the norms before it, and then leaves the loss
-            scale and its counters as they were.
-        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` says nothing while the scale is there. In a
-            graph nothing is read: call `check_overflow_streak` of `lossscale_core`.
+        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
+        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
+            scale and its counters unchanged.
+        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there. A graph
+            does not read the state: call `check_overflow_streak` of `lossscale_core`.
 
     Raises:
         TypeError: `opt` is not such an optimizer, or scales the loss already.
@@ -107,7 +107,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         retries: int = 0,
         protect: Any = (),
     ) -> tf.Operation | None:
-        """Take a whole step: compute the gradients and apply them, with `retries` again where they overflow.
+        """Take a whole step: compute the gradients and apply them; with `retries`, repeat while they overflow.
 
         Args:
             loss: As for `compute_gradients`.
@@ -118,17 +118,17 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             colocate_gradients_with_ops: As there.
             name: As for `apply_gradients`.
             grad_loss: As for `compute_gradients`.
-            retries: How often to run the loss again at a lower scale while gradients overflow, eagerly or in a
+            retries: The largest number of further tries at a lower scale while gradients overflow, eagerly or in a
                 `tf.function`; see `lossscale_tf.LossScaleOptimizer.minimize`.
-            protect: What a skipped try leaves as it was; see there.
+            protect: The objects whose variables a skipped try leaves unchanged; see the same method.
 
         Returns:
             The operation in a graph, None eagerly.
 
         Raises:
             ValueError: No variable has a gradient, or one of them is not a variable; or `retries` or `protect` are
-                given beside a loss that is a tensor, beside a layer that is not built, or under several replicas.
-            PolicyError: `retries` is not a whole number from 0.
+                given with a loss that is a tensor, with a layer that is not built, or under several replicas.
+            PolicyError: `retries` is not a whole number, 0 or more.
             TypeError: `protect` holds something else.
             RuntimeError: `retries` or `protect` are given in a graph for sessions.
 
@@ -157,7 +157,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         Args:
             loss: A tensor, or a callable without arguments, as it must be eagerly.
             var_list: The variables; if left out, the trainable ones, or eagerly those that the loss reads.
-            gate_gradients: As for any `tf.compat.v1.train.Optimizer`; it does nothing eagerly, as the next three.
+            gate_gradients: As for any `tf.compat.v1.train.Optimizer`; ignored eagerly, like the next three.
             aggregation_method: As there.
             colocate_gradients_with_ops: As there.
             grad_loss: The gradient of the loss itself, if it is not 1.
@@ -188,14 +188,14 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: tf.Variable | None = None, name: str | None = None
     ) -> tf.Operation | None:
-        """Apply unscaled gradients where all of them are finite on every replica; else leave everything as it was.
+        """Apply unscaled gradients if all of them are finite on every replica, else change nothing.
 
-        Warns if the gradients cannot come from `compute_gradients`.
+        A warning is issued if the gradients cannot come from `compute_gradients`.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
             global_step: A variable that counts applied steps.
-            name: The name of the operation; the constructor's if left out.
+            name: The name of the operation; by default, that given to the constructor.
 
         Returns:
             The operation in a graph, None eagerly.
@@ -239,7 +239,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         return [*self._optimizer.variables(), *(each for state in self._states().values() for each in state.all)]
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the wrapped optimizer's own, under its names, and the states."""
+        """Return the objects in a checkpoint: those of the wrapped optimizer, under its names, and the states."""
         return {**self._optimizer._trackable_children(*args, **kwargs), **self._states()}
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         return self._optimizer._lookup_dependency(name, *args, **kwargs)
 
     def _states(self) -> dict[str, StateVariables]:
-        """Return the states of loss scale and guard, under the names that a checkpoint has for them."""
+        """Return the states of loss scale and guard, under their names in a checkpoint."""
         guard = self._step.guard
         return {"loss_scale_state": self._step.state, **({} if guard is None else {"spike_guard_state": guard.state})}
 
@@ -256,7 +256,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
     def _create_slots_outside_of_branches(self, variables: list[Any]) -> None:
-        """Create the wrapped optimizer's slots where it would itself, so that they have the names it gives them."""
+        """Create the slots in the place where the wrapped optimizer would, so that their names are the same."""
         if not tf.executing_eagerly() and not merges_replicas():
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
@@ -272,9 +272,9 @@ def _train_ops() -> list[Any]:
 
 
 def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
-    """Return the operation of a whole step, in the collection of train operations beside `others`."""
+    """Return the operation of a whole step, and add it and `others` to the collection of train operations."""
     step = tf.group(*done, name=name)
-    # The wrapped optimizer has added its own there, which lies within the branch and cannot be run.
+    # The wrapped optimizer has added its own operation, which is within the branch and cannot be run.
     tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [*others, step]
     return step
 
@@ -282,7 +282,7 @@ def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
 def _variable(name: str, value: Any) -> tf.Variable:
     if tf.executing_eagerly():
         return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
-    # After `disable_v2_behavior` the default is a reference variable, and what was read of it may change later.
+    # After `disable_v2_behavior` the default is a reference variable; a value that was read may change later.
     return tf.compat.v1.Variable(
         value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
     )
@@ -312,7 +312,7 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
 
 
 def _require_repeatable(loss: Any) -> None:
-    """Raise an error unless a loss can be run again."""
+    """Raise an error unless a loss can run several times."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
             "retries= and protect= run the loss again, which a graph for sessions cannot; call minimize eagerly or in "
