@@ -1,6 +1,6 @@
 """Loss scaling for PyTorch: the five verbs on tensors, and `GradScaler`, a drop-in for `torch.amp.GradScaler`.
 
-`GradScaler` takes any policy, decides together with every rank, says what a step did, and can clip while it unscales.
+`GradScaler` accepts any policy, decides together with all ranks, reports each step, and can clip while it unscales.
 """
 
 try:
@@ -36,4 +36,4 @@ __all__ = [
 ]
 
 for _public in (GradScaler, StepInfo):
-    _public.__module__ = __name__  # a pickle names the package, so that modules behind it may move
+    _public.__module__ = __name__  # a pickle stores the public module name

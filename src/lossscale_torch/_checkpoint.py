@@ -32,7 +32,7 @@ _TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor"
 _NEVER = 2**31 - 1
 _FACTORS = ("scale", "growth_factor", "backoff_factor")
 LIBRARY_KINDS = ("none", "fixed", "dynamic", "tolerant")
-"""The kinds of policies whose factors and interval say enough of their rule for torch's scaler to continue by it."""
+"""The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -49,7 +49,7 @@ def plain_state(saved: Any) -> dict[str, Any]:
         )
     plain = {name: _item(saved[name]) for name in _TORCHS_KEYS if name in saved}
     for name, value in plain.items():
-        # An array may take any time to compare.
+        # An array is not compared, since that may take any time.
         if not _is_number(value) or (isinstance(value, int) and not _is_finite(value)):
             rule = "a positive finite number" if name in _FACTORS else "a number"
             raise CheckpointError(
@@ -67,10 +67,10 @@ def _item(value: Any) -> Any:
 
 
 def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `saved`, or torch's five keys alone where they disagree with ours beside them, with a warning.
+    """Return `saved`; or only torch's five keys, with a warning, if they contradict this library's keys.
 
-    Then they were loaded over a dict of ours, and the rest of it is what the scaler had before:
-    `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler, where its planner allows missing keys.
+    This happens if torch's keys were loaded into a dict of this scaler, which keeps its old values for the other keys.
+    `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler if its planner allows missing keys.
     """
     differing = [
         f"{name}={shown(theirs)} and {shown(ours)}"
@@ -89,7 +89,7 @@ def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _values_given_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and the two values of what torch's keys and ours both say."""
+    """Yield the name and both values of each number under torch's keys and this library's keys."""
     if "scale" not in saved:
         return
     config = saved["policy"] if isinstance(saved.get("policy"), Mapping) else {}
@@ -113,7 +113,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
-    """Return the policy a checkpoint was saved with: ours where it names one, else torch's under its three settings."""
+    """Return the policy of a checkpoint: the saved policy if there is one, else torch's rule with its settings."""
     if "policy" not in saved and "version" in saved:
         return policy
     try:
@@ -127,7 +127,7 @@ def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPoli
 
 
 def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """Return a saved factor, brought within bounds with a warning; without one for 1, which torch's setters take."""
+    """Return a saved factor, moved within bounds with a warning; no warning for 1, which torch's setters accept."""
     value = saved[name]
     if value == 1.0 and value is not True:
         return min(max(1.0, low), high)
@@ -135,7 +135,7 @@ def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> flo
 
 
 def _within(name: str, value: Any, low: float, high: float, stacklevel: int = 4) -> float:
-    """Return a saved number, brought within bounds with a warning; refuse what is not positive and finite."""
+    """Return a saved number, moved within bounds with a warning; raise an error unless it is positive and finite."""
     if not (_is_number(value) and 0.0 < value < math.inf):
         raise CheckpointError(
             f"{name}={shown(value)} of the saved state must be a positive finite number; restore an earlier checkpoint"
@@ -157,9 +157,9 @@ def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
 
 
 def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
-    """Warn where an optimizer continues and its scaler does not; called before the first step of a fresh scaler."""
+    """Warn if an optimizer continues and its scaler does not; called before the first step of a new scaler."""
     start = state.peek()
-    scales = BaseScaling.of(state.policy).scales_losses  # else nothing is lost
+    scales = BaseScaling.of(state.policy).scales_losses  # otherwise nothing is lost
     if scales and start is not None and start.steps == 0 and _has_stepped(optimizer):
         scale = shown_number(float(start.loss_scale))
         warnings.warn(
@@ -171,10 +171,10 @@ def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
 
 
 def _has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer remembers a step; a count that lives on a device is not waited for.
+    """Return whether an optimizer's state shows a step; do not wait for a count on a device.
 
-    Optimizers differ in what they keep: most count under "step" for each parameter, MADGRAD under a name of its own for
-    all of them, SGD with momentum counts nothing.
+    The states differ: most optimizers have a count "step" for each parameter, MADGRAD has one count with another name
+    for all parameters, and SGD with momentum has none.
     """
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping):
@@ -192,7 +192,7 @@ def _is_positive(count: Any) -> bool:
 
 
 def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int], enabled: bool) -> ScalingPolicy:
-    """Return the policy of a scaler from its `policy` argument, or from the four arguments that are torch's."""
+    """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is None:
         return _torch_policy(*torchs, enabled)
     if torchs != tuple(_TORCH_DEFAULTS.values()):
@@ -208,7 +208,7 @@ def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int]
 def _torch_policy(
     init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any, enabled: bool
 ) -> ScalingPolicy:
-    """Return torch's dynamic rule; what torch asserts is asserted in its words, and every positive scale is taken."""
+    """Return torch's dynamic rule, with torch's assertions and messages; every positive scale is accepted."""
     if enabled and _is_real(growth_factor) and growth_factor <= 1.0:
         raise AssertionError("The growth factor must be > 1.0.")
     if enabled and _is_real(backoff_factor) and backoff_factor >= 1.0:
@@ -230,28 +230,28 @@ def _torch_policy(
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether a value is a number, NumPy's included; the policy says what any other value must be."""
+    """Return whether a value is a number, including NumPy's; for other values the policy raises an error."""
     return isinstance(value, Real)
 
 
 def reachable_interval(interval: float) -> int:
-    """Return a growth interval that a policy takes: what torch's kernel never reaches is the largest int32.
+    """Return a growth interval for a policy: the largest int32 for an interval that torch's kernel never reaches.
 
     The kernel counts steps from 1 and compares with ==, so that it never reaches 0, a fraction or a huge number:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
     if not _is_number(interval) or math.isnan(interval):
-        return interval  # type: ignore[return-value]  # the policy says what it must be
+        return interval  # type: ignore[return-value]  # the policy raises the error
     return int(interval) if 1 <= interval < _NEVER and interval == int(interval) else _NEVER
 
 
 def given_interval(interval: float, policy: ScalingPolicy) -> float | None:
-    """Return a growth interval that the policy cannot hold as it was given, or None where it can."""
+    """Return the given growth interval if the policy cannot hold it, else None."""
     return None if BaseScaling.of(policy).growth_interval == interval else interval
 
 
 def require_scale(new_scale: Any, device_type: Any) -> None:
-    """Raise torch's error for what is not a loss scale, with what was given and the rule after torch's sentence."""
+    """Raise torch's error unless `new_scale` is a loss scale; the given value and the rule follow torch's sentence."""
     if isinstance(new_scale, torch.Tensor):
         is_of_device = new_scale.device.type == torch.device(device_type).type
         if is_of_device and new_scale.numel() == 1 and not new_scale.requires_grad:

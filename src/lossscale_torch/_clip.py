@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients together, with the multiply that unscales them."""
+"""Clipping by the norm of all gradients together, in the same multiplication as unscaling."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ class Clipping(NamedTuple):
     """The arguments of `torch.nn.utils.clip_grad_norm_`."""
 
     max_norm: float
-    """The largest norm to leave; infinity measures only."""
+    """The largest norm after clipping; with infinity the norm is only measured."""
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
 
     def apply_torchs(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
-        """Clip gradients that are unscaled already, as torch does; return their norm, on every rank the whole."""
+        """Clip gradients that are unscaled already, as torch does; return their norm over all ranks."""
         params = [param for optimizer in optimizers for param in params_of(optimizer)]
         grads = [param.grad for param in params if param.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads, self.norm_type, self.error_if_nonfinite)
@@ -50,19 +50,19 @@ class Clipped(NamedTuple):
     norm: Tensor
     """The norm of the unscaled gradients before clipping, shape `()`."""
     value: float | None
-    """The norm, where the host knows it."""
+    """The norm as a number, if it is known on the host."""
     found: dict[Any, Tensor]
-    """1.0 where a gradient was not finite, and then all of them are as they were; empty without gradients."""
+    """1.0 if a gradient was not finite, so that all are unchanged, else 0.0; empty without gradients."""
     deferred: Tensor | None
-    """The factor by which a fused optimizer must still divide the gradients; None where they are clipped."""
+    """The factor by which a fused optimizer must still divide the gradients; None if they are clipped already."""
     has_gradients: bool
-    """Whether there were any on this rank."""
+    """Whether there were gradients on this rank."""
     known_to: Sequence[Any] = ()
-    """The process groups whose ranks know the same norm."""
+    """The process groups whose ranks have computed the same norm."""
 
 
 def clipping(max_norm: Any, norm_type: float, error_if_nonfinite: bool = False) -> Clipping:
-    """Return how to clip; raise `PolicyError` for a norm that cannot be clipped to."""
+    """Return the arguments of clipping; raise `PolicyError` for a norm that gradients cannot be clipped to."""
     value = max_norm.item() if isinstance(max_norm, Tensor) else max_norm
     if type(value) not in (float, int) or not value >= 0.0:  # 0 makes all gradients zero, as in torch's own clip
         value = check_setting("max_norm", value)
@@ -73,12 +73,12 @@ def clipping(max_norm: Any, norm_type: float, error_if_nonfinite: bool = False) 
 def unscale_and_clip(
     optimizers: list[Any], scale: LossScale, how: Clipping, allow_half: bool, on_host: bool, defers: bool
 ) -> Clipped | None:
-    """Unscale and clip with one read; return None, with nothing changed, where one read cannot do it.
+    """Unscale and clip with one read; return None and change nothing if one read is not enough.
 
-    That is where the norm does not tell whether the gradients are finite, or only on the host and `on_host` is False.
-    With `defers` a fused optimizer is left to multiply.
+    One read is not enough if the norm does not show whether the gradients are finite, or shows it only on the host and
+    `on_host` is False. With `defers`, a fused optimizer multiplies the gradients later.
     """
-    gradients = Gradients(optimizers, allow_half)  # refuses before any of them is unscaled
+    gradients = Gradients(optimizers, allow_half)  # raises errors before a gradient is unscaled
     meshes = meshes_of(optimizers)
     if meshes:
         return _clip_shards(gradients, optimizers, meshes, scale, how, on_host, defers)
@@ -102,7 +102,7 @@ def _clip_shards(
     on_host: bool,
     defers: bool,
 ) -> Clipped | None:
-    """Do as `unscale_and_clip` does, by the norm of all ranks; each comes to the same answer, whatever it holds."""
+    """Do as `unscale_and_clip` does, by the norm over all ranks, with the same result on each rank."""
     params: list[Any] = [param for optimizer in optimizers for param in params_of(optimizer)]
     are_complex = any(param.is_complex() for param in params)
     device = scale.tensor.device
@@ -117,7 +117,7 @@ def _clip_shards(
         clipped = _clip_on_host(gradients, how, defers, value, loss_scale, scale.tensor)
     else:
         clipped = _clip_on_device(gradients, how, defers, norm, scale.tensor)
-    flag = (~torch.isfinite(norm)).float()  # which a rank without gradients knows, too
+    flag = (~torch.isfinite(norm)).float()  # also known on a rank without gradients
     known_to = [group for mesh in meshes for group in groups_over(mesh)]
     return clipped._replace(found={device: flag}, known_to=known_to)
 
@@ -143,7 +143,7 @@ def _clip_on_device(gradients: Gradients, how: Clipping, defers: bool, norm: Ten
     finite, deferred = torch.isfinite(norm), None
     factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
     if defers:
-        deferred = torch.where(finite, scale / factor, 1.0).float()  # infinite where clipped to nothing
+        deferred = torch.where(finite, scale / factor, 1.0).float()  # infinite if clipped to zero
     else:
         gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
     found = {scale.device: (~finite).float()} if gradients.buckets else {}

@@ -1,4 +1,4 @@
-"""An optimizer's gradients, walked once: real, dense, local values that can be checked, unscaled and multiplied."""
+"""An optimizer's gradients as real, dense, local values that can be checked, unscaled and multiplied."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +12,9 @@ Bucket = list[Tensor]
 class Gradients:
     """The gradients of some optimizers, in buckets of one device and dtype each, for foreach kernels.
 
-    What the buckets hold shares memory with the gradients. A gradient that no kernel can work on in place (sparse with
-    duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that it can. Raises `ValueError`
-    for one that cannot be written to, for float8, and, in torch's words, for float16 unless `allow_half`.
+    The tensors in the buckets share memory with the gradients. A gradient that kernels cannot change in place (sparse
+    with duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that they can. `ValueError` is
+    raised for a gradient that is not writable, for float8, and, with torch's message, for float16 unless `allow_half`.
     """
 
     __slots__ = ("are_complex", "buckets")
@@ -47,9 +47,9 @@ class Gradients:
         return {bucket[0].dtype for bucket in self.buckets}
 
     def found_inf(self, factor: Tensor | None = None) -> dict[torch.device, Tensor]:
-        """Return for each device 1.0 where a gradient holds NaN or infinity, else 0.0; the gradients are left alone.
+        """Return for each device 1.0 if a gradient holds NaN or infinity, else 0.0; do not change the gradients.
 
-        With `factor` it is what they hold after being multiplied by it that counts.
+        With `factor`, check the gradients multiplied by this factor.
         """
         found: dict[torch.device, Tensor] = {}
         for bucket in self.buckets:
@@ -59,7 +59,7 @@ class Gradients:
         return found
 
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-        """Multiply by `inverse` in place; return for each device 1.0 where a gradient was not finite before.
+        """Multiply by `inverse` in place; return for each device 1.0 if a gradient was not finite before.
 
         `found_inf` is the flag, 0.0, on the device of `inverse`; other devices get copies of both.
         """
@@ -74,7 +74,7 @@ class Gradients:
         return found
 
     def check_again(self, found: dict[torch.device, Tensor]) -> None:
-        """Raise the flags of `found`, in place, where a gradient is not finite now."""
+        """Set the flags of `found` in place for devices where a gradient is not finite now."""
         for bucket in self.buckets:
             flag = found[bucket[0].device]
             check_and_multiply_(bucket, flag, torch.ones_like(flag))
@@ -87,7 +87,7 @@ class Gradients:
                 multiply_(bucket, moved(factor, bucket[0].device))
             elif bucket[0].dtype is torch.float64:
                 multiply_(bucket, factor)
-            else:  # by the kernel that checks, too: for small tensors it takes a fifth of the time
+            else:  # by the kernel that also checks, which takes a fifth of the time for small tensors
                 flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
                 check_and_multiply_(bucket, flag, torch.full_like(flag, factor))
 
@@ -141,7 +141,7 @@ def buckets(values: Iterable[Tensor | None]) -> list[Bucket]:
 def found_inf_in(bucket: Bucket, factor: Tensor | None = None) -> Tensor:
     """Return 1.0 if a tensor of the bucket holds NaN or infinity, else 0.0: float32, shape `()`, on their device.
 
-    With `factor` it is what they hold after being multiplied by it that counts. The bucket is left alone.
+    With `factor`, check the tensors multiplied by this factor. The bucket is not changed.
     """
     if factor is not None:
         bucket = [each for each in bucket if each.numel()]
@@ -154,9 +154,9 @@ def found_inf_in(bucket: Bucket, factor: Tensor | None = None) -> Tensor:
 
 
 def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> None:
-    """Set `found_inf` to 1.0 where an element is not finite, and multiply in place; a factor of 1 writes nothing."""
+    """Set `found_inf` to 1.0 if an element is not finite, and multiply in place; a factor of 1 writes nothing."""
     if bucket[0].dtype is torch.bfloat16 and bucket[0].is_cuda:
-        # the kernel knows no bfloat16 on CUDA: https://github.com/pytorch/pytorch/issues/127176
+        # the kernel does not support bfloat16 on CUDA: https://github.com/pytorch/pytorch/issues/127176
         if some := [each for each in bucket if each.numel()]:  # an empty tensor has no infinity norm
             found_inf.copy_(
                 torch.maximum(found_inf, _not_finite(torch.stack(torch._foreach_norm(some, torch.inf)).amax()))
@@ -170,10 +170,10 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
 
 
 def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Say which parameters have float16 gradients, and what to do; torch's own sentence comes first."""
+    """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
     named = []
     for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
-        names = group.get("param_names") or []  # shorter than the list of parameters where one joined later
+        names = group.get("param_names") or []  # shorter than the list of parameters if one was added later
         named += [
             f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} "
             f"({param.dtype}, shape {tuple(param.shape)})"
@@ -188,7 +188,7 @@ def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 def lifted(tensor: Tensor) -> Tensor:
-    """Return floats of less than four bytes in float32, others as they are."""
+    """Return floats of less than four bytes in float32, others unchanged."""
     is_small = tensor.dtype.itemsize < 4 and tensor.is_floating_point()
     return tensor.float() if is_small else tensor
 
@@ -199,22 +199,22 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, without waiting for it where that is safe.
+    """Return `tensor` on `device`, without waiting for the copy if that is safe.
 
-    A copy to the host is waited for: the memory of a non-blocking one may be read before the device has written it.
+    A copy to the host waits, since the memory of a non-blocking copy may be read before the device has written it.
     https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
     """
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _writable_values(param: Tensor) -> Tensor | None:
-    """Return the values of a parameter's gradient, in its own memory; `.grad` is replaced where it has none to give."""
+    """Return the values of a parameter's gradient, in its own memory; replace `.grad` if necessary."""
     if param.grad is None:
         return None
     if is_dtensor(param.grad):
         param.grad = _without_partial_sums(param.grad)
     elif param.grad.is_sparse and not param.grad.is_coalesced():
-        param.grad = param.grad.coalesce()  # only the sum of duplicates tells whether it is finite
+        param.grad = param.grad.coalesce()  # the gradient is finite if the sums of duplicates are
     values = values_of(_without_lazy_bits(param.grad))
     if values.is_floating_point() and values.dtype.itemsize < 2:
         raise ValueError(
@@ -238,20 +238,20 @@ def multiply_(bucket: Bucket, factor: float | Tensor) -> None:
 
 
 def _without_signs(bucket: Bucket, error: RuntimeError) -> Bucket:
-    """Return views of a bucket without lazy negation; raise the kernel's error where there is none."""
+    """Return views of a bucket without lazy negation; raise the kernel's error if there is none."""
     if not any(each.is_neg() for each in bucket):
         raise error
     return [_without_lazy_bits(each) for each in bucket]
 
 
 def _without_lazy_bits(grad: Tensor) -> Tensor:
-    """Return a view without lazy negation or conjugation, which a positive factor, a norm and a check do not see."""
+    """Return a view without lazy negation or conjugation, which do not affect a positive factor, a norm or a check."""
     grad = grad.conj() if grad.is_conj() else grad
     return torch._neg_view(grad) if grad.is_neg() else grad
 
 
 def _without_partial_sums(grad: Any) -> Any:
-    """Return a DTensor whose local values are parts of it, not summands: each summand may be finite and the sum not."""
+    """Return a DTensor without partial sums, since each partial sum may be finite and the total infinite."""
     if not any(placement.is_partial() for placement in grad.placements):
         return grad
     from torch.distributed.tensor import Replicate
@@ -273,7 +273,7 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
                 or not grad.is_contiguous()  # a sparse or an expanded tensor is not, either
             ):
                 return False
-    except RuntimeError:  # some sparse layouts do not know whether they are
+    except RuntimeError:  # some sparse layouts do not support this check
         return False
     return True
 

@@ -15,11 +15,11 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Guards:
-    """A `SpikeGuard` and its states, one for each optimizer, in the order in which they were first judged.
+    """A `SpikeGuard` and its states, one for each optimizer, in the order of their first norms.
 
-    A state stays on the host while norms are known there. The first norm that only the device knows moves it to
-    tensors, which are written in place from then on: a recorded CUDA graph reads and writes this memory. The state of
-    an optimizer that is gone serves the next new one.
+    A state stays on the host while norms are known there. The first norm that is only on the device moves the state to
+    tensors, which are then written in place, since a recorded CUDA graph reads and writes this memory. The state of a
+    deleted optimizer is reused for the next new one.
     """
 
     def __init__(self, guard: SpikeGuard | None, members: dict[int, Member]) -> None:
@@ -27,8 +27,8 @@ class Guards:
         self.guard = guard
         self._members = members
         self._states: list[Any] = []
-        self._saved: Any = None  # what a checkpoint holds for a scaler that has no guard
-        self._norms: dict[int, float] = {}  # the last one of each state on the host, for an error to name
+        self._saved: Any = None  # the entry of a checkpoint, for a scaler without a guard
+        self._norms: dict[int, float] = {}  # the last norm of each state on the host, for an error message
 
     def judge(self, member: Member, norm: float | Tensor) -> bool | Tensor:
         """Return whether a norm is a spike: a bool, or a bool tensor of shape `()`. Does not wait for a device."""
@@ -38,7 +38,7 @@ class Guards:
         if isinstance(norm, Tensor) and norm.is_cpu and not is_being_recorded():
             norm = norm.item()
         if not isinstance(norm, Tensor) and math.isfinite(norm):
-            norm = min(norm, _LARGEST)  # what float32 cannot hold is a spike and not an overflow
+            norm = min(norm, _LARGEST)  # a norm beyond float32 is a spike, not an overflow
         if isinstance(norm, Tensor) or isinstance(self._states[place].mean, Tensor):
             return self._judge_on_device(self.guard, place, norm)
         accepted, self._states[place] = self.guard.judge(self._states[place], norm)
@@ -46,14 +46,14 @@ class Guards:
         return math.isfinite(norm) and not accepted
 
     def check(self) -> None:
-        """Raise `SpikeStreakError` where a state on the host has reached the guard's `max_streak`."""
+        """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
         if self.guard is not None and self.guard.max_streak is not None:
             for place, norm in self._norms.items():
                 if not isinstance(self._states[place].mean, Tensor):
                     check_spike_streak(self.guard, self._states[place], norm)
 
     def first(self) -> GuardState | None:
-        """Return the state of the optimizer that was judged first, where it is. Does not synchronise."""
+        """Return the state of the first optimizer, on its device. Does not synchronise."""
         return self._states[0] if self._states else None
 
     def worst(self) -> GuardState | None:

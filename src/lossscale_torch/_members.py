@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from lossscale_torch._gradients import Gradients, grads_of, moved
 from lossscale_torch._state import LossScale, is_being_recorded, is_readable
 
-READY, UNSCALED, STEPPED = OptState  # an enum's members are slow to reach by name
+READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
 
 SPIKE = "spike"
 """The key under which `found_inf_per_device` holds whether a guard refuses the norm.
@@ -31,38 +31,38 @@ _LEGACY = (
 
 
 class Record(dict[str, Any]):
-    """One step of one optimizer: torch's two keys, which other packages read and write, and what is decided.
+    """One step of one optimizer: torch's two keys, which other packages read and write, and the decision.
 
-    `stage` is one of torch's three. `found_inf_per_device` holds flags, float32 of shape `()`: any value but 0.0 is an
-    overflow on that device; under `SPIKE`, a spike.
+    `stage` is one of torch's three stages. `found_inf_per_device` holds flags, float32 of shape `()`: any value but 0.0
+    is an overflow on that device; under `SPIKE`, a spike.
     """
 
     scale: LossScale | None = None
-    """What its gradients are multiplied by; asked again as long as the stage is ready."""
+    """The scale of its gradients; determined again while the stage is ready."""
     waited: bool = False
-    """Whether its gradients belong to the losses that an earlier update counted."""
+    """Whether its gradients belong to losses that were counted by an earlier update."""
     is_kept: bool = False
     """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
     deferred: Tensor | None = None
     """The factor by which a fused optimizer must still divide gradients that count as unscaled."""
     is_left_scaled: bool = False
-    """Whether the host knows that a clip has left the gradients as they were, since the norm is not finite."""
+    """Whether a clip is known on the host to have changed nothing, since the norm is not finite."""
     had_none: bool = False
     """Whether there were no gradients to check on this rank."""
     is_judged: bool = False
-    """Whether a guard has judged the norm of its gradients."""
+    """Whether a guard has checked the norm of its gradients."""
     finite: bool | None = None
     """Whether it may step, once the host knows."""
     spiked: bool = False
-    """Whether the host knows that only a spike forbids it."""
+    """Whether it is known on the host that only a spike forbids the step."""
     applied: bool | Tensor | None = None
-    """Whether the step was applied, or a tensor that holds 0.0 if it was; None until that is decided."""
+    """Whether the step was applied, or a tensor that holds 0.0 if it was; None before the decision."""
     seen: "Seen | None" = None
-    """The unscaled gradients when a further loss was scaled, or the loss scale was told."""
+    """The unscaled gradients when a further loss was scaled, or the loss scale was read."""
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Record":
-        """Return `record`, or one of this class with its keys if torch's own factory made it."""
+        """Return `record`, or, if torch's own factory made it, a `Record` with its keys."""
         return record if type(record) is cls else cls(record)
 
     @classmethod
@@ -71,8 +71,8 @@ class Record(dict[str, Any]):
         return cls(stage=READY, found_inf_per_device={})
 
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
-        """Count as unscaled, with these flags; without any, there were no gradients, and there is nothing to count."""
-        if self["stage"] is not READY or self.is_judged or self.had_none:  # what an earlier check has left
+        """Set the stage to unscaled with these flags; an empty `found` means that there were no gradients."""
+        if self["stage"] is not READY or self.is_judged or self.had_none:  # the result of an earlier check
             self.spiked, self.deferred, self.seen = False, None, None
             self.is_kept = self.is_judged = self.is_left_scaled = self.had_none = False
         self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
@@ -93,21 +93,21 @@ class Record(dict[str, Any]):
         return self.seen is not None and not self.seen.is_unchanged(optimizer)
 
     def outcome(self) -> bool | Tensor:
-        """Return whether the step was applied: a bool where the host knows, or a tensor that holds 0.0 if it was."""
+        """Return whether the step was applied: a bool if known on the host, or a tensor that holds 0.0 if it was."""
         if type(self.applied) is bool:
             return self.applied
-        if self.applied is None:  # others have stepped the optimizer, and said so
+        if self.applied is None:  # other code has stepped the optimizer and set the stage
             return self.may_step()
         if isinstance(self.applied, Tensor) and is_readable(self.applied) and not is_being_recorded():
             return self.applied.item() == 0.0
         return self.applied
 
     def forget_answer(self) -> None:
-        """Have the flags read again, since other code may have raised one."""
+        """Discard the decision, so that the flags are read again, since other code may have set one."""
         self.finite, self.spiked = None, False
 
     def may_step(self) -> bool:
-        """Return whether no flag is raised; waits for the device, unless the host knows already."""
+        """Return whether no flag is set; waits for the device unless this is known on the host."""
         if self.finite is None:
             overflowed = spiked = False
             for key, flag in self["found_inf_per_device"].items():
@@ -124,7 +124,7 @@ class Seen:
         self._versions = {id(grad): (ref(grad), grad._version) for grad in grads_of(optimizer)}
 
     def is_unchanged(self, optimizer: Any) -> bool:
-        """Return whether each gradient that is there now was there then, and was not written to since."""
+        """Return whether the optimizer has no new gradients, and none was written to since."""
         for grad in grads_of(optimizer):
             reference, version = self._versions.get(id(grad), (None, 0))
             if reference is None or reference() is not grad or grad._version != version:
@@ -137,26 +137,26 @@ class Member:
 
     def __init__(self, optimizer: Any, scaler: Any) -> None:
         self.optimizer: Callable[[], Any]
-        """Returns the optimizer, or None after its end, when the scaler forgets this."""
-        # The callback must not hold what holds this: garbage cycles with such callbacks have crashed CPython 3.11.
+        """Returns the optimizer, or None after its deletion; then the scaler drops this member."""
+        # The callback must not reference its owner: garbage cycles with such callbacks have crashed CPython 3.11.
         try:
             self.optimizer = ref(optimizer, functools.partial(_forget, ref(scaler), id(optimizer)))
         except TypeError:  # a class with `__slots__` may have no room for a weak reference
             self.optimizer = lambda: optimizer
         self.losses = -1
-        """How many losses the scaler had scaled when the optimizer was last stepped; -1 before."""
+        """The number of losses scaled before the optimizer's last step; -1 before its first step."""
         self.kept: Record | None = None
         """The record of gradients that were unscaled and not stepped before the last update."""
         self.seen: Seen | None = None
-        """Its waiting gradients when the loss scale was told."""
+        """Its waiting gradients when the loss scale was read."""
         self.place: int | None = None
-        """Which of the guard's states is its own."""
+        """The index of its state in the guard."""
 
     def takes_dummy_step(self) -> bool:
         """Return whether a step moves nothing, since all rates and all gradients are zero.
 
         `torch.distributed.checkpoint` takes such a step to make an optimizer allocate its state. Waits for the device
-        only where every rate is zero.
+        only if every rate is zero.
         """
         optimizer = self.optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
@@ -175,19 +175,19 @@ def _forget(scaler: Callable[[], Any], key: int, _: Any) -> None:
 
 
 class Plain:
-    """An optimizer that knows of no scaler: its step is called, or not."""
+    """An ordinary optimizer, whose `step` the scaler calls or skips."""
 
     check = "unscale_"
-    """The scaler's method that checks gradients which are not checked yet."""
+    """The scaler's method that checks unchecked gradients."""
 
     @staticmethod
     def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step where no flag is raised; waits for the device."""
+        """Step if no flag is set; waits for the device."""
         return scaler._maybe_opt_step(optimizer, record, *args, **kwargs)
 
 
 class Fused:
-    """An optimizer whose kernel divides by a factor, and skips by itself where a flag is 1.0."""
+    """An optimizer whose kernel divides by a factor, and skips the step itself if a flag is 1.0."""
 
     check = "_check_fused"
 
@@ -200,7 +200,7 @@ class Fused:
         grad_scale = record.deferred
         if record["stage"] is READY and record.scale is not None:
             grad_scale = record.scale.tensor.clone()  # an optimizer may write to it
-        # A step that was interrupted leaves a flag, and perhaps a factor, which is then not the user's.
+        # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
         preset = getattr(optimizer, "grad_scale", None) if getattr(optimizer, "found_inf", None) is None else None
         if preset is not None:
             grad_scale = preset if grad_scale is None else grad_scale * preset
@@ -220,9 +220,9 @@ class Fused:
 
 
 class Legacy:
-    """An optimizer of torch's older contract, whose step is handed the scaler and calls its methods."""
+    """An optimizer of torch's older contract: `step` receives the scaler and calls its methods."""
 
-    check = ""  # the optimizer does
+    check = ""  # the optimizer checks
 
     @staticmethod
     def apply(scaler: Any, optimizer: Any, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,9 +238,9 @@ def takes_factor(optimizer: Any) -> bool:
 
 
 def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return 1.0 where a flag is raised, else 0.0: float32, shape `()`, on `device`.
+    """Return 1.0 if a flag is set, else 0.0: float32, shape `()`, on `device`.
 
-    Any value but 0.0 counts, NaN included; a fused kernel takes 1.0 alone for an overflow.
+    Any value but 0.0 counts, NaN included; a fused kernel treats only 1.0 as an overflow.
     """
     found = [moved(flag, device).reshape(()) for flag in flags]
     if not found:
@@ -249,10 +249,10 @@ def found_inf(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
-    """Return how an optimizer is stepped.
+    """Return the class that steps an optimizer.
 
-    A wrapper that only passes on what it is asked for is not fused: the flag and the factor would be set on the
-    wrapper, and the optimizer inside would never see them.
+    A wrapper that only forwards attribute reads is not fused: the flag and the factor would be set on the wrapper, and
+    the inner optimizer would not receive them.
     """
     if not getattr(optimizer, _FUSED, False):
         return Plain
@@ -267,9 +267,9 @@ def _takes_scaler(step: Callable[..., Any]) -> bool:
 
 
 def _zero_unwritten_momentum(new_states: list[dict[str, Any]], found_inf: Tensor) -> None:
-    """Zero the momentum that a parameter's first step, if skipped, has left uninitialised; without waiting to know.
+    """Zero the momentum that a parameter's first step, if skipped, has left uninitialised; does not wait for the flag.
 
-    torch's fused SGD allocates its momentum before its kernel decides to skip, and would use it as it is from then on.
+    torch's fused SGD allocates its momentum before its kernel decides to skip, and would then use it uninitialised.
     """
     for state in new_states:
         momentum = state.get("momentum_buffer") if isinstance(state, dict) else None

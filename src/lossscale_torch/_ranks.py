@@ -1,4 +1,4 @@
-"""The ranks that decide alike: those of a process group, and of the device meshes over which parameters are sharded."""
+"""The ranks that make the same decision: those of a process group, and of the device meshes of sharded parameters."""
 
 import sys
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from lossscale_torch._versions import flattened_meshes
 
 
 class Ranks:
-    """The combination of an optimizer's flags over the ranks that must decide alike."""
+    """The combination of an optimizer's flags over the ranks that must make the same decision."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
@@ -23,10 +23,10 @@ class Ranks:
     def combine(
         self, optimizer: Any, found: dict[Any, Tensor], device: torch.device, known_to: Iterable[Any] = ()
     ) -> dict[Any, Tensor]:
-        """Return the flags of an optimizer, combined by *max* over its groups: `found` itself where it has none.
+        """Return the flags of an optimizer, combined by *max* over its groups: `found` itself if there is no group.
 
-        Every rank of a group must call, also one without gradients. Groups in `known_to` have combined these flags
-        already. Does not synchronise.
+        Every rank of a group must call this, also a rank without gradients. Groups in `known_to` have combined these
+        flags already. Does not synchronise.
         """
         meshes = meshes_of([optimizer])
         if self.process_group is None and not meshes:
@@ -41,7 +41,7 @@ class Ranks:
         return dict(zip((device, SPIKE), message.unbind(), strict=False))
 
     def check_member(self) -> None:
-        """Raise `SyncError` in a process that the process group does not contain, since no rank would answer."""
+        """Raise `SyncError` in a process that is not in the process group, since collectives would not work."""
         if self.process_group is not None and torch.distributed.get_rank(self.process_group) < 0:
             raise SyncError(
                 f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide "
@@ -70,7 +70,7 @@ def meshes_of(optimizers: Iterable[Any]) -> list[Any]:
 
 
 def groups_over(mesh: Any) -> list[Any]:
-    """Return process groups that reach every rank of a mesh, one after the other: a single one where there is one."""
+    """Return process groups that reach every rank of a mesh, one after the other; a single group if one exists."""
     each_dim = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(each_dim) < 2:
         return each_dim
@@ -82,7 +82,7 @@ def groups_over(mesh: Any) -> list[Any]:
 
 
 def _flattened_groups(mesh: Any) -> list[Any]:
-    """Return the process groups of exactly the ranks of a mesh that exist already; making one would be a collective."""
+    """Return existing process groups of exactly the ranks of a mesh; creating one would be a collective."""
     covers_all = mesh.size() == torch.distributed.get_world_size()
     flattened = [each for each in flattened_meshes(mesh) if each.size() == mesh.size()]
     ranks = set(mesh.mesh.flatten().tolist()) if flattened else set()
@@ -105,7 +105,7 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
 
 
 def check_join(config: Any, process_group: Any) -> None:
-    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other for ever."""
+    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other forever."""
     if config.enable and process_group is not None:
         raise CallOrderError(
             "a scaler with process_group= waits for every rank at each step, and Join lets ranks end earlier; make the "
@@ -121,7 +121,7 @@ def check_join(config: Any, process_group: Any) -> None:
 class JoinedScaler:
     """The hook of a scaler in `torch.distributed.algorithms.join.Join`, for ranks with uneven inputs.
 
-    The ranks that have inputs left decide by the gradients that the model's own hook averages. The protocol is that of
+    The ranks that have inputs left decide by the gradients that the model's own hook averages. The protocol is
     https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html.
     """
 

@@ -1,8 +1,8 @@
-"""`GradScaler`: what happens to gradients between `backward` and the optimizer, from top to bottom.
+"""`GradScaler`: scaling, unscaling, checking, clipping, stepping and updating, in the order of a step.
 
 `scale` multiplies a loss by one persistent tensor. `unscale_` divides an optimizer's gradients by the scale of their
-loss and takes the flag of their check; `unscale_and_clip_` does both with the clip's own read and multiply. `step`
-checks what was not checked, and has the optimizer step or not. `update` moves the scale by the flags of all.
+loss and stores the flag of their check; `unscale_and_clip_` does both in the read and the multiplication of the clip.
+`step` checks unchecked gradients, and steps the optimizer or skips it. `update` changes the scale by all flags.
 """
 
 import math
@@ -42,7 +42,7 @@ from lossscale_torch._watch import Watch
 
 
 class GradScaler(TorchNames):
-    """A drop-in for `torch.amp.GradScaler` that takes any policy and says what each step did.
+    """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
     scaler = GradScaler("cuda", policy="dynamic")
@@ -57,31 +57,33 @@ class GradScaler(TorchNames):
     An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`; a fused one costs none.
 
     Args:
-        device: The device type of the loss scale, such as `"cuda"`; it is placed where the first scaled loss lives.
-        init_scale: torch's dynamic rule without `policy`: the first loss scale, kept between 2**-126 and 2**126.
+        device: The device type of the loss scale, such as `"cuda"`; its device is that of the first scaled loss.
+        init_scale: The first loss scale, between 2**-126 and 2**126; this and the next three are torch's dynamic rule.
         growth_factor: Multiplies the loss scale after `growth_interval` finite steps in a row.
-        backoff_factor: Multiplies it after an overflow.
-        growth_interval: The finite steps in a row before it grows; 0 never grows, as in torch.
-        enabled: False makes every call do what it would do without a scaler.
-        policy: Anything `lossscale_core.as_policy` takes, in the place of the four settings.
-        process_group: Combines the decision over its ranks before anyone acts on it. Parameters sharded over a device
-            mesh do so by themselves.
-        joint_skip: An overflow in one optimizer skips all of them; call `unscale_` on each before the first `step`.
-        half_gradients: Unscale float16 gradients in place, which may flush small ones to zero; otherwise they are
-            refused.
-        guard: A `SpikeGuard` that skips the step of an optimizer whose norm is far above its norms before, which the
-            clip, or `unscale_` or `step` without one, measures. A spike leaves the loss scale and its counters alone.
-        on_floor: What an overflow does that brings the loss scale down to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` makes `update` raise a `ScaleFloorError` (after a fused optimizer, whose flag stays on
-            its device, `get_scale`), and `"ignore"` says nothing while the scale is there.
-        protect: Modules whose buffers a skipped step leaves as they were, such as BatchNorm's statistics. For a
+        backoff_factor: Multiplies the loss scale after an overflow.
+        growth_interval: The number of finite steps in a row before the scale grows; with 0 it never grows, as in torch.
+        enabled: Whether the scaler does anything; if False, training runs as it would without a scaler.
+        policy: Anything that `lossscale_core.as_policy` accepts, instead of the four settings.
+        process_group: The group over whose ranks the decision is combined before a step. For parameters sharded over a
+            device mesh this is automatic.
+        joint_skip: Whether an overflow in one optimizer skips all of them; call `unscale_` on each before the first
+            `step`.
+        half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
+            they are refused.
+        guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before. The clip
+            measures the norm, or `unscale_` or `step` without a clip. A spike leaves the loss scale and its counters
+            unchanged.
+        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` makes `update` raise a `ScaleFloorError` (`get_scale` after a fused optimizer, whose flag
+            stays on its device), and `"ignore"` logs nothing while the scale is there.
+        protect: Modules whose buffers a skipped step leaves unchanged, such as BatchNorm's statistics. For a
             `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The hooks end
             with the scaler; a copy or a pickle of it protects nothing.
 
     Raises:
-        PolicyError: For `policy` beside torch's settings, and for settings that no policy takes.
-        TypeError: For a `device` that is not one.
-        ValueError: For the name of a device type that torch does not know.
+        PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
+        TypeError: For a `device` that is not a device.
+        ValueError: For the name of a device type that is unknown to torch.
 
     """
 
@@ -111,7 +113,7 @@ class GradScaler(TorchNames):
         self._begun_with = (number(self._state.read().loss_scale), 0)
         self._members: dict[int, Member] = {}
         self._records: Any = defaultdict(Record.fresh)
-        self._flags_are_shared = False  # whether other code holds the flags, and may raise one at any time
+        self._flags_are_shared = False  # whether other code has access to the flags, and may set one at any time
         self._waiting, self._ranks = Waiting(), Ranks(process_group)
         self._guards = Guards(guard, self._members)
         self._joint_skip = joint_skip
@@ -130,13 +132,13 @@ class GradScaler(TorchNames):
     def scale(self, outputs: Tree) -> Tree:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
-        float16 and bfloat16 losses of any shape are lifted to float32. Call `backward` before the next `update`.
+        float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
         Does not synchronise.
 
         Raises:
             RuntimeError: From `backward` after an `update` that has changed the scale, or any while the state is on the
                 device; torch's own scaler raises after every update.
-            ValueError: For what is neither a tensor nor an iterable.
+            ValueError: `outputs` is neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
@@ -146,7 +148,7 @@ class GradScaler(TorchNames):
             self._waiting.count_loss(outputs.requires_grad, self._members, self._records)
             if is_being_recorded():
                 self._waiting.is_over = True
-            # autograd keeps this tensor, and refuses a backward after the scale was written.
+            # autograd saves this tensor, and refuses a backward pass after the scale was written.
             scale = self._state.tensors.loss_scale
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
             return loss * (scale if scale.is_cpu and loss.is_cpu else moved(scale, loss.device))  # type: ignore[return-value]
@@ -166,7 +168,7 @@ class GradScaler(TorchNames):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
 
-        An optimizer without gradients stays as it is. Does not synchronise, unless a guard measures the norm of an
+        For an optimizer without gradients nothing happens. Does not synchronise, unless a guard measures the norm of an
         ordinary optimizer's gradients.
 
         Raises:
@@ -187,7 +189,7 @@ class GradScaler(TorchNames):
         # A subclass may write to the factor, which other steps share.
         inverse = scale.inverse() if self._is_ours("_unscale_grads_") else scale.inverse().clone()
         found = self._unscale_grads_(optimizer, inverse, flag, self._half_gradients)
-        if scale.may_be_below_one:  # there a finite gradient may overflow by being unscaled
+        if scale.may_be_below_one:  # below 1, unscaling may make a finite gradient infinite
             Gradients([optimizer]).check_again(found)
         record.take(self._ranks.combine(optimizer, found, flag.device))
         if not found:
@@ -199,7 +201,7 @@ class GradScaler(TorchNames):
         return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
     def _unscale_and_judge(self, optimizer: Any, record: Record, may_defer: bool = False) -> None:
-        """Unscale, and have the guard judge the norm, which the same read yields where that is possible."""
+        """Unscale, and let the guard check the norm, which comes from the same read if possible."""
         if self._clip_in_one_read([optimizer], [record], MEASURING, may_defer) is None:
             self._unscale(optimizer, record)
             self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
@@ -214,22 +216,22 @@ class GradScaler(TorchNames):
     ) -> Tensor:
         """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
 
-        In place of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The read that yields the norm proves the gradients
-        finite; where they are not, neither is the norm, the gradients stay as they are and the step will be skipped.
-        Norms of other orders than 2 and infinity take torch's own functions after `unscale_`. Synchronises with the
-        host once for an ordinary optimizer, for a fused one on a CUDA device only if `error_if_nonfinite`. The norm of
-        parameters on device meshes is that of all ranks; norm and decision take one collective for each mesh, and every
-        rank of it must call. Disabled, it clips.
+        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is finite if and only if the
+        gradients are; if it is not, the gradients stay unchanged and the step will be skipped. Norms of other orders
+        than 2 and infinity use torch's own functions after `unscale_`. Synchronises with the host once for an ordinary
+        optimizer; for a fused one on a CUDA device only if `error_if_nonfinite`. The norm of parameters on device
+        meshes is that of all ranks; norm and decision take one collective for each mesh, and every rank of the mesh
+        must make this call. A disabled scaler only clips.
 
         Args:
-            optimizer: One, or several to clip by the norm of all their gradients together; then an overflow in one of
-                them skips all of them.
-            max_norm: The largest norm to leave, in units of the unscaled gradients.
+            optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
+                one of them skips all of them.
+            max_norm: The largest norm after clipping, in units of the unscaled gradients.
             norm_type: The order of the norm.
-            error_if_nonfinite: Raise `RuntimeError` for a norm that is not finite.
+            error_if_nonfinite: Whether to raise `RuntimeError` for a norm that is not finite.
 
         Returns:
-            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 where a gradient is.
+            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is.
 
         Raises:
             PolicyError: For a `max_norm` that is not a number from 0, infinity included.
@@ -246,9 +248,9 @@ class GradScaler(TorchNames):
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Unscale an optimizer's gradients, clip their total norm and step; return the norm before clipping.
 
-        As `unscale_and_clip_` and `step`, and cheaper for a fused optimizer: its kernel multiplies the gradients while
-        it reads them. Call `update` afterwards. Synchronises with the host once for an ordinary optimizer, for a fused
-        one on a CUDA device not at all.
+        The result is that of `unscale_and_clip_` and `step`. It is cheaper for a fused optimizer, whose kernel
+        multiplies the gradients while it reads them. Call `update` afterwards. Synchronises with the host once for an
+        ordinary optimizer, and not at all for a fused one on a CUDA device.
         """
         norm = self._clip([optimizer], clipping(max_norm, norm_type), "clip_and_step", may_defer=True)
         self.step(optimizer)
@@ -263,13 +265,13 @@ class GradScaler(TorchNames):
             if norm is not None:
                 return norm
         if self._is_ours("_unscale_grads_"):
-            Gradients(optimizers, self._half_gradients)  # refuses before any of them is unscaled
+            Gradients(optimizers, self._half_gradients)  # raises errors before a gradient is unscaled
         for optimizer, record in zip(optimizers, records, strict=True):
             if self._is_ours("unscale_") or record.is_kept:
                 self._unscale(optimizer, record)
             else:
                 self.unscale_(optimizer)
-        if len(optimizers) > 1:  # a norm of all of them, so one decision
+        if len(optimizers) > 1:  # one norm of all of them, and so one decision
             device = self._state.tensors.loss_scale.device
             overflow = found_inf([flag for each in records for flag in each.overflow_flags], device)
             for record in (each for each in records if each.flags):
@@ -283,11 +285,11 @@ class GradScaler(TorchNames):
     def _clip_in_one_read(
         self, optimizers: list[Any], records: list[Record], how: Clipping, may_defer: bool = False
     ) -> Tensor | None:
-        """Unscale and clip by the norm that the check reads; return None where one read cannot do it."""
+        """Unscale and clip by the norm from the check; return None if one read is not enough."""
         scale: Any = records[0].scale
         if not self._is_ours("_unscale_grads_") or any(each.scale.tensor is not scale.tensor for each in records[1:]):  # type: ignore[union-attr]
             return None
-        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard judges again at each replay
+        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard checks again at each replay
         on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
         defers = may_defer and takes_factor(optimizers[0])
         clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host, defers)
@@ -314,7 +316,7 @@ class GradScaler(TorchNames):
         return clipped.norm
 
     def _judge(self, optimizers: list[Any], norm: Tensor) -> None:
-        """Have the guard judge the norm of gradients that were checked before, unless it has done so."""
+        """Let the guard check the norm of gradients that were checked for overflow, unless it has done so."""
         records = [self._records[id(optimizer)] for optimizer in optimizers]
         if self._guards.guard is None or all(record.is_judged for record in records):
             return
@@ -334,18 +336,18 @@ class GradScaler(TorchNames):
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step(*args, **kwargs)` where the gradients are finite on every rank; else skip it.
+        """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
 
-        Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and skips by
-        itself; an optimizer without gradients has nothing to skip. Synchronises with the host once, for a fused
-        optimizer not at all.
+        Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
+        skips the step. For an optimizer without gradients there is nothing to skip. Synchronises with the host once;
+        for a fused optimizer not at all.
 
         Returns:
-            What the optimizer returned; None where the step was skipped.
+            The result of the optimizer; None if the step was skipped.
 
         Raises:
             RuntimeError: For a closure, and when called twice between two updates.
-            CallOrderError: Where nothing tells which loss scale the gradients were made with.
+            CallOrderError: If it is unknown which loss scale multiplied the loss of the gradients.
             TypeError: For what is not an optimizer.
 
         """
@@ -370,7 +372,7 @@ class GradScaler(TorchNames):
         if not self._is_ours("_maybe_opt_step"):
             self._flags_are_shared = True
         result = kind.apply(self, optimizer, record, args, kwargs)
-        if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and decided by the flags
+        if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and has decided by the flags
             record.forget_answer()
             record.applied = record.may_step()
         record["stage"] = STEPPED
@@ -378,7 +380,7 @@ class GradScaler(TorchNames):
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is raised. Waits for the device: the one read of a step."""
+        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
         record = optimizer_state
         if self._flags_are_shared:
             record.forget_answer()
@@ -392,7 +394,7 @@ class GradScaler(TorchNames):
         return optimizer.step(*args, **kwargs) if record.applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Note whether the gradients are finite, and will be when a fused optimizer unscales them; leave them alone."""
+        """Record whether the gradients are finite, also after a fused optimizer unscales them; do not change them."""
         record = self._open(optimizer, "_check_inf_per_device")
         scale = cast(Any, record.scale)
         is_scaled = record["stage"] is READY and scale.may_be_below_one
@@ -403,7 +405,7 @@ class GradScaler(TorchNames):
         return record["found_inf_per_device"]
 
     def _check_fused(self, optimizer: Any) -> None:
-        """Check the gradients of a fused optimizer, which will unscale them; a guard judges their norm, too."""
+        """Check the gradients of a fused optimizer, which will unscale them; a guard also checks their norm."""
         if self._guards.guard is None:
             was_shared = self._flags_are_shared
             self._check_inf_per_device(optimizer)
@@ -414,7 +416,7 @@ class GradScaler(TorchNames):
             self.unscale_(optimizer)
 
     def _flag_for_kernel(self, record: Record) -> Tensor:
-        """Return what a fused optimizer's kernel takes for the flag of its step: 1.0 or 0.0."""
+        """Return the flag for a fused optimizer's kernel: 1.0 or 0.0."""
         records = self._deciding(record) if self._joint_skip else [record]
         flag = self._exact_flag(records)
         if flag is None:
@@ -423,7 +425,7 @@ class GradScaler(TorchNames):
         return flag
 
     def _deciding(self, record: Record) -> list[Record]:
-        """Return the records that decide together under `joint_skip`: of all optimizers met since the last update."""
+        """Return the records that decide together under `joint_skip`: of all optimizers used since the last update."""
         if self._joint and not any(each is record for each in self._joint):
             raise CallOrderError(
                 "with joint_skip another optimizer has stepped before this one was unscaled; "
@@ -434,10 +436,10 @@ class GradScaler(TorchNames):
 
     @not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave an optimizer's step out, for reasons of your own, in the place of `step`.
+        """Skip an optimizer's step for your own reasons; call it instead of `step`.
 
-        `update` then ends the step: the gradients are forgotten, and `applied` is False. The loss scale follows what
-        was found of them: a check that `unscale_` made counts as ever; without one nothing is counted. Does not
+        `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
+        checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
         synchronise. Raises `RuntimeError` after `step`.
         """
         if not self._enabled:
@@ -552,7 +554,7 @@ class GradScaler(TorchNames):
             if record["stage"] is STEPPED and key in self._members:
                 applied[key] = Record.of(record).outcome()
         if self._flags_are_shared:
-            self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may hold the old dict
+            self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may use the old dict
         else:
             self._records.clear()
         if self._joint_skip:
@@ -560,7 +562,7 @@ class GradScaler(TorchNames):
         return applied
 
     def _open(self, optimizer: Any, caller: str) -> Record:
-        """Return the record of an optimizer's step; while that is ready, with the present scale of its gradients."""
+        """Return the record of an optimizer's step; while it is ready, with the present scale of its gradients."""
         key = id(optimizer)
         record = self._records.get(key)
         if type(record) is not Record or key not in self._members:
@@ -574,7 +576,7 @@ class GradScaler(TorchNames):
         return record
 
     def _admit(self, optimizer: Any, record: Any, caller: str) -> Record:
-        """Return a record for an optimizer that is met for the first time since an update, or since ever."""
+        """Return a record for an optimizer that is used for the first time, or first since an update."""
         if self._state.tensors is None:
             self._require_placed(caller)
         key = id(optimizer)
@@ -582,13 +584,13 @@ class GradScaler(TorchNames):
             require_optimizer(optimizer, caller)
             self._members[key] = Member(optimizer, self)
             # The record of a deleted optimizer with the same id: its flags still count at the next update, under a key
-            # that no optimizer has.
+            # of no optimizer.
             if type(record) is Record and record.scale is not None:
                 self._records[-key], record = record, None
         return Record.fresh() if record is None else Record.of(record)
 
     def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:
-        """Return the record of an optimizer, or raise torch's error where it was unscaled or stepped."""
+        """Return the record of an optimizer, or raise torch's error if it was unscaled or stepped."""
         record = self._open(optimizer, caller)
         if record["stage"] is UNSCALED and not record.is_kept:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
@@ -597,7 +599,7 @@ class GradScaler(TorchNames):
         return record
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether a method is this class's, and neither a subclass's nor assigned to this scaler."""
+        """Return whether a method is that of this class, not of a subclass, and not assigned to this scaler."""
         return getattr(type(self), name) is getattr(GradScaler, name) and name not in self.__dict__
 
     @not_compiled
@@ -611,25 +613,25 @@ class GradScaler(TorchNames):
     ) -> StepInfo:
         """Take a whole step: scale the loss, differentiate, unscale, clip, step and update; retry an overflow.
 
-        An overflow lowers the loss scale by the policy and runs `loss_fn` again, with the random state of torch and the
-        buffers of modules as they were, so that what is applied is what a run at that scale would have applied. Each
-        try is one update of the policy. A policy that does not adapt never retries. Where the step is not applied,
-        parameters, optimizer and buffers are as before. Synchronises with the host as `step` does, and with `retries`
-        once for each try, a fused optimizer's too.
+        After an overflow the policy lowers the loss scale, the random state of torch and the buffers of modules are
+        restored, and `loss_fn` runs again. So the applied step is that of a run at the lower scale. Each try is one
+        update of the policy. A policy that does not adapt never retries. If the step is not applied, parameters,
+        optimizer and buffers are unchanged. Synchronises with the host as `step` does, and with `retries` once for each
+        try, also for a fused optimizer.
 
         Args:
-            optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, is handed the unscaled loss. The
-                gradients of its parameters are made again: those from before the call are dropped.
+            optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, receives the unscaled loss. The
+                gradients of its parameters are computed again; those from before the call are dropped.
             loss_fn: Returns the loss, a tensor with one element, without scaling it. Or a list of such functions, one
-                for each micro-batch, whose gradients are added up; one that overflows is retried alone.
-            retries: How often at most to run a loss again.
+                for each micro-batch, whose gradients are added up; a micro-batch that overflows is retried alone.
+            retries: The largest number of times to run a loss again.
             max_norm: The largest norm of the unscaled gradients, as in `unscale_and_clip_`; None does not clip.
 
         Returns:
             A `StepInfo` of the last try, as from `update`.
 
         Raises:
-            CallOrderError: Where the optimizer was unscaled or stepped since the last update.
+            CallOrderError: If the optimizer was unscaled or stepped since the last update.
             SyncError: For a retry under `no_sync()` without `process_group`.
             OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
             ScaleFloorError: With `on_floor="raise"`, as from `update`.
@@ -649,10 +651,10 @@ class GradScaler(TorchNames):
         return self._last
 
     def place_on(self, device: torch.device | str) -> None:
-        """Put the loss scale on a device without scaling a loss; the first `scale` does it otherwise.
+        """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
 
-        For a process that steps and updates but never scales a loss, such as a stage of a pipeline whose gradients come
-        from the last one's loss.
+        Call it in a process that steps and updates but never scales a loss, such as a stage of a pipeline that receives
+        its gradients from the last stage.
         """
         if self._enabled and self._state.tensors is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -660,13 +662,13 @@ class GradScaler(TorchNames):
     def metrics(self) -> dict[str, Any]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`.
 
-        Plain Python numbers where the host knows them, else tensors of shape `()`. Does not synchronise.
+        They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
         numbers = metrics(self._state.snapshot(), guard=self._guards.first())
         return {name: number(value) for name, value in numbers.items()}
 
     def diagnose(self) -> str:
-        """Say in a sentence or two how loss scaling is doing; see `lossscale_core.diagnose`. Synchronises."""
+        """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
         state = self._state.read()
@@ -681,18 +683,18 @@ class GradScaler(TorchNames):
     def check_sync(self) -> None:
         """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
 
-        Compares over `process_group`, or over all ranks. Call it once after loading: a rank that kept another loss
-        scale takes other steps from then on. `SyncError`, too, for a rank that is not in `process_group`. Synchronises
+        The comparison is over `process_group`, or over all ranks. Call it once after loading: a rank with another loss
+        scale would take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises
         with the host.
         """
         self._ranks.check_member()
         state, group = self._state.read(), self._ranks.process_group
-        guards = self._guards.saved(state) if group is None else {}  # ranks of a group have norms of their own
+        guards = self._guards.saved(state) if group is None else {}  # the ranks of a group have different norms
         require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
 
 
 def require_optimizer(optimizer: Any, caller: str) -> None:
-    """Raise `TypeError` for what has no parameter groups."""
+    """Raise `TypeError` for an object without parameter groups."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "

@@ -1,4 +1,4 @@
-"""torch's own names: getters, setters, state dicts, copies, its part in Join, and names that others read and write."""
+"""torch's own names: getters, setters, state dicts, copies, its part in Join, and names that other packages use."""
 
 import dataclasses
 import warnings
@@ -30,7 +30,7 @@ class TorchNames(torch.amp.GradScaler):
     that only torch's kernels lack.
     """
 
-    # A subclass of torch's, since trainers declare that class for the scaler that they are given, such as Lightning:
+    # A subclass of torch's scaler, since trainers such as Lightning declare that class for the scaler that they accept:
     # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/plugins/precision/amp.py#L44
     _device: str
     _enabled: bool
@@ -90,13 +90,13 @@ class TorchNames(torch.amp.GradScaler):
     def set_growth_interval(self, new_interval: float) -> None:
         """Replace the policy by one with this growth interval; it works below the present count, too.
 
-        0, a negative number, a fraction and one beyond int32 mean what they mean in torch: the scale never grows.
+        With 0, a negative number, a fraction or a number beyond int32 the scale never grows, as in torch.
         """
         self._change_policy(growth_interval=reachable_interval(new_interval))
         self._interval_as_given = given_interval(new_interval, self.policy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state as plain values: torch's five keys, and beside them those of `state_to_dict`.
+        """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.
 
         Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Under a
         policy of your own torch's keys are left out, since its scaler would continue by another rule. Empty when
@@ -121,8 +121,8 @@ class TorchNames(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
 
-        A scaler made without `policy` takes over the checkpoint's factors and interval, as torch does; one made with a
-        policy keeps it, and a `CheckpointWarning` names each difference.
+        A scaler without `policy=` takes over the checkpoint's factors and interval, as torch does. A scaler with
+        `policy=` keeps its policy, and a `CheckpointWarning` names each difference.
 
         Raises:
             RuntimeError: torch's, for an empty dict.
@@ -148,8 +148,8 @@ class TorchNames(torch.amp.GradScaler):
     def join_hook(self, **kwargs: Any) -> JoinedScaler:
         """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
 
-        At the end every rank continues from the state of the last that had some. `Join` raises `CallOrderError` for a
-        scaler with `process_group`, and for one that comes first.
+        At the end every rank continues from the state of the last rank that had inputs. `Join` raises `CallOrderError`
+        for a scaler with `process_group`, and for a scaler that comes first.
         """
         return JoinedScaler(self)
 
@@ -208,11 +208,11 @@ class TorchNames(torch.amp.GradScaler):
         self._state = self._state.with_policy(policy)
 
     def _tell(self, for_good: bool = False) -> None:
-        """Note the gradients that wait, before code is told the loss scale and can make others with it."""
+        """Record the waiting gradients, before other code receives the loss scale and can compute others with it."""
         self._waiting.tell(self._members, self._records, for_good)
 
     def _require_placed(self, caller: str) -> Tensor:
-        """Return the persistent loss scale, or raise torch's error where no loss was scaled yet."""
+        """Return the persistent loss scale, or raise torch's error if no loss was scaled yet."""
         if self._state.tensors is None:
             raise AssertionError(f"Attempted {caller} but _scale is None.  {_ADVICE}")
         scale: Tensor = self._state.tensors.loss_scale
@@ -285,7 +285,7 @@ class TorchNames(torch.amp.GradScaler):
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, value: Any) -> None:
         if isinstance(value, defaultdict):
-            value.default_factory = Record.fresh  # so that what others take from it stays the one that counts
+            value.default_factory = Record.fresh  # so that other code gets the records that the scaler uses
         self._records = value
         self._share_flags()
 
@@ -295,7 +295,7 @@ class TorchNames(torch.amp.GradScaler):
         return {} if record is None else record["found_inf_per_device"]
 
     def _share_flags(self) -> None:
-        """Note that others may raise a flag from now on; no version would tell. What was decided by them stays."""
+        """Record that other code may set a flag from now on, without a trace in its version; keep earlier decisions."""
         self._flags_are_shared = True
         for record in self._records.values():
             if type(record) is Record and isinstance(record.applied, Tensor):

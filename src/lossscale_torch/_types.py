@@ -3,11 +3,11 @@
 from typing import Any, Protocol, TypeVar
 
 Tree = TypeVar("Tree")
-"""A tensor, a number, or a nested structure of them, which comes back with the structure that it had."""
+"""A tensor, a number, or a nested structure of them, which is returned with the same structure."""
 
 
 class HasLossScale(Protocol):
-    """The state of any policy, as far as scaling and unscaling need it."""
+    """The part of a policy's state that scaling and unscaling need."""
 
     @property
     def loss_scale(self) -> Any:

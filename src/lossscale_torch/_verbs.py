@@ -19,8 +19,8 @@ def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) 
     """Return the state before the first step under a policy. Does not synchronise.
 
     Args:
-        policy: Anything `as_policy` takes.
-        device: The device of the state; torch's default device where it is left out.
+        policy: Anything that `as_policy` accepts.
+        device: The device of the state; by default, torch's default device.
 
     Returns:
         The policy's state, of tensors of shape `()`.
@@ -36,7 +36,7 @@ def scale(loss: Tree, state: HasLossScale) -> Tree: ...
 def scale(loss: Any, state: HasLossScale) -> Any:
     """Return `loss` times the loss scale: call `.backward()` on the result. Differentiable; does not synchronise.
 
-    float16, bfloat16 and float8 are lifted to float32 first, since a scale of 2**16 is already infinite in float16.
+    float16, bfloat16 and float8 are converted to float32 first, because a scale of 2**16 is infinite in float16.
 
     Args:
         loss: A tensor of any shape and dtype, a Python number, or a nested structure of them.
@@ -59,10 +59,10 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     Args:
         grads: A nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
             empty leaves do not count.
-        process_group: Combine the flag over the ranks of this group, all of which must call.
+        process_group: The group over whose ranks the flag is combined; every rank of it must call this function.
 
     Returns:
-        A bool tensor of shape `()`; True where there is nothing to check.
+        A bool tensor of shape `()`; True if there is nothing to check.
     """
     local = [_readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
     device = local[0].device if local else None
@@ -82,7 +82,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
         state: The scaling state.
 
     Returns:
-        The same structure. float16, bfloat16 and float8 leaves come back in float32; others keep their dtype, and
+        The same structure. float16, bfloat16 and float8 leaves become float32; others keep their dtype, and
         sparse ones stay sparse.
 
     Raises:
@@ -100,17 +100,17 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
 
 
 def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
-    """Return `new` where `grads_finite`, else `old`: a step is applied as a whole or not at all.
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Args:
-        grads_finite: A bool tensor of shape `()`, and nothing synchronises; or a Python bool, which picks the leaves of
-            one side untouched.
+        grads_finite: A bool tensor of shape `()`, which causes no synchronisation; or a Python bool, which returns the
+            leaves of one side unchanged.
         new: A nested structure of tensors and Python numbers.
         old: The same structure before the step.
 
     Raises:
         TypeError: `grads_finite` is not a bool of shape `()`.
-        ValueError: Where the structures differ.
+        ValueError: The structures differ.
     """
     if isinstance(grads_finite, bool):
         return cast(Tree, tree.map_leaves(lambda a, b: a if grads_finite else b, new, old))
@@ -136,7 +136,7 @@ def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Return whether `leaf` is a tensor of floats; raise `TypeError` for what is neither tensor nor number nor None."""
+    """Return whether `leaf` is a tensor of floats; raise `TypeError` unless it is a tensor, a number or None."""
     if isinstance(leaf, Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
     if leaf is None or isinstance(leaf, (bool, int)):
@@ -147,7 +147,7 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def _loss_scale_of(state: Any, call: str) -> Any:
-    """Return the loss scale of a state; raise `TypeError` for another value, as where arguments are swapped."""
+    """Return the loss scale of a state; raise `TypeError` for another value, for example if arguments are swapped."""
     try:
         return state.loss_scale
     except AttributeError:
@@ -158,7 +158,7 @@ def _loss_scale_of(state: Any, call: str) -> Any:
 
 
 def _named(value: Any) -> str:
-    """Return what a message calls a value: the values of a tensor, or of a dict of them, may fill pages."""
+    """Return a short text for a value in a message, since the values of tensors may fill pages."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     is_short = value is None or isinstance(value, str | float | int) or getattr(value, "shape", None) == ()
@@ -184,7 +184,7 @@ def _readable(values: Tensor) -> Tensor:
 
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:
-    """Return `loss_scale` so that it can stand in an expression beside `tensor`."""
+    """Return `loss_scale` in a form that can be combined with `tensor` in an expression."""
     if not isinstance(loss_scale, Tensor):
         return float(loss_scale)
     return loss_scale if loss_scale.get_device() == tensor.get_device() else moved(loss_scale, tensor.device)

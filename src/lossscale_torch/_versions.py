@@ -1,6 +1,6 @@
 """Replacements for what older versions of PyTorch lack, each with the version that made it unnecessary.
 
-pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, that one can go.
+pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, remove that.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Keep Dynamo from tracing a function and whatever it calls, as `torch.compiler.disable` does.
+    """Keep Dynamo from tracing a function and its callees, as `torch.compiler.disable` does.
 
-    The function is marked and not wrapped: a wrapper that turns Dynamo off and on again costs more at each call, also
-    where Dynamo is not in use, than a scaler's `scale` does. There are no public names for these, and
-    `torch.compiler.disable` takes seconds to import.
+    The function is marked and not wrapped: a wrapper that turns Dynamo off and on again takes longer at each call than
+    a scaler's `scale`, even without Dynamo. There are no public names for the marks, and `torch.compiler.disable` takes
+    seconds to import.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -65,7 +65,7 @@ def fsdp2_explained() -> Iterator[None]:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the type of this machine's accelerator, or None where it has none."""
+    """Return the type of this machine's accelerator, or None if there is none."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:  # before 2.7, which returns None
@@ -83,7 +83,7 @@ def all_gather(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> None:
 def flattened_meshes(mesh: Any) -> list[Any]:
     """Return the one-dimensional meshes that `_flatten` has made of parts of a mesh's root; none before torch 2.10.
 
-    `DeviceMesh._flatten` has no public name, nor has what it made: https://github.com/pytorch/pytorch/pull/132632
+    `DeviceMesh._flatten` has no public name, nor have its results: https://github.com/pytorch/pytorch/pull/132632
     """
     if not hasattr(mesh, "_get_root_mesh"):  # before 2.10; a norm then costs one collective for each dimension
         return []

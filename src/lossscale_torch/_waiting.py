@@ -1,8 +1,9 @@
-"""Which loss scale divides: the present one, or that of an earlier loss whose gradients an optimizer still holds.
+"""The loss scale of an optimizer's gradients: the present one, or that of a loss before the last update.
 
-An optimizer *waits* if a loss was scaled after its last step, and none since the last update: its gradients are older
-than that update, as under Accelerate, which updates after each optimizer. Only code that was told the present scale can
-have made other gradients with it. So the scaler notes the waiting gradients before it tells the scale.
+An optimizer *waits* if a loss was scaled after its last step, but none since the last update: then its gradients are
+older than that update. This happens under Accelerate, which updates after each optimizer. Only code that has read the
+present scale can have computed other gradients with it. So the scaler records the waiting gradients when it returns
+the scale to other code.
 """
 
 from collections.abc import Iterable
@@ -25,19 +26,19 @@ class Waiting:
         self.has_loss = False
         """Whether a loss was scaled since the last update."""
         self.has_graph = False
-        """Whether one that needs gradients was."""
+        """Whether a loss that needs gradients was scaled since the last update."""
         self.is_over = False
-        """Whether no optimizer waits any more: the scaler was recorded, and is replayed without any Python."""
+        """Whether waiting is off: the scaler was recorded in a graph, and is replayed without Python."""
         self.continued = False
         """Whether the last update belonged to the same step as the one before it."""
         self._losses = 0
-        self._over_at = 0  # the number of losses whose gradients cannot wait any more
+        self._over_at = 0  # the number of losses whose gradients can no longer wait
         self._previous: float | Tensor = 1.0
         self._is_told = self._is_told_for_good = False
 
     def count_loss(self, needs_gradients: bool, members: dict[int, Member], records: dict[int, Any]) -> None:
-        """Note that a loss is scaled; its backward may change gradients that are unscaled already."""
-        if not self.has_loss:  # a new step: nothing waits any more
+        """Count a scaled loss; its backward pass may change gradients that are unscaled already."""
+        if not self.has_loss:  # a new step: no gradients wait any more
             self.has_loss = True
             for member in list(members.values()):
                 member.kept = member.seen = None
@@ -48,9 +49,9 @@ class Waiting:
             self._note_unscaled(members, records)
 
     def tell(self, members: dict[int, Member], records: dict[int, Any], for_good: bool = False) -> None:
-        """Note all gradients that wait or are unscaled, before code is told the present scale.
+        """Record all gradients that wait or are unscaled, before other code receives the present scale.
 
-        `for_good` if that code can read it at any later time without a call.
+        `for_good` says that this code can read the scale at any later time without a call.
         """
         self._is_told, self._is_told_for_good = True, self._is_told_for_good or for_good
         self._note_unscaled(members, records)
@@ -64,15 +65,15 @@ class Waiting:
         return not self.has_loss and max(member.losses, self._over_at) < self._losses and not self.is_over
 
     def open(self, member: Member, optimizer: Any, record: Record, present: LossScale) -> Record:
-        """Return the record of an optimizer with what its gradients are multiplied by.
+        """Return the record of an optimizer with the scale of its gradients.
 
-        Raises `CallOrderError` where nothing tells, and the two scales differ; reading them waits for their device.
+        Raises `CallOrderError` if this is unknown and the two scales differ; reading them waits for their device.
         """
         is_told = self._is_told and member.seen is not None
         if not self.waits(member) or (is_told and not member.seen.is_unchanged(optimizer)):  # type: ignore[union-attr]
             record.scale = present
             return record
-        if self._is_told and not is_told:  # a new member, whose gradients were not noted
+        if self._is_told and not is_told:  # a new member, whose gradients were not recorded
             self._require_same(present)
         if member.kept is None or not grads_of(optimizer):
             record.scale = self._previous_like(present)
@@ -95,7 +96,7 @@ class Waiting:
         return self.continued
 
     def end(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
-        """Note an update, and the scale that was used; gradients that are unscaled and not stepped are kept."""
+        """Record an update and the scale that was used; keep gradients that are unscaled and not stepped."""
         if self.has_loss:
             self._previous = scale_used
         for key, record in records.items():
@@ -113,7 +114,7 @@ class Waiting:
             self.tell(members, {})
 
     def scale_changes(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
-        """Note that the present scale is replaced by another: the gradients that are there keep theirs."""
+        """Record that the present scale is replaced; existing gradients keep their scale."""
         if self.has_loss:
             self._previous, self.has_loss = scale_used, False
         self._is_told = self._is_told_for_good

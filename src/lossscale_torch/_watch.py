@@ -1,14 +1,14 @@
-"""A scaler's log, and the errors of streaks: an observer of its updates."""
+"""The observer of a scaler's updates that logs events and raises the errors of streaks."""
 
 from typing import Any
 
 from lossscale_core import BaseScaling, OnFloor, ScaleWatch, check_overflow_streak
 
-_EVERY = 32  # a look at the state on the host takes about as long as its update
+_EVERY = 32  # checking the state on the host takes about as long as its update
 
 
 class Watch:
-    """Looks at a scaler's state now and then, where it is read anyway or reading it waits for no device."""
+    """A check of a scaler's state now and then, when it is read anyway or when reading does not wait for a device."""
 
     def __init__(self, on_floor: OnFloor) -> None:
         self._watch = ScaleWatch(on_floor)
@@ -18,7 +18,7 @@ class Watch:
         self._limits_streaks = False
 
     def __call__(self, scaler: Any, info: Any) -> None:
-        """Raise where steps in a row were skipped as often as policy, guard or `on_floor` allow; log what is due.
+        """Raise an error if a limit of policy, guard or `on_floor` is reached; log events.
 
         An overflow that was counted before is not an error after an update that is known to count none.
         """
@@ -41,7 +41,7 @@ class Watch:
             (self._watch.log if info.overflowed is False else self._watch.check)(state.policy, on_host)
 
     def after_read(self, scaler: Any, raises: bool) -> None:
-        """Look at a state that its device was waited for just now; raise at the floor where `raises`."""
+        """Check a state that was just read from its device; raise at the floor if `raises`."""
         if not raises:
             self._watch.log(scaler.policy, scaler._state.read())
         elif self._left <= 0:

@@ -1,6 +1,6 @@
-"""Beyond the step: retries of a batch that overflowed, and buffers that a skipped step leaves as they were.
+"""Retries of a batch that overflowed, and buffers that a skipped step leaves unchanged.
 
-Both work over the public methods of a scaler and the observers of its updates; the step itself does not know them.
+Both use the public methods of a scaler and the observers of its updates; the step itself does not depend on them.
 """
 
 from lossscale_torch._rescue._minimize import minimize

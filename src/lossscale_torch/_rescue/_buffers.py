@@ -1,4 +1,4 @@
-"""Copies of modules' buffers, to be put back where a step is not applied: on the host, or on the device."""
+"""Copies of modules' buffers, restored if a step is not applied, on the host or on the device."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class _Slot(NamedTuple):
         return getattr(self.module, self.name, None) is self.buffer
 
     def is_replaced_alike(self) -> bool:
-        """Return whether a new value of the same kind has taken its place: a statistic, as opposed to a cache.
+        """Return whether a tensor of the same kind has replaced it: a statistic, as opposed to a cache.
 
         A cache is kept together with attributes that are not buffers, such as the length that it was made for, so that
         the old one must not come back alone. Modules register it as not persistent, or make it in another shape.
@@ -35,17 +35,17 @@ class _Slot(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A buffer that was not there at the copy, and has been made since."""
+    """A buffer that was created after the copy."""
 
     module: Any
     name: str
     buffer: Tensor
     version: int
     was_none: bool
-    """Whether its name stood for None at the copy; else it was not registered."""
+    """Whether it was registered as None at the copy; otherwise it was not registered."""
 
     def remove(self) -> None:
-        """Take it away, unless it was written to or replaced by hand since it was noted."""
+        """Remove it, unless other code has written to it or replaced it since."""
         if self.module._buffers.get(self.name) is self.buffer and self.buffer._version == self.version:
             if self.was_none:
                 setattr(self.module, self.name, None)
@@ -64,9 +64,9 @@ class _Copy(NamedTuple):
 class SavedBuffers:
     """The buffers of some modules, as they were when each module was saved.
 
-    Every dense buffer is copied, whatever its dtype: counters and flags belong to the statistics beside them. What
-    cannot be written in place is left alone: sparse, expanded, quantized and uninitialised buffers, and those that were
-    made in inference mode. A buffer that was not there is taken away again, unless it is not persistent: a cache.
+    Every dense buffer is copied, whatever its dtype, since counters and flags belong to the statistics. Buffers that
+    cannot be written in place are not restored: sparse, expanded, quantized and uninitialised ones, and those created
+    in inference mode. A buffer that was created after the copy is removed, unless it is not persistent, as a cache.
     """
 
     def __init__(self) -> None:
@@ -95,13 +95,13 @@ class SavedBuffers:
             self._copies.append(_Copy([slots[id(each)] for each in bucket], bucket, _flattened(bucket)))
 
     def seal(self) -> None:
-        """Note that the step has ended: a buffer that is written to from now on, by hand, is not put back any more."""
+        """Mark the end of the step: buffers that other code writes from now on are no longer restored."""
         self._versions = {id(slot): slot.buffer._version for copy in self._copies for slot in copy.slots}
         self._made = self._made_now()
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the saved values to the buffers, and take away those that were not there."""
+        """Write the saved values to the buffers, and remove buffers that were created since."""
         for made in self._made_now() if self._made is None else self._made:
             made.remove()
         for copy in reversed(self._copies):
@@ -119,7 +119,7 @@ class SavedBuffers:
     def keep_where(self, applied: Tensor) -> None:
         """Write the saved values to the buffers where `applied`, bool of shape `()`, is False; waits for no device.
 
-        Buffers that were not there stay: whether they are to go is known on the device alone.
+        Buffers that were created since stay, since the decision is only on the device.
         """
         for copy in reversed(self._copies):
             flag = moved(applied, copy.flat.device)
@@ -186,7 +186,7 @@ def _writable(buffer: Tensor) -> Tensor | None:
 def _flattened(bucket: Bucket) -> Tensor:
     """Return a copy of all values, one after the other."""
     flat = _flatten_dense_tensors(bucket)
-    return flat.clone() if len(bucket) == 1 else flat  # one alone is not copied
+    return flat.clone() if len(bucket) == 1 else flat  # a single tensor is not copied by it
 
 
 def _write(targets: list[Tensor], values: Iterable[Tensor]) -> None:

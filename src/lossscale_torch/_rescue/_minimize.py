@@ -1,4 +1,4 @@
-"""The loop of `GradScaler.minimize`: run the loss, step, and run it again at a lower scale where it overflowed."""
+"""The loop of `GradScaler.minimize`: run the loss, step, and repeat at a lower scale after an overflow."""
 
 import functools
 import inspect
@@ -37,7 +37,7 @@ def minimize(scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: 
 
 
 class _Minimization:
-    """One call of `GradScaler.minimize`: the losses of a step, and what it goes back to where they overflow."""
+    """One call of `GradScaler.minimize`: the losses of a step, and the snapshots to restore if they overflow."""
 
     def __init__(self, scaler: Any, optimizer: Any, loss_fn: Any, retries: int, max_norm: float | None) -> None:
         self._scaler, self._optimizer, self._max_norm = scaler, optimizer, max_norm
@@ -98,7 +98,7 @@ class _Minimization:
                 return info
             if applied:
                 return info
-            if self._retries == 0 or info.spiked:  # another scale would not make the norm smaller
+            if self._retries == 0 or info.spiked:  # another scale would not reduce the norm
                 self._start.buffers.put_back()
                 return info
             self._retries -= 1
@@ -159,7 +159,7 @@ class _Minimization:
         return self._update()
 
     def _closure(self) -> Tensor:
-        """Make the unscaled gradients again, and return the unscaled loss: shape `()`."""
+        """Compute the unscaled gradients again, and return the unscaled loss: shape `()`."""
         self._scaler._records.pop(id(self._optimizer), None)
         _forget_gradients(self._optimizer)
         losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
@@ -199,24 +199,24 @@ class _Minimization:
 
 
 class _OverflowInClosure(Exception):  # noqa: N818  # not an error: it ends an optimizer's step from within
-    """The gradients that a closure has made are not finite."""
+    """The gradients from a closure are not finite."""
 
 
 class _Point:
-    """What the run of a loss may change besides the gradients of the optimizer, as it was before."""
+    """Snapshot of buffers, other gradients and random state, restored before a retry."""
 
     def __init__(self, optimizer: Any, may_go_back: bool) -> None:
         self.buffers = SavedBuffers()
         self._may_go_back = may_go_back
         self.modules: dict[int, Module] = {}
-        """Those that were seen, by their ids, which stay theirs while the modules are kept alive."""
+        """The copied modules by their ids, which are unique while the modules are referenced here."""
         self._other_gradients: list[tuple[Tensor, Tensor | None]] = []
         if may_go_back:
             self._random = RandomState()
             self._own = {id(param) for param in params_of(optimizer)}
 
     def see(self, module: Module) -> None:
-        """Copy what a module and its submodules hold, before the first of them runs."""
+        """Copy the buffers of a module and its submodules, before the first of them runs."""
         new = unknown_modules(module, self.modules)
         self.buffers.save(new)
         if self._may_go_back:
@@ -228,7 +228,7 @@ class _Point:
             ]
 
     def go_back(self) -> None:
-        """Put back the buffers, the random state, and the gradients of parameters that are another optimizer's."""
+        """Restore the buffers, the random state, and the gradients of other optimizers' parameters."""
         self.buffers.put_back()
         self._random.put_back()
         for param, grad in self._other_gradients:
@@ -236,7 +236,7 @@ class _Point:
 
 
 class _GradientSums:
-    """The gradients of the micro-batches before one, and the loss scale that multiplies them."""
+    """The sum of the gradients of earlier micro-batches, and its loss scale."""
 
     def __init__(self, optimizer: Any, loss_scale: float) -> None:
         self._optimizer, self._loss_scale = optimizer, loss_scale
@@ -244,7 +244,7 @@ class _GradientSums:
 
     @torch.no_grad()
     def put_back(self, loss_scale: float) -> None:
-        """Put them back, multiplied by another scale instead: exactly, where the scales are powers of two."""
+        """Restore the gradients at another loss scale; exact if both scales are powers of two."""
         for param, grad in self._grads:
             if grad is None or param.grad is None or grad.layout is not torch.strided:
                 param.grad = None if grad is None else grad.clone()
@@ -254,7 +254,7 @@ class _GradientSums:
 
 
 class _WeightsAndState:
-    """An optimizer's parameters, state and settings before a step that evaluates a closure on its way."""
+    """An optimizer's parameters, state and settings before a step that calls a closure."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -264,7 +264,7 @@ class _WeightsAndState:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put them back."""
+        """Restore parameters, state and settings."""
         for param, values in self._params:
             param.copy_(values)
         self._optimizer.state.clear()
@@ -279,13 +279,13 @@ class _WeightsAndState:
 
 
 class _Watch:
-    """Has points see each module that runs in this thread, before its forward."""
+    """The watch over modules: before the forward of each one in this thread, the snapshots copy it."""
 
     def __init__(self, points: list[_Point], are_ranks_free: bool) -> None:
         self._points = points
-        self._are_ranks_free = are_ranks_free  # whether the ranks decide without hearing of each other
+        self._are_ranks_free = are_ranks_free  # whether the ranks decide without communication
         self.seen = points[-1].modules
-        """The modules that every point has seen, by their ids: the last point is the newest."""
+        """The modules that every snapshot has copied, by their ids; the last snapshot is the newest."""
 
     def __enter__(self) -> "_Watch":
         if ("ignore", re.compile(_FIRES_TWICE, re.IGNORECASE), UserWarning, None, 0) not in warnings.filters:
@@ -304,7 +304,7 @@ class _Watch:
             _add_hook().remove()
 
     def see(self, module: Module) -> None:
-        """Show the points a module, unless they have seen it."""
+        """Let the snapshots copy a module, unless they have done so."""
         if id(module) in self.seen:
             return
         if self._are_ranks_free and any(_is_unsynchronised(each) for each in module.modules()):
@@ -331,7 +331,7 @@ def _registered() -> RemovableHandle:
 def _add_hook() -> RemovableHandle:
     """Have torch call `_before_forward` for each module; return the handle, which is the same at each call.
 
-    Dynamo compiles again where it meets another hook than before, or the same one under another key.
+    Dynamo recompiles if the hook or its key changes.
     """
     handle = _registered()
     hooks: Any = handle.hooks_dict_ref()

@@ -1,4 +1,4 @@
-"""Buffers that a skipped step leaves as they were, and averages of weights that follow applied steps only."""
+"""Buffers that a skipped step leaves unchanged, and averages of weights that follow only applied steps."""
 
 import warnings
 import weakref
@@ -22,7 +22,7 @@ _UNPROTECTED = (
 
 
 class _Guarded:
-    """One module that was given, and the copy of its buffers since its first forward in training mode."""
+    """One protected module, and the copy of its buffers from before its first forward in training mode."""
 
     def __init__(self, module: Module) -> None:
         self.module = weakref.ref(module)
@@ -30,7 +30,7 @@ class _Guarded:
         self.updates = 0
         """The updates since the copy."""
         self._was_own = False  # whether the first of these was of a step of the module's own parameters
-        self._known: dict[int, Module] = {}  # by their ids, which stay theirs while the modules are kept alive
+        self._known: dict[int, Module] = {}  # by their ids, which are unique while the modules are referenced here
 
     def before_forward(self, module: Module) -> None:
         """Copy the buffers of a module that is about to run, unless that was done in this step."""
@@ -40,10 +40,10 @@ class _Guarded:
             self.saved.save(unknown_modules(module, self._known))
 
     def end_step(self, applied: bool | Tensor, stepped: set[int], is_same_step: bool) -> None:
-        """Put the buffers back where the step was not applied.
+        """Restore the buffers if the step was not applied.
 
-        A copy serves one more update that no forward came before: of another optimizer after the same loss, and of a
-        step of the module's own parameters, where the first was another's. A generator's forward serves both.
+        A copy serves one more update without a forward in between: that of another optimizer after the same loss, or
+        that of the module's own parameters after another's. So one forward of a generator serves both updates.
         """
         if self.saved is None:
             return
@@ -59,20 +59,20 @@ class _Guarded:
             self.updates, self._was_own = 1, self._has_any(stepped)
 
     def _has_any(self, params: set[int]) -> bool:
-        """Return whether one of the parameters, by their ids, is the module's; True where it has none."""
+        """Return whether one of the parameters, by their ids, belongs to the module; True if it has none."""
         own = [id(param) for each in self._known.values() for param in each._parameters.values() if param is not None]
         return not own or not params.isdisjoint(own)
 
 
 class Protection:
-    """The modules of `GradScaler(protect=...)`: hooks that end with this object, and what they have copied.
+    """The modules of `GradScaler(protect=...)`: hooks that end with this object, and their copies of buffers.
 
-    The hooks hold this object weakly, and it holds the modules weakly.
+    The hooks reference this object weakly, and it references the modules weakly.
     """
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self.is_paused = False
-        """Whether `minimize` looks after the buffers meanwhile."""
+        """Whether `minimize` is running, which restores the buffers itself."""
         self._last_step: StepInfo | None = None
         self._guarded = [_Guarded(module) for module in modules]
         handles: list[Any] = []
@@ -85,7 +85,7 @@ class Protection:
         return [module for guarded in self._guarded if (module := guarded.module()) is not None]
 
     def __call__(self, scaler: Any, info: StepInfo) -> None:
-        """Put buffers back where the step that an update ends was not applied. Does not synchronise."""
+        """Restore buffers if the step before an update was not applied. Does not synchronise."""
         self._last_step = info
         optimizers = [scaler._members[key].optimizer() for key in info._flags or () if key in scaler._members]
         stepped = {id(param) for each in optimizers if each is not None for param in params_of(each)}
@@ -97,12 +97,12 @@ class Protection:
         return _NoHook()
 
     def before_forward(self, number: int, module: Module) -> None:
-        """Copy what the forward of a module may write, if it trains."""
+        """Copy the buffers of a module in training mode, which its forward may write."""
         if module.training and not self.is_paused:
             self._guarded[number].before_forward(module)
 
     def forget(self, number: int) -> None:
-        """Forget the copy of a module whose state was loaded since."""
+        """Drop the copy of a module whose state was loaded since."""
         self._guarded[number].saved = None
 
     def average(self, averaged: AveragedModel, model: Module) -> None:
@@ -120,9 +120,9 @@ class Protection:
             now.copy_(torch.where(moved(applied, now.device), now, old))
 
     def _hooks_on(self, number: int, root: Any) -> list[Any]:
-        """Register hooks on a module, and on those within that own buffers; return what removes the hooks.
+        """Register hooks on a module, and on those within that own buffers; return the handles.
 
-        Those within run alone where a program calls them and never the whole, as Lightning's `training_step` does.
+        A program may call only the inner modules and never the whole module, as Lightning's `training_step` does.
         """
         handles: list[Any] = []
         for module in root.modules():
@@ -136,7 +136,7 @@ class Protection:
 
 
 class _Hook:
-    """A hook that holds its `Protection` weakly; a copy or a pickle of its module has one that does nothing."""
+    """A hook with a weak reference to its `Protection`; in a copy or pickle of the module it does nothing."""
 
     def __init__(self, protection: Protection, number: int) -> None:
         self.protection, self.number = weakref.ref(protection), number
@@ -160,7 +160,7 @@ class _BeforeForward(_Hook):
             _copy_before_forward(self, module)
 
 
-# A compiled function that calls the module breaks its graph at this call: traced, it would copy nothing at each run.
+# A compiled function that calls the module breaks its graph at this call; a traced call would not copy at each run.
 @not_compiled
 def _copy_before_forward(hook: _BeforeForward, module: Module) -> None:
     protection = hook.protection()
@@ -176,7 +176,7 @@ class _AfterLoading(_Hook):
 
 
 class _AverageIfApplied:
-    """What stands for the `update_parameters` of an average in `protect`; in a copy or pickle, torch's own does."""
+    """The replacement of `update_parameters` for an average in `protect`; copies and pickles have torch's method."""
 
     def __init__(self, averaged: AveragedModel, protection: Protection) -> None:
         self._averaged, self._protection = weakref.ref(averaged), weakref.ref(protection)
@@ -191,14 +191,14 @@ class _AverageIfApplied:
         return getattr, (self._averaged(), "update_parameters")
 
     def remove(self) -> None:
-        """Give the average its own method again."""
+        """Restore the average's own method."""
         averaged = self._averaged()
         if averaged is not None and averaged.__dict__.get("update_parameters") is self:
             del averaged.__dict__["update_parameters"]
 
 
 def protect_modules(scaler: Any, protect: Any) -> None:
-    """Have a scaler protect modules from its next update on; raise `TypeError` for what is not one."""
+    """Let a scaler protect modules from its next update on; raise `TypeError` for other objects."""
     is_single = isinstance(protect, Module) or not isinstance(protect, Iterable)
     modules = [protect] if is_single else list(protect)
     for each in modules:

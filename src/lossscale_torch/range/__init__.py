@@ -1,4 +1,4 @@
-"""The range report of PyTorch: which magnitudes one forward and one backward pass of a model compute."""
+"""The range report of PyTorch: the magnitudes in one forward and one backward pass of a model."""
 
 from lossscale_torch.range._report import range_report
 

@@ -15,15 +15,15 @@ from lossscale_torch.range._recorder import Call, Changes, is_finite, plain_name
 
 
 class Inputs:
-    """The tensors that a forward pass is given and that are not finite, with their names.
+    """The non-finite tensors among the inputs of a forward pass, with their names.
 
-    Those that the pass has made or written to do not count. As a context it sees what modules are given.
+    Tensors that the pass has computed or written do not count. Used as a context, it reads the modules' arguments.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], changes: Changes) -> None:
         self._model, self._loss_fn, self._changes = model, loss_fn, changes
         self._arguments: dict[int, str] = {}
-        """The names of the tensors that modules are given, by their memory."""
+        """The names of the modules' tensor arguments, by their memory."""
         self._written: set[int] = set()
         self._seen: set[tuple[object, ...]] = set()
         self._found: dict[str, NonfiniteInput] = {}
@@ -43,7 +43,7 @@ class Inputs:
         return list(self._found.values())
 
     def look(self, call: Call, place: str) -> None:
-        """Look at what an operation in the place of this name reads, before it runs."""
+        """Check the inputs of an operation before it runs; `place` is its module's path."""
         if not call.facts.is_view:
             overwritten = call.written if call.facts.overwrites else ()
             for argument, tensor in call.tensors():
@@ -52,7 +52,7 @@ class Inputs:
         self._written.update(map(storage_of, call.written))
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether the pass was given a tensor, and nothing has looked at it before."""
+        """Return whether a tensor is an input of the pass that was not checked before."""
         storage = storage_of(tensor)
         key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride()) if storage else ()
         if not storage or key in self._seen or storage in self._written or self._changes.has_made(storage):
@@ -63,7 +63,7 @@ class Inputs:
     def _add(self, tensor: Tensor, otherwise: str) -> None:
         values = widened(values_of(tensor.detach())).cpu().numpy()
         name = self._name_of(tensor) or self._name_of_array(values)
-        # A number without a name is a constant that is written in the code.
+        # A number without a name is a constant in the code.
         if name or tensor.ndim:
             found = NonfiniteInput.of(values, name or otherwise)
             if found:
@@ -96,7 +96,7 @@ class Inputs:
 
 
 def _memory(value: Any) -> int:
-    """Return what `storage_of` returns; 0 for what is not a tensor, or is one of `torch.vmap`, which has no memory."""
+    """Return the result of `storage_of`; 0 for other values, and for tensors of `torch.vmap`, which have no memory."""
     if not isinstance(value, Tensor):
         return 0
     try:

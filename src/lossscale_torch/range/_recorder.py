@@ -1,4 +1,4 @@
-"""The dispatch mode behind `range_report`: it measures what each operation computes, and undoes what is written."""
+"""The dispatch mode of `range_report`: it measures the result of each operation, and undoes writes."""
 
 import bisect
 import contextlib
@@ -25,7 +25,7 @@ _LOW_PRECISION = {torch.float16, torch.bfloat16} | {
 _COMPUTES_NOTHING = re.compile(
     r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
 )
-"""Operations that leave memory as it is found, fill it with a constant, or copy what was measured before."""
+"""Operations that do not write, fill with a constant, or copy a tensor that was measured already."""
 _OVERWRITES = re.compile(
     r"aten\.(copy|zero|fill|resize|set|uniform|normal|log_normal|exponential|geometric|cauchy|random|bernoulli)_$"
 )
@@ -57,7 +57,7 @@ class ModulePaths:
             enter = functools.partial(self._enter, name)
             self._kept.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             self._kept.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-        # Each thread numbers the nodes that it makes, so that one thread has to make and run all of them.
+        # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
         self._kept.enter_context(torch.autograd.set_multithreading_enabled(False))
         return self
 
@@ -83,7 +83,7 @@ class ModulePaths:
         return self._last
 
     def follow(self) -> str:
-        """Return what `current` returns, and note that the nodes made since the last operation belong to it."""
+        """Return the result of `current`; the nodes made since the last operation are assigned to this module."""
         path = self.current()
         # autograd makes the node of an operation before it runs the operation, and so after the last one has run.
         self._note(path, self._number)
@@ -111,7 +111,7 @@ class ModulePaths:
 
 
 class Changes:
-    """Copies of the tensors that an operation writes to although they were there before; they are put back on exit."""
+    """Copies of existing tensors that an operation writes to; they are restored on exit."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()
@@ -151,7 +151,7 @@ class Changes:
 
 
 class Recorder(TorchDispatchMode):
-    """Measures what operations compute in float16, bfloat16 and float8, and follows what the loss scale multiplies."""
+    """Measure results in float16, bfloat16 and float8, and track which tensors the loss scale multiplies."""
 
     def __init__(
         self, paths: ModulePaths, changes: Changes, look: "Callable[[Call, str], object] | None" = None
@@ -160,14 +160,14 @@ class Recorder(TorchDispatchMode):
         self._paths = paths
         self._changes = changes
         self._look = look
-        """Is told each operation of the forward pass, before it runs, and the path of its module."""
+        """Called before each operation of the forward pass, with the operation and the path of its module."""
         self._records: list[OperationRange] = []
         self._scaled: set[int] = set()
         self._nonfinite: set[int] = set()
         self._progress = Progress()
 
     def take(self) -> list[OperationRange]:
-        """Return the records of the pass that is over."""
+        """Return the records of the pass that has ended."""
         self._progress.end()
         records, self._records = self._records, []
         return records
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # a subclass of Tensor goes first; what it computes with is seen then
+            return NotImplemented  # a subclass of Tensor goes first; its inner operations are measured
         call = Call(_facts(func), args, kwargs or {})
         place = self._paths.follow()
         if self._look is not None:
@@ -197,18 +197,18 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _save(self, call: "Call") -> None:
-        """Have what the call is about to change copied."""
+        """Copy the tensors that the call will change."""
         for tensor in call.written:
             self._changes.before_write(tensor)
         for each in call.given:
             if isinstance(each, torch.Generator):
                 self._changes.before_draw(each)
-            # The kernels of batch norm write to the running statistics, which not all their schemas tell.
+            # The kernels of batch norm write to the running statistics, but not all their schemas declare this.
             elif call.facts.has_statistics and isinstance(each, Tensor) and each.ndim == 1:
                 self._changes.before_write(each)
 
     def _note(self, call: "Call", result: Tensor, is_scaled: bool) -> None:
-        """Note what is known of the memory of a result; old notes go, since memory is used again."""
+        """Record the properties of a result by its memory; they replace older ones, since memory is reused."""
         storage = storage_of(result)
         if storage not in call.storages:
             self._changes.made(storage)
@@ -224,14 +224,14 @@ class Recorder(TorchDispatchMode):
 
 
 class _Facts(NamedTuple):
-    """What the schema and the name of an operation tell."""
+    """The properties of an operation, from its schema and its name."""
 
     name: str
     written: tuple[tuple[int, str], ...]
     """The positions and names of the arguments that it writes to."""
     computes: bool
     overwrites: bool
-    """Whether what it writes to does not matter before."""
+    """Whether it overwrites its output without reading it."""
     has_statistics: bool
     is_view: bool
     names: tuple[str, ...]
@@ -253,7 +253,7 @@ def _facts(func: Any) -> _Facts:
 
 
 class Call:
-    """An operation with what it is given."""
+    """An operation with its arguments."""
 
     def __init__(self, facts: _Facts, args: Any, kwargs: Any) -> None:
         self.facts, self.args, self.kwargs = facts, args, kwargs
@@ -263,20 +263,20 @@ class Call:
         self.written = list(_tensors(found)) if found else []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the operation is given, with the names of the arguments that they are in."""
+        """Yield the tensors in the operation's arguments, with the names of these arguments."""
         for name, value in (*zip(self.facts.names, self.args, strict=False), *self.kwargs.items()):
             for tensor in _tensors(value):
                 yield name, tensor
 
     def results(self, out: Any) -> Iterator[Tensor]:
-        """Yield what the operation made or wrote to, and no views of what it was given."""
+        """Yield the tensors that the operation has made or written, without views of its arguments."""
         yield from self.written
         for tensor in _tensors(out):
             if storage_of(tensor) not in self.storages:
                 yield tensor
 
     def has_finite_inputs(self) -> bool:
-        """Return whether everything given is finite, except for what was written to, which is no longer there."""
+        """Return whether all inputs are finite, except those that were overwritten."""
         written = {id(tensor) for tensor in self.written}
         return all(is_finite(each) for each in self.given if id(each) not in written)
 
@@ -319,7 +319,7 @@ def _next_number() -> int:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others; 0 where it has none, as in unusual layouts."""
+    """Return a number that identifies the memory of a tensor; 0 if it has none, as in unusual layouts."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

@@ -21,14 +21,14 @@ from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, meas
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
-    It runs `loss_fn` once and a few backward passes (usually up to four) at the loss scales that it searches, and
-    looks at every float16, bfloat16 and float8 tensor that is computed. Parameters, gradients, buffers and the states
-    of random number generators are bit for bit as before, also where `loss_fn` raises. What is compiled runs
-    uncompiled meanwhile. Synchronises with the host after every operation.
+    The report runs `loss_fn` once and a few backward passes (usually up to four) at different loss scales, and measures
+    every computed float16, bfloat16 and float8 tensor. Afterwards parameters, gradients, buffers and the states of
+    random number generators are bit for bit as before, also if `loss_fn` raises. Compiled code runs uncompiled.
+    Synchronises with the host after every operation.
 
     Args:
-        model: gives the names: an operation is named by the innermost of its modules, a gradient by its parameter.
-        loss_fn: runs the forward pass, under `torch.autocast` if training does, and returns the loss, unscaled: a
+        model: A module, for the names: an operation is named by its innermost module, a gradient by its parameter.
+        loss_fn: Runs the forward pass, under `torch.autocast` if training does, and returns the loss, unscaled: a
             tensor with one element of any dtype.
 
     Returns:
@@ -36,7 +36,7 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
 
     Raises:
         TypeError: `model` is not a module, or `loss_fn` is not a function without arguments that returns a tensor.
-        ValueError: the loss has several elements, or no graph leads from it to a parameter.
+        ValueError: The loss has several elements, or no graph leads from it to a parameter.
     """
     _check_arguments(model, loss_fn)
     changes = Changes()
@@ -58,7 +58,7 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
 
 
 class _Run:
-    """The passes that the search asks for; as a context it keeps the gradients that are there."""
+    """The forward pass, and backward passes for the search; as a context it restores existing gradients."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], recorder: Recorder) -> None:
         self._names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
@@ -121,7 +121,7 @@ def _gradient_kept(leaf: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registrations_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the parameters and buffers of each module where others have taken their names."""
+    """Restore the parameters and buffers of each module if they were replaced under their names."""
     kinds: list[dict[str, Any]] = [kind for each in model.modules() for kind in (each._parameters, each._buffers)]
     registered = [(kind, dict(kind)) for kind in kinds]
     try:
@@ -143,7 +143,7 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[object]:
-    """Have compiled code run as it is written; Dynamo is not imported for it where nothing is compiled."""
+    """Run compiled code uncompiled; Dynamo is not imported if nothing is compiled."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -164,7 +164,7 @@ def _check_arguments(model: object, loss_fn: object) -> None:
 
 
 def _needs_arguments(function: Callable[..., object]) -> bool:
-    """Return whether a function cannot be called without arguments; False where its signature is not known."""
+    """Return whether a function cannot be called without arguments; False if its signature is unknown."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:
