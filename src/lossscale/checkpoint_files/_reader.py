@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _limit() -> None:
-    """Limit the memory and the processor time of this process, where the system can do so."""
+    """Limit the memory and the processor time of this process, if the system supports it."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # absent on Windows
 

@@ -12,7 +12,7 @@ from lossscale_core.files import open_regular
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 UNREAD = "\0unread"
-"""The name that stands for a value that JSON cannot hold; no name in a file becomes it."""
+"""The key of a value that JSON cannot hold; no name in a file is read as this key."""
 _LONGEST_SECONDS = 30.0  # of the clock, for systems that do not limit the time of the processor
 
 

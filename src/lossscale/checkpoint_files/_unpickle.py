@@ -48,7 +48,7 @@ class Inert(dict[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):  # objects with slots have two parts
             for name, value in part.items() if isinstance(part, dict) else ():
-                self.setdefault(name, value)  # an item of the same name is what the object holds
+                self.setdefault(name, value)  # an item of the same name takes precedence
 
     def append(self, _: Any) -> None:
         """Ignore an item: of the classes that are lists, none is a scaler."""
@@ -118,7 +118,7 @@ class TorchFile:
             # Not by `zipped.open`, which requires checksums, and torch writes none after set_crc32_options(False).
             entry = entries[folder + name]
             self._file.seek(entry.header_offset + 26)
-            lengths = struct.unpack("<HH", self._file.read(4))  # of the name and of what stands behind it
+            lengths = struct.unpack("<HH", self._file.read(4))  # of the name and of the field after it
             self._file.seek(sum(lengths) + offset, io.SEEK_CUR)
             return self._file.read(min(size, entry.file_size - offset))
 
@@ -163,7 +163,7 @@ class _Unpickler(pickle.Unpickler):
         self._found: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a class or function of this name: nothing is imported."""
+        """Return a placeholder for a class or function of this name; nothing is imported."""
         full = f"{module}.{name}"
         if full in _TENSORS:
             return _tensor
@@ -188,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
 def _tensor(
     storage: Any, offset: Any, shape: Any, stride: Any = None, gradient: Any = None, hooks: Any = None, *more: Any
 ) -> Tensor:
-    # What follows the hooks says, for instance, that the numbers are negated.
+    # The values after the hooks say, for example, that the numbers are negated.
     return Tensor(None if any(more) else storage, int(offset), tuple(int(size) for size in shape))
 
 

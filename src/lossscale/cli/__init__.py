@@ -33,7 +33,7 @@ _SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint, report)
 def command(context: click.Context, modules: tuple[str, ...]) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
     if modules:
-        sys.path.append(os.getcwd())  # at the end, so that no file here stands for one of Python's own modules
+        sys.path.append(os.getcwd())  # at the end, so that no file in this folder replaces one of Python's own modules
     for module in modules:
         _import(module)
     help_if_alone(context)

@@ -40,12 +40,12 @@ def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str
 
 
 def draw_run(figure: Figure, run: "RecordedRun") -> None:
-    """Draw a recorded run: its loss scale, the share of skipped steps and, where it is known, the gradient norm."""
+    """Draw a recorded run: its loss scale, the share of skipped steps and, if it is known, the gradient norm."""
     heights = [3.0, 1.0] if run.norm is None else [3.0, 1.0, 1.5]
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_marked_scale(panels[0], run)
     skipped = run.overflowed | run.spiked
-    # At most 50 windows fit side by side, since finer ones could not be told apart in the picture.
+    # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
     window = max(_SMOOTHING, len(skipped) // 50)
     panels[1].fill_between(run.step, _running_mean(skipped, window) * 100.0, step="post", color="#999999")
     panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"over {window} rows at a time")

@@ -43,7 +43,7 @@ class RecordedRun(NamedTuple):
     overflowed: NDArray[np.bool_]
     spiked: NDArray[np.bool_]
     norm: NDArray[np.float64] | None
-    """float64: the norm of the unscaled gradients, NaN where it is not known; None without any."""
+    """float64: the norm of the unscaled gradients, NaN if it is not known; None without norms."""
     is_guessed: bool
     """Whether overflows are guessed from falls of the scale, since the file does not tell them."""
 

@@ -69,7 +69,7 @@ def typed_policy(text: str, name: str) -> ScalingPolicy:
 
 
 def print_json(content: Any) -> None:
-    """Print what a subcommand found as one JSON value."""
+    """Print the result of a subcommand as one JSON value."""
     click.echo(json.dumps(content, indent=2))
 
 

@@ -93,7 +93,7 @@ def convert(file: Path, tool: str | None, policy_file: Path | None, key: str | N
 
 
 class SavedScaler(NamedTuple):
-    """What a checkpoint file holds."""
+    """The content of a checkpoint file."""
 
     source: str
     state: Any
@@ -102,7 +102,7 @@ class SavedScaler(NamedTuple):
 
     @property
     def diagnosis(self) -> str | None:
-        """What `diagnose` says; None without a policy or steps, whose number other tools do not save."""
+        """The text of `diagnose`; None without a policy or a number of steps, which other tools do not save."""
         return None if self.policy is None or self.state.steps == 0 else diagnose(self.policy, self.state)
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class SavedScaler(NamedTuple):
 
 
 def read_state(file: Path, tool: str | None, scaling: ScalingPolicy | None, key: str | None) -> SavedScaler:
-    """Return what a checkpoint file holds. Raises `LossScaleError`, `UsageError` and `OSError`."""
+    """Return the content of a checkpoint file. Raises `LossScaleError`, `UsageError` and `OSError`."""
     with warnings_as_lines():
         where, saved = read_checkpoint(file, key)
         place = f" at {shown(where)}" if where else ""

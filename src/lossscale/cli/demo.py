@@ -105,7 +105,7 @@ def _advancing(progress: Progress, name: str, total: int) -> Callable[[], Any]:
 
 
 def _results_table(experiment: Any, is_narrow: bool) -> Table:
-    """Return the table of the results, where it is narrow with the results of a regime below each other."""
+    """Return the table of the results; a narrow one has the results of a regime below each other."""
     settings = experiment.settings
     table = Table(title=f"Digits in float16: loss × {settings.weight:g}, {settings.steps} steps, seed {settings.seed}")
     table.add_column("regime", no_wrap=not is_narrow)

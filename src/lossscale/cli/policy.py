@@ -91,10 +91,10 @@ def _allowed(kind: str) -> dict[str, str]:
 
 
 def _meanings(policy_type: type[Any]) -> dict[str, str]:
-    """Return the texts below the fields of a policy class and its bases, by field; none where there is no source."""
+    """Return the texts below the fields of a policy class and its bases, by field; none without source."""
     found: dict[str, str] = {}
     for base in reversed(policy_type.__mro__):
-        # A method knows its file. A class only knows `__module__`, which is the public module, not the private one.
+        # A method has its file. A class has only `__module__`, which is the public module, not the private one.
         # The texts below fields are not kept at run time, so that they are read from the source.
         method = vars(base).get("update")
         with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ def cross_entropy(logits: Matrix, labels: Matrix) -> tuple[float, Matrix]:
 def _gradients(
     weights: Any, dtype: str, batch: Any, weight: Any, grads_dtype: str | None = None
 ) -> tuple[float, list[Matrix]]:
-    """Return the loss, and the gradients of `weight` times it; the loss scale enters where the backward pass begins."""
+    """Return the loss, and the gradients of `weight` times it; the loss scale starts the backward pass."""
     stored, images = [array.astype(dtype) for array in weights], batch[0].astype(dtype)
     outputs = forward(stored, images, _dense, _relu)
     loss, logits_grad = cross_entropy(outputs[-1], batch[1])

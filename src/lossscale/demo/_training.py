@@ -10,7 +10,7 @@ from lossscale.demo._network import PARAMETERS, Digits, init_weights
 from lossscale_core import ScalingPolicy, StepInfo
 
 BATCH_SIZE = 512
-_MEASURE_EVERY = 20  # steps: a backward pass in float32 beside each stored one would double the work
+_MEASURE_EVERY = 20  # steps: a backward pass in float32 for each stored one would double the work
 
 
 class Settings(NamedTuple):

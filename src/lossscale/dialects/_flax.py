@@ -20,7 +20,7 @@ FLAX = Tool(
                 # https://github.com/google/flax/blob/v0.12.8/flax/training/dynamic_scale.py#L146
                 key("growth_interval", read.INTERVAL_ONE_LATER, 2000),
                 key("minimum_scale", read.FLOOR, 2.0**-126),
-                # The scaler of flax is its own state, so that a count stands among its settings.
+                # The scaler of flax is its own state, so that its settings include a count.
                 key("fin_steps", read.left_to_the_state("fin_steps"), 0),
             ),
             {"max_scale": UNBOUNDED["max_scale"]},

@@ -1,4 +1,4 @@
-"""The library's own kinds of policies, which are all that a config of another tool can stand for."""
+"""The library's own kinds of policies; a config of another tool is always read as one of them."""
 
 import dataclasses
 

@@ -213,7 +213,7 @@ def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     if missing:
         raise NoCounterpartError(f"kind={wanted['kind']!r} has no value for {missing[0]}, which the tool requires")
     config = {name: value for name, value in config.items() if value is not OMIT}
-    # Reading it back is the whole check: the tool may ignore, cap or round what is written.
+    # The check is to read it back, since the tool may ignore, cap or round a written value.
     try:
         back, bugs = translate(tool, config)
     except PolicyError as error:

@@ -27,7 +27,7 @@ OMIT = _Sentinel("omit")
 
 
 class Meaning(NamedTuple):
-    """The settings that a value stands for, and the bug of the original that concerns it, or an empty text."""
+    """The settings for a value, and the bug of the original tool that affects it, or an empty text."""
 
     settings: Settings
     bug: str = ""
@@ -82,7 +82,7 @@ class Form:
     ignored: tuple[str, ...] = ()
     """Patterns of keys that do not concern the loss scale, as in `fnmatch`."""
     adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _unchanged
-    """Returns the final settings where several keys interact, given the settings so far and the config."""
+    """Returns the final settings if several keys interact, from the settings so far and the config."""
     only_read: bool = False
     """Whether `to_tool` never writes this form."""
 

@@ -324,7 +324,7 @@ def _differences(known: Settings, policy: Any) -> list[str]:
 def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
     """Lower the count of overflows left to the policy's hysteresis, in place; return a note of a change."""
     left, hysteresis = fields.get("hysteresis_tracker", 0), policy.settings().get("hysteresis", NEVER)
-    if left <= hysteresis or left == NEVER:  # NEVER stands for a tool that does not back off any more
+    if left <= hysteresis or left == NEVER:  # NEVER means that the tool no longer backs off
         return []
     fields["hysteresis_tracker"] = hysteresis
     return [f"{left} overflows were left in the checkpoint, and hysteresis={hysteresis} leaves {hysteresis}"]

@@ -8,7 +8,7 @@ from lossscale.dialects._readings import UNBOUNDED
 from lossscale.dialects._record import Form, Saved, Tool, key
 
 KEYS = (
-    # One record reads both: the state dict says `scale` for what the constructor calls `init_scale`.
+    # One record reads both: `scale` in the state dict is `init_scale` in the constructor.
     key("init_scale scale", read.INIT_SCALE, 65536.0),
     key("growth_factor", read.GROWTH_FACTOR, 2.0),
     key("backoff_factor", read.BACKOFF_FACTOR, 0.5),

@@ -29,7 +29,7 @@ def environment(policy: dict[str, Any] | None, trace: Path | None) -> dict[str, 
 
 
 def execute(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
-    """Execute a module that has a scaler of torch's, and replace that scaler where `lossscale run` asks for it."""
+    """Execute a module that has a scaler of torch's, and replace that scaler under `lossscale run`."""
     run = os.environ.get(_VARIABLE)
     if run is None:
         execute_module(module)

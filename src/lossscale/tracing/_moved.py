@@ -1,4 +1,4 @@
-"""What moves on a skipped step although nothing was learnt: schedules, averaged weights, running statistics."""
+"""Objects that change on skipped steps although nothing was learnt: schedules, averaged weights, statistics."""
 
 import gc
 import re
@@ -24,7 +24,7 @@ class _Counter(NamedTuple):
     read: Callable[[], int]
     """Return a number that changes when the object moves."""
     start: int | None
-    """The number before the first step; None where the object has moved since."""
+    """The number before the first step; None if the object has changed since."""
     sentence: str
 
 
@@ -43,7 +43,7 @@ class Bystanders:
     def begin_step(self) -> None:
         """End the step before, at the first loss after its update: a schedule moves between the two."""
         if self._after_loss is None:
-            # Nothing registers the schedules and modules that a script makes, but the collector knows them all.
+            # The schedules and modules of a script are not registered anywhere; the garbage collector lists them.
             objects = gc.get_objects()
             self._after_loss = _Window(_schedules_and_averages(objects))
             self._before_update = _Window(_normalisations(objects))
@@ -109,7 +109,7 @@ def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
 def _normalisations(objects: list[Any]) -> list[_Counter]:
     found = [each for each in _modules(objects) if torch.is_tensor(getattr(each, "num_batches_tracked", None))]
     counters = [_counter(each, partial(_batches_tracked, each), _NORMALISATION) for each in found]
-    # The first forward pass is over by now: what trains and has counted batches has moved in it.
+    # The first forward pass is over: modules in training mode that count batches were changed by it.
     return [
         counter._replace(start=None) if each.training and _has_counted(each) else counter
         for each, counter in zip(found, counters, strict=True)
@@ -134,7 +134,7 @@ def _batches_tracked(module: Any) -> int:
 
 
 def _modules(objects: list[Any]) -> list[Any]:
-    # The type is asked, and not `isinstance`: proxies import or compute what they stand for where that asks them.
+    # By type, not by `isinstance`, for which a proxy would import or compute its object.
     return [each for each in objects if issubclass(type(each), torch.nn.Module)]
 
 

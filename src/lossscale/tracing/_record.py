@@ -20,7 +20,7 @@ class Record:
 
     def __init__(self, scaler: Any, trace: Path | None) -> None:
         self.norm: Any = None
-        """The norm of the unscaled gradients, where it is known, since the update before."""
+        """The norm of the unscaled gradients since the last update, if it is known."""
         self._scaler, self._trace = scaler, trace
         self._file: TextIO | None = None
         self._process = os.getpid()
@@ -31,7 +31,7 @@ class Record:
         atexit.register(self.finish)
 
     def begin_step(self) -> None:
-        """Note, before the first loss of a step is scaled, what moved since the loss of the step before."""
+        """Record the objects that changed since the last step; called before the first loss of a step is scaled."""
         self._bystanders.begin_step()
 
     def end_step(self, info: Any) -> None:
@@ -50,7 +50,7 @@ class Record:
         self._leave_parents_rows()
         self._write_rows()
         if self._file is not None:
-            with contextlib.suppress(OSError):  # of a full disk, which `_write_rows` has told of
+            with contextlib.suppress(OSError):  # for example a full disk, which `_write_rows` has reported
                 self._file.close()
         for line in (self._scaler.diagnose(), *self._bystanders.summary()):
             _say(line)
@@ -83,7 +83,7 @@ def _rank() -> tuple[int, int]:
 
 
 def _number(variable: str, default: int) -> int:
-    """Return the number in an environment variable, or `default` where a script has put something else there."""
+    """Return the number in an environment variable, or `default` if a script has changed it to another value."""
     try:
         return int(os.environ.get(variable, default))
     except ValueError:
@@ -91,7 +91,7 @@ def _number(variable: str, default: int) -> int:
 
 
 def _open_new(trace: Path) -> TextIO:
-    """Open a new file for a scaler: `scale.csv`, `scale.rank3.csv` for a rank, and another name where that is taken."""
+    """Open a new file for a scaler: `scale.csv`, `scale.rank3.csv` for a rank, and another name if that file exists."""
     rank, ranks = _rank()
     stem = f"{trace.stem}.rank{rank}" if ranks > 1 else trace.stem
     names = [stem, *(f"{stem}.process{os.getpid()}.{number}" for number in range(1, 1000))]

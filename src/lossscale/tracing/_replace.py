@@ -33,7 +33,7 @@ def replace_scalers(policy: dict[str, Any] | None, trace: str | None) -> None:
 def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
     """Execute the module of FSDP's scaler, which derives from torch's own there, and replace that scaler."""
     # The class statement there takes its base from this name. `sharded` puts TracedScaler before that class among its
-    # bases, for which Python finds no order where the class itself derives from TracedScaler.
+    # bases, for which Python finds no order if the class itself derives from TracedScaler.
     names = vars(torch.amp.grad_scaler)
     names["GradScaler"] = _OF_TORCH
     try:

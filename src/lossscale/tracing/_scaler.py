@@ -47,14 +47,14 @@ class TracedScaler(GradScaler):
 
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
-        """Return `outputs` times the loss scale, and look at what moved since the step before."""
+        """Return `outputs` times the loss scale, and record the objects that changed since the last step."""
         if self._enabled:
             self._record.begin_step()
         return super().scale(outputs)
 
     @staticmethod
     def note_norm(norm: Any) -> None:
-        """Keep a norm for the update that comes, where the gradients that have it are unscaled already."""
+        """Store a norm for the next update, if its gradients are unscaled already."""
         for scaler, record in _RECORDS.items():
             if any(state["stage"] is not OptState.READY for state in scaler._records.values()):
                 record.norm = norm

@@ -42,6 +42,6 @@ def _import_hidden_module() -> None:
         spec.loader.exec_module(module)
 
 
-# First in the list, since the finder after it would load torch without a look at what stands before it.
+# First in the list, since a finder before it would load torch without this one.
 sys.meta_path.insert(0, _ScalerFinder())
 _import_hidden_module()
