@@ -141,8 +141,9 @@ def loss_scaled(
         skip: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied. `"select"` always takes
             the step, on zeros if it is skipped, and then chooses between the old and the new values. It has no
-            conditional, so that XLA cannot read its predicate on the host, as it may on GPUs. On a CPU it takes up to 1.8 times as long and
-            needs up to three times the memory. The state is the same, so that a run may change between the two.
+            conditional, so that XLA cannot read its predicate on the host, as it may on GPUs. On a CPU it takes up to
+            1.8 times as long and needs up to three times the memory. The state is the same, so that a run may change
+            between the two.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with one more function:
