@@ -1,4 +1,4 @@
-"""The four scaling policies, and the only place where a loss scale changes.
+"""The scaling policies, and the only place where a loss scale changes.
 
 Every `update` consists of two transitions, one for a finite step and one for an overflow, and one select between
 them. The code uses `xp.where` and operators only, so that the same lines run on host scalars and on the arrays of any
