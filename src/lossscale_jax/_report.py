@@ -18,8 +18,8 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
 
     Args:
         grads: A pytree of arrays.
-        loss: The loss of the step, unscaled. It tells the cause, since gradients do not: an overflow of the backward
-            pass alone may leave NaN and no infinity.
+        loss: The loss of the step, unscaled. It shows the cause. Gradients alone do not, since an overflow of the
+            backward pass may leave NaN and no infinity.
 
     Returns:
         A list of `GradientReport`, one for each such leaf, named by its path in the pytree; empty where nothing

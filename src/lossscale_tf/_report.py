@@ -15,8 +15,8 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
 
     Args:
         grads_and_vars: The (gradient, variable) pairs of the step. Duplicates of `IndexedSlices` are summed.
-        loss: The loss of the step, unscaled: a tensor or a number. It tells the cause, since gradients do not: an
-            overflow of the backward pass alone may leave NaN and no infinity.
+        loss: The loss of the step, unscaled: a tensor or a number. It shows the cause. Gradients alone do not,
+            since an overflow of the backward pass may leave NaN and no infinity.
 
     Returns:
         A list of `GradientReport`, one for each such variable, by its name; empty where nothing overflowed. Its

@@ -1,4 +1,4 @@
-"""The norm of gradients, which tells from one read whether they are finite: on one rank, or on all of a mesh."""
+"""The norm of gradients, which shows in one read whether they are finite: on one rank, or on all of a mesh."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def unscaled_norm(gradients: Gradients, scale: LossScale, norm_type: float) -> t
 
 
 def can_stay_on_device(dtypes: set[torch.dtype], device: torch.device) -> bool:
-    """Return whether `norm_on_device` tells of every overflow: float64 must exist, and have room for the squares."""
+    """Return whether `norm_on_device` detects every overflow: float64 must exist, and have room for the squares."""
     return has_float64(device) and torch.float64 not in dtypes
 
 

@@ -21,8 +21,8 @@ def overflow_report(
 
     Args:
         named_parameters: what `model.named_parameters()` returns.
-        loss: the loss of the step, unscaled. It tells the cause, since gradients do not: an overflow of the backward
-            pass alone may leave NaN and no infinity.
+        loss: the loss of the step, unscaled. It shows the cause. Gradients alone do not, since an overflow of the
+            backward pass may leave NaN and no infinity.
 
     Returns:
         A list of `GradientReport`. Its `verdict` says "finite loss: a smaller loss scale fixes this" or "the loss

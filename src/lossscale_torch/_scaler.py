@@ -462,8 +462,8 @@ class GradScaler(TorchNames):
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
 
         Returns:
-            A `StepInfo`: `applied` is True where every optimizer's step was applied; `applied_of(optimizer)` tells
-            them apart.
+            A `StepInfo`: `applied` is True where every optimizer's step was applied; `applied_of(optimizer)` is
+            that of one.
 
         Raises:
             AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a

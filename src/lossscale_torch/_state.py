@@ -53,8 +53,8 @@ class Tensors(NamedTuple):
 class HostState:
     """A state of host scalars; the persistent loss scale is written only when its value changes.
 
-    Others may write to tensors that were handed out. On a CPU the host sees that at once; on a device it reads them
-    where a step waits for its flag anyway.
+    Callers may write to tensors that were returned to them. On a CPU the host notices that at once. On a device it
+    reads the tensors where a step waits for its flag anyway.
     """
 
     is_on_host = True
@@ -68,7 +68,7 @@ class HostState:
         self._present: LossScale | None = None
         self.is_handed_out = False
         """Whether others may write to the tensors."""
-        self._versions_read: tuple[int, int] | None = None  # of handed-out tensors, when the scalars were their values
+        self._versions_read: tuple[int, int] | None = None  # of shared tensors, when the scalars were their values
         self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
         self._count = 1  # how many to compute next: few after some were thrown away
 
@@ -104,7 +104,7 @@ class HostState:
             self.is_handed_out, self._versions_read, self._present = True, None, None
 
     def refresh(self) -> None:
-        """Read what others may have written to the tensors; waits for a device where these were handed out."""
+        """Read what callers may have written to the tensors; waits for a device if these are shared."""
         if self.is_handed_out and self.tensors is not None:
             scale, tracker = self.tensors.loss_scale.item(), self.tensors.growth_tracker.item()
             if scale != self._state.loss_scale or tracker != self._state.growth_tracker:
@@ -168,12 +168,12 @@ class HostState:
         return StepInfo(not (overflowed or spiked), before, after, streak, overflowed, spiked and not overflowed)
 
     def set(self, **fields: float) -> None:
-        """Set fields of the state to plain numbers; waits for a device whose tensors were handed out."""
+        """Set fields of the state to plain numbers; waits for a device whose tensors are shared."""
         self.refresh()
         self._set(self._replaced(**fields))
 
     def read(self) -> Any:
-        """Return the state as host scalars; waits for a device whose tensors were handed out."""
+        """Return the state as host scalars; waits for a device whose tensors are shared."""
         self.refresh()
         return self._state
 

@@ -26,7 +26,7 @@ _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torc
 
 
 class TrainingLoop(Protocol):
-    """A loop to check. Beside these two members it may have `model`, `scheduler` and `ema`.
+    """A loop to check. In addition to these two members it may have `model`, `scheduler` and `ema`.
 
     With `state_dict()` and `load_state_dict(saved)`, which save and load the whole run, it is checked across them, too.
     With `protect`, a list of modules, it runs with a scaler that protects them, as `GradScaler(protect=)` does.
@@ -47,14 +47,14 @@ class LoopError(AssertionError):
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
-    """Require that a loop skips as a whole, and goes on after a skipped step as if there had been no such batch.
+    """Require that a loop skips as a whole, and continues after a skipped step as if there had been no such batch.
 
     The check runs the loop some times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4 infinite:
     in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on the last
     rank alone. After each such step, parameters, buffers, the optimizer's state, schedule and average must be as
     before; after each other step these and the optimizer's settings, such as `lr`, must be bit for bit those of a run
     without the infinite losses. It also requires that the loss scale makes no difference to the gradients that the
-    optimizer sees, and that a run which is saved and loaded goes on as one that is not.
+    optimizer sees, and that a run which is saved and loaded continues as one that is not.
 
     ```python
     def build(scaler):
@@ -213,7 +213,7 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
 
 
 def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
-    """Require that a run goes on exactly from what it saved; return False where the loop cannot save."""
+    """Require that a run continues exactly from what it saved; return False where the loop cannot save."""
     run = _Run(build, fused)
     if not (hasattr(run.loop, "state_dict") and hasattr(run.loop, "load_state_dict")):
         return False

@@ -65,7 +65,7 @@ def simulate(
 
     Returns:
         The simulated run, with a column for each counter that the policy's state has in addition. With `guard` it has
-        a bool column `spiked`; `skipped` tells the overflows.
+        a bool column `spiked`; `skipped` marks the overflows.
 
     Raises:
         PolicyError: `policy` is not a policy.

@@ -17,12 +17,12 @@ _BAD = (np.nan, np.inf, -np.inf)
 def every_position_is_seen(trial: Trial, dtype: str) -> None:
     """all_finite sees NaN and both infinities at every position of a leaf, and flags no finite value however large."""
     check = trial.run(trial.adapter.verbs.all_finite)
-    beside = trial.array(np.ones(3), dtype)
+    clean_leaf = trial.array(np.ones(3), dtype)
     for clean in _clean_leaves(dtype):
         what = f"the flag of a {dtype} leaf of shape {clean.shape} and magnitude {np.abs(clean).max():g}"
-        trial.expect_flag(f"{what}, all finite,", check([beside, trial.array(clean, dtype), beside]), True)
+        trial.expect_flag(f"{what}, all finite,", check([clean_leaf, trial.array(clean, dtype), clean_leaf]), True)
         for position, bad, spoiled in _spoiled(clean):
-            leaves = [beside, trial.array(spoiled, dtype), beside]
+            leaves = [clean_leaf, trial.array(spoiled, dtype), clean_leaf]
             trial.expect_flag(f"{what} with {bad} at position {position}", check(leaves), False)
             if not trial.way.has_values:
                 break
@@ -60,7 +60,7 @@ def nothing_is_finite(trial: Trial) -> None:
 
 
 def nothing_hides_an_overflow(trial: Trial, dtype: str) -> None:
-    """all_finite sees an overflow wherever it is nested, and beside None, empty and integer leaves."""
+    """all_finite finds an overflow wherever it is nested, and next to None, empty and integer leaves."""
     bad = trial.array([1.0, -np.inf], dtype)
     number, empty = trial.array([1, 2], "int32"), trial.array(np.zeros(0), dtype)
     for grads in (
