@@ -211,14 +211,16 @@ class RangeReport:
     def _harmful_inputs(self) -> list[NonfiniteInput]:
         """Return the inputs to name in the first line: all with NaN, and those with infinity that may do harm.
 
-        Negative infinity may be a mask: harmless if a scale fits, or if an operation with finite inputs overflows.
+        Infinity may be a bound or a mask: harmless if a scale fits, or if an operation with finite inputs overflows.
+        Negative infinity is most likely a mask, and not named next to NaN.
         """
         fits, first = self.overflows_above is not None, self.overflows_first
-        masks_matter = not fits and not (first and first.overflowed)
+        may_harm = not (fits or (first and first.overflowed))
+        has_nan = any(each.nans for each in self.nonfinite_inputs)
         return [
             each
             for each in self.nonfinite_inputs
-            if each.nans or (each.infinities and not fits) or (each.negative_infinities and masks_matter)
+            if each.nans or (may_harm and (each.infinities or (each.negative_infinities and not has_nan)))
         ]
 
     def _input_lines(self) -> list[str]:

@@ -220,12 +220,17 @@ def _names(row: Row, top: float, width: int) -> Iterator[_Text]:
         counts[_kind(exponent)] += count
     total = sum(counts.values())
     words = {"overflow": "over or NaN" if row.nonfinite else "over", "flush": "flush"}
-    shares = ", ".join(f"{100 * counts[kind] / total:.2g} % {word}" for kind, word in words.items() if counts[kind])
+    shares = ", ".join(f"{_percent(counts[kind] / total)} {word}" for kind, word in words.items() if counts[kind])
     longest = int((width - 2 * _MARGIN) / (_LETTER * 11)) - len(shares) - 2
     name = row.module if len(row.module) <= longest else f"…{row.module[1 - longest :]}"
     yield _Text(_MARGIN, top + 21, name)
     if shares:
         yield _Text(width - _MARGIN, top + 21, shares, "end")
+
+
+def _percent(share: float) -> str:
+    percent = 100 * share
+    return f"{percent:.2g} %" if percent < 99.5 else "100 %"
 
 
 def _kind(exponent: int) -> str:

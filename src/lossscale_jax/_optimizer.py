@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as_policy
+from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as_policy, check_setting
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
@@ -156,6 +156,7 @@ def loss_scaled(
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
     require_optimizer(inner)
+    max_norm = None if max_norm is None else check_setting("max_norm", max_norm)
     settings = Settings(axis_name, max_norm, accumulation_steps, drop, keep_dtypes, guard, skip)
     settings.validate()
     wrapper = _Wrapper(inner, as_policy(policy), settings, _stages(settings), _transforms(settings))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import GuardState, SpikeGuard, check_guard, check_setting
+from lossscale_core import GuardState, SpikeGuard, check_guard
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
 from lossscale_jax._decide import Skip
@@ -37,8 +37,6 @@ class Settings(NamedTuple):
 
     def validate(self) -> None:
         """Raise `PolicyError` for a setting that is not valid, or for settings that exclude each other."""
-        if self.max_norm is not None:
-            check_setting("max_norm", self.max_norm)
         if not (isinstance(self.accumulation_steps, int) and self.accumulation_steps >= 1):
             raise PolicyError(f"accumulation_steps={self.accumulation_steps!r} must be an integer of at least 1")
         if self.axis_name is not None and (self.max_norm is not None or self.accumulates):
@@ -143,7 +141,8 @@ def clipped(grads: PyTree, attempt: Attempt, settings: Settings) -> PyTree:
     """Return gradients with a norm of at most `max_norm`; the norm is computed here if no stage has computed it."""
     norm = global_norm(grads, by=settings.skip) if attempt.norm is None else attempt.norm
     most: Any = settings.max_norm
-    return grads if most == float("inf") else multiply(grads, clip_factor(norm, most))
+    # A norm above float32's range clips nothing, and would be infinite in float32.
+    return grads if most > float(jnp.finfo(jnp.float32).max) else multiply(grads, clip_factor(norm, most))
 
 
 def cast_back(grads: PyTree, attempt: Attempt, _: Settings) -> PyTree:

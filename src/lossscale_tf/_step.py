@@ -1,7 +1,6 @@
 """One step of an optimizer, of Keras or of `tf.compat.v1`: check the gradients, decide together, apply or skip."""
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -53,7 +52,8 @@ class Step:
     ) -> None:
         self.policy = policy
         self.state = state
-        self.max_norm = None if max_norm is None or max_norm == math.inf else float(max_norm)
+        # A norm above float32's range clips nothing, and would be infinite in float32.
+        self.max_norm = None if max_norm is None or max_norm > float(tf.float32.max) else float(max_norm)
         self.guard = guard
         self.watch = watch
         self.last_step: StepInfo | None = None

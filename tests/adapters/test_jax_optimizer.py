@@ -477,9 +477,10 @@ def test_it_is_an_optax_transformation():
     assert optax.with_extra_args_support(optimizer) is optimizer
 
 
-def test_an_infinite_max_norm_clips_nothing():
-    """As in PyTorch and TensorFlow."""
-    optimizer = loss_scaled(optax.sgd(1.0), "none", max_norm=float("inf"))
+@pytest.mark.parametrize("max_norm", [float("inf"), 1e300, np.array(8.0), jnp.float32(8.0)])
+def test_a_large_max_norm_clips_nothing(max_norm):
+    """As in PyTorch and TensorFlow; it may be an array of one number."""
+    optimizer = loss_scaled(optax.sgd(1.0), "none", max_norm=max_norm)
     params, _ = optimizer.apply_gradients(jnp.full(2, 3.0), optimizer.init(jnp.zeros(2)), jnp.zeros(2))
     assert params.tolist() == [-3.0, -3.0]
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,6 +144,18 @@ def test_a_norm_that_cannot_be_clipped_to(max_norm, call):
         getattr(scaler, call)(optimizer, max_norm)
     scaler.step(optimizer)
     assert (param == 0.0).all()
+
+
+@pytest.mark.parametrize("max_norm", [torch.tensor(8.0), torch.tensor([8.0]), np.float64(8.0), np.array(8.0), 8])
+def test_a_norm_may_be_an_array_of_one_number(max_norm):
+    """As a step from a config or a schedule may have it."""
+    param = _param(torch.full((2,), 12.0), value=0.0)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", policy="none")
+    scaler.scale(torch.ones(()))
+    norm = scaler.clip_and_step(optimizer, max_norm)
+    torch.testing.assert_close(norm, torch.tensor(12.0 * 2**0.5))
+    torch.testing.assert_close(param.detach().norm(), torch.tensor(8.0))
 
 
 # -- what a device may lack --------------------------------------------------------------------------------------------

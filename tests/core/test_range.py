@@ -325,6 +325,11 @@ def test_a_mask_is_named_only_where_it_may_do_harm():
     assert str(_report_with(mask, loss=1.0, backward=[_record("head", np.float16([1.0]))])).startswith("forward: ")
     assert str(_report_with(mask, forward=[overflow])).startswith("forward: overflows in loud")
     assert str(_report_with(mask)).startswith("before the forward pass: mask holds infinity in 1 of its 2 elements")
+    bound = [_held("bound", np.inf)]
+    assert str(_report_with(bound, forward=[overflow])).startswith("forward: overflows in loud")
+    assert str(_report_with(bound)).startswith("before the forward pass: bound holds infinity")
+    with_label = [*mask, _held("y", np.nan)]
+    assert str(_report_with(with_label)).startswith("before the forward pass: y holds NaN in its one element")
 
 
 def test_nan_is_named_although_the_loss_is_finite():
@@ -545,6 +550,16 @@ def test_the_page_says_that_the_forward_pass_overflowed(tmp_path):
     assert "33 % over or NaN" in texts
     report.plot(tmp_path / "report.svg")
     assert "Exponents of the forward pass" in (tmp_path / "report.svg").read_text()
+
+
+def test_a_module_that_is_wholly_nan_is_drawn_as_all_of_it():
+    """As a share of 100 %, not of 1e+02 %."""
+    page = _report_with(
+        [], forward=[_record("loud", np.float16([np.nan, 1.0])), _record("head", np.float16([np.nan]))]
+    ).to_html()
+    texts = _texts(_pictures(page)[0])
+    assert "50 % over or NaN" in texts
+    assert "100 % over or NaN" in texts
 
 
 def test_a_report_without_anything_to_draw_says_so(tmp_path):
