@@ -40,7 +40,7 @@ from lossscale_core._watch import OnFloor, ScaleWatch
 if _typing.TYPE_CHECKING:
     from lossscale_core import ranges, testing
     from lossscale_core._range import RangeReport
-    from lossscale_core._range_records import NonfiniteInput, OperationRange
+    from lossscale_core._range_records import NonfiniteInput, OperationRange, UnscaledGradient
 
 __version__ = "0.1.0"
 
@@ -68,6 +68,7 @@ __all__ = [
     "StepInfo",
     "TolerantScaleState",
     "TolerantScaling",
+    "UnscaledGradient",
     "__version__",
     "all_finite",
     "as_policy",
@@ -107,11 +108,12 @@ def __getattr__(name: str) -> _typing.Any:
         import lossscale_core.testing
     elif name == "ranges":
         import lossscale_core.ranges  # noqa: F401
-    elif name in ("NonfiniteInput", "OperationRange", "RangeReport"):
+    elif name in ("NonfiniteInput", "OperationRange", "RangeReport", "UnscaledGradient"):
         from lossscale_core._range import RangeReport
-        from lossscale_core._range_records import NonfiniteInput, OperationRange
+        from lossscale_core._range_records import NonfiniteInput, OperationRange, UnscaledGradient
 
-        globals().update(NonfiniteInput=NonfiniteInput, OperationRange=OperationRange, RangeReport=RangeReport)
+        for each in (NonfiniteInput, OperationRange, RangeReport, UnscaledGradient):
+            globals()[each.__name__] = each
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

@@ -16,6 +16,7 @@ from lossscale_core._range_records import (
     GRADIENT,
     NonfiniteInput,
     OperationRange,
+    UnscaledGradient,
     by_module,
     first_overflow,
     from_plain,
@@ -31,14 +32,19 @@ from lossscale_core.files import write_whole
 _MOST_INPUTS = 3
 _NOTHING = "Nothing to draw was computed in float16, bfloat16 or float8."
 _GIVEN = "is the first to be given infinity or NaN"
+_CAUSES = {
+    "inside": "not zero for a loss of zero: see attach, if a loss is added within the graph",
+    "nonlinear": "which does not grow with the scale: look for hooks that clamp or normalise gradients",
+    "early": "there before the backward pass: return the loss, and leave its backward pass to the report",
+}
 
 
 @dataclass(frozen=True)
 class RangeReport:
     """A report on the magnitudes that one forward and one backward pass compute, and the loss scales that fit them.
 
-    An adapter's `range_report` returns it. `str(report)` summarises it in four lines, or in five
-    if an input, a weight or a label holds NaN or infinity.
+    An adapter's `range_report` returns it. `str(report)` summarises it in four lines, with more for inputs, weights
+    and labels that hold NaN or infinity, and for gradients that do not follow the loss scale.
     """
 
     loss: float
@@ -71,6 +77,11 @@ class RangeReport:
     """
     nonfinite_inputs: tuple[NonfiniteInput, ...] = ()
     """The inputs, weights and labels that hold NaN or infinity before the forward pass, in the order of their use."""
+    unscaled_gradients: tuple[UnscaledGradient, ...] = ()
+    """The gradients that do not follow the loss scale, so that training with another scale gives other weights.
+
+    Looked for only if a scale fits.
+    """
 
     @classmethod
     def measure(
@@ -79,6 +90,7 @@ class RangeReport:
         backward: Callable[[float], Iterable[OperationRange]],
         *,
         nonfinite_inputs: Callable[[], Iterable[NonfiniteInput]] = tuple,
+        unscaled_gradients: Callable[[float], Iterable[UnscaledGradient]] = lambda _: (),
     ) -> "RangeReport":
         """Make a report from one forward pass and from backward passes at several scales.
 
@@ -90,6 +102,8 @@ class RangeReport:
             forward: Runs the forward pass and returns the loss, unscaled, and the records of its operations.
             backward: Runs the backward pass of the loss times its argument, a loss scale, and returns its records.
             nonfinite_inputs: Returns, after the forward pass, the values that held NaN or infinity before it.
+            unscaled_gradients: Returns the gradients that do not follow the loss scale; its argument is the largest
+                scale with which a recorded pass was finite.
 
         Returns:
             The report.
@@ -101,12 +115,13 @@ class RangeReport:
             if not math.isfinite(loss):
                 return cls(loss, forward_records, (), 1.0, None, None, first_overflow(forward_records), inputs)
             found = search(backward)
+            unscaled = () if found.overflows_above is None else tuple(unscaled_gradients(found.scale))
         if found.overflows_above is None:
             culprit = first_overflow(forward_records, or_held=False) or found.overflows_first
             return cls(loss, forward_records, found.records, found.scale, None, None, culprit, inputs)
         init_scale = recommended_scale(found.overflows_above, found.records)
         above, first = found.overflows_above, found.overflows_first
-        return cls(loss, forward_records, found.records, found.scale, above, init_scale, first, inputs)
+        return cls(loss, forward_records, found.records, found.scale, above, init_scale, first, inputs, unscaled)
 
     @property
     def forward_finite(self) -> bool:
@@ -137,7 +152,8 @@ class RangeReport:
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in ("forward", "backward"):
             plain[name] = [to_plain(record) for record in plain[name]]
-        plain["nonfinite_inputs"] = [each._asdict() for each in self.nonfinite_inputs]
+        for name in ("nonfinite_inputs", "unscaled_gradients"):
+            plain[name] = [each._asdict() for each in getattr(self, name)]
         plain["overflows_first"] = None if self.overflows_first is None else to_plain(self.overflows_first)
         return plain
 
@@ -146,8 +162,11 @@ class RangeReport:
         """Return the report that `to_dict` converted to `plain`."""
         records = {name: tuple(from_plain(each) for each in plain[name]) for name in ("forward", "backward")}
         first = plain["overflows_first"]
-        inputs = tuple(NonfiniteInput(**each) for each in plain.get("nonfinite_inputs", ()))
-        others = {"overflows_first": None if first is None else from_plain(first), "nonfinite_inputs": inputs}
+        others = {
+            "overflows_first": None if first is None else from_plain(first),
+            "nonfinite_inputs": tuple(NonfiniteInput(**each) for each in plain.get("nonfinite_inputs", ())),
+            "unscaled_gradients": tuple(UnscaledGradient(**each) for each in plain.get("unscaled_gradients", ())),
+        }
         return cls(**plain | records | others)
 
     def plot(self, path: str | Path, *, loss_scale: float | None = None) -> None:
@@ -191,7 +210,8 @@ class RangeReport:
         return html_page(str(self), self._histograms(loss_scale))
 
     def __str__(self) -> str:
-        return "\n".join([*self._input_lines(), self._forward_line(), *self._backward_lines(), self._advice()])
+        first = [*self._input_lines(), self._forward_line()]
+        return "\n".join([*first, *self._backward_lines(), *self._unscaled_lines(), self._advice()])
 
     def _gradients(self) -> list[OperationRange]:
         return [record for record in in_low_precision(self.backward) if record.operation != GRADIENT]
@@ -267,6 +287,13 @@ class RangeReport:
             return ["backward: every gradient in low precision is zero"]
         limit, where = _power(self.overflows_above), _where(self.overflows_first)
         return [f"backward: overflows above a loss scale of {limit}, first in {where}", self._flush_line()]
+
+    def _unscaled_lines(self) -> Iterator[str]:
+        for cause, text in _CAUSES.items():
+            names = [each.name for each in self.unscaled_gradients if each.cause == cause]
+            if names:
+                do = "gradient does" if len(names) == 1 else "gradients do"
+                yield f"{len(names)} {do} not follow the loss scale, first {names[0]}, {text}"
 
     def _flush_line(self) -> str:
         scale = self.init_scale or 1.0

@@ -54,3 +54,13 @@ def test_a_message_names_both_scales():
     assert loops.scales_differ(1, "norms of 2 and 3", "unscale").startswith(
         "at step 1 a loss scale of 1 and one of 1024 gave norms of 2 and 3; the loss scale must make no difference; "
     )
+
+
+def test_gradients_that_do_not_come_from_the_loss_are_named():
+    """One in the singular, many by the first four and the number of the others."""
+    assert "and router has a gradient other than zero" in loops.not_from_the_loss(2, ["router"], "do this")
+    message = loops.not_from_the_loss(2, list("abcdef"), "do this")
+    assert message == (
+        "at step 2 the loss was multiplied by zero, and a, b, c, d and 2 more have gradients other than zero; what "
+        "adds them misses the loss scale; do this"
+    )

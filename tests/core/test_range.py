@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, NonfiniteInput, OperationRange, RangeReport, ranges
+from lossscale_core import DynamicScaling, NonfiniteInput, OperationRange, RangeReport, UnscaledGradient, ranges
 
 
 def _record(module, values, *, scaled=True, overflowed=False):
@@ -605,3 +605,50 @@ def test_a_picture_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"report.jpg' is not an .svg, .html or .png file"):
         _network(2.0**-8).report().plot(tmp_path / "report.jpg")
     assert not list(tmp_path.iterdir())
+
+
+# -- gradients that do not follow the loss scale -----------------------------------------------------------------------
+
+
+def test_a_gradient_follows_the_scale_if_it_is_zero_without_the_loss_and_grows():
+    """Any element other than zero is named, and so is a norm that stays; one that flushes to zero is not."""
+
+    def found(is_zero, norm, norm_at_half):
+        gradient = UnscaledGradient.of("w", is_zero_without_loss=is_zero, norm=norm, norm_at_half=norm_at_half)
+        return gradient and gradient.cause
+
+    assert found(False, 1.0, 1.0) == "inside"
+    assert found(True, 1.0, 2.0) == found(True, 1.0, 1.11) == "nonlinear"
+    assert found(True, 1.0, 1.0) is found(True, 1.0, 0.0) is found(True, 0.0, 0.0) is None
+    assert found(True, float("nan"), float("nan")) is None
+
+
+def test_gradients_that_do_not_follow_the_scale_are_lines_of_the_report():
+    """One for each cause, with the number and the first name; the scale is the largest confirmed one."""
+    causes = [("router", "inside"), ("clamped", "nonlinear"), ("gate", "inside"), ("late", "early")]
+    scales = []
+
+    def unscaled(scale):
+        scales.append(scale)
+        return [UnscaledGradient(*each) for each in causes]
+
+    records = [_record("head", np.float16([1.0]))]
+    report = RangeReport.measure(lambda: (1.0, ()), lambda _: records, unscaled_gradients=unscaled)
+    assert scales == [report.loss_scale]
+    lines = str(report).splitlines()[-4:-1]
+    assert lines == [
+        "2 gradients do not follow the loss scale, first router, not zero for a loss of zero: see attach, if a loss is "
+        "added within the graph",
+        "1 gradient does not follow the loss scale, first clamped, which does not grow with the scale: look for hooks "
+        "that clamp or normalise gradients",
+        "1 gradient does not follow the loss scale, first late, there before the backward pass: return the loss, and "
+        "leave its backward pass to the report",
+    ]
+    assert RangeReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_without_a_scale_that_fits_the_gradients_are_not_compared():
+    """Their differences would be those of NaN."""
+    overflow = [_record("head", np.float16([np.inf]))]
+    report = RangeReport.measure(lambda: (1.0, ()), lambda _: overflow, unscaled_gradients=lambda _: 1 / 0)
+    assert report.unscaled_gradients == ()

@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["BAD_STEPS", "CLOSE", "SCALES", "change", "listed", "not_skipped", "same", "scales_differ"]
+__all__ = [
+    "BAD_STEPS",
+    "CLOSE",
+    "SCALES",
+    "change",
+    "listed",
+    "not_from_the_loss",
+    "not_skipped",
+    "same",
+    "scales_differ",
+]
 
 BAD_STEPS = frozenset((0, 3, 4))
 """The steps that overflow: the first, when nothing has moved yet, and two in a row."""
@@ -69,6 +79,24 @@ def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
         The message.
     """
     return f"step {number} was to be skipped, but {listed(changes)}; a skipped step must leave all as it was; {hint}"
+
+
+def not_from_the_loss(number: int, names: Sequence[str], hint: str) -> str:
+    """Return the message for gradients that are not zero although the loss was multiplied by zero.
+
+    Args:
+        number: The number of the step.
+        names: The names of the parameters.
+        hint: What to do.
+
+    Returns:
+        The message.
+    """
+    have = "has a gradient" if len(names) == 1 else "have gradients"
+    return (
+        f"at step {number} the loss was multiplied by zero, and {listed(names)} {have} other than zero; what adds "
+        f"them misses the loss scale; {hint}"
+    )
 
 
 def scales_differ(number: int, results: str, hint: str) -> str:
