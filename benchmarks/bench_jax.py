@@ -44,7 +44,7 @@ LAYERS, WIDTH, BATCH_SIZES = (2, 128, (8,)) if "--quick" in sys.argv else (8, 10
 
 NOTES = f"""A train step is that of a perceptron of {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
 float32 weights, and twice as much for Adam. A CPU emulates float16, so that the rows computed in float32, which need
-no scaling, show what scaling costs beside a fast backward pass.
+no scaling, show what scaling costs next to a fast backward pass.
 
 Without scaling, XLA can use up each gradient as soon as it is there. With scaling, all gradients are kept until it is
 known whether they are finite, and the update reads them once more: that is the temporary memory beyond that of no

@@ -236,7 +236,7 @@ def training_rows(quick: bool, device: str) -> list[Row]:
 
 
 def minimize_rows(quick: bool, device: str) -> list[Row]:
-    """Time whole steps of a small network: `minimize`, whose first try is good, beside the calls that it stands for."""
+    """Time whole steps of a small network: `minimize`, whose first try is good, next to the calls that it replaces."""
     widths = (256, 512, 512, 512, 10)
     layers = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.GELU()) for pair in itertools.pairwise(widths)]
     model = torch.nn.Sequential(*layers).to(device)

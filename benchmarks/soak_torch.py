@@ -1,4 +1,4 @@
-"""Train under fire, and compare bit for bit with a run that nobody has disturbed.
+"""Train under fire, and compare bit for bit with an undisturbed run.
 
     python benchmarks/soak_torch.py                  2 and 4 processes, some minutes
     python benchmarks/soak_torch.py --quick          2 processes, a minute
@@ -6,7 +6,7 @@
 Processes train together (DistributedDataParallel over gloo) with BatchNorm, a schedule, clipping, a spike guard and
 retries. Chance decides at which steps the gradients of one rank overflow, at which a batch has a norm that is far too
 large, and when which process is killed with SIGKILL: between two steps, between backward and step, or while it saves.
-The run then goes on from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
+The run then continues from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
 must be those of the same run without kills.
 """
 
@@ -81,7 +81,7 @@ class Run:
         layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
         )
-        # Otherwise DDP lays its buckets out anew after the first step of a process, and the ring over four ranks then
+        # Otherwise DDP lays its buckets out again after the first step of a process, and the ring over four ranks then
         # adds the same numbers in another order: a run that has begun again would differ by roundings.
         self._model = DistributedDataParallel(layers, find_unused_parameters=True)
         self._optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2, fused=bool(seed % 2))

@@ -1,10 +1,10 @@
-"""Save and resume with Orbax: loss scale, counters and spike guard go on bit for bit.
+"""Save and resume with Orbax: loss scale, counters and spike guard continue bit for bit.
 
     pip install . orbax-checkpoint scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_orbax.py
 
-The optimizer state of `loss_scaled` is a pytree that holds all of them. Halfway, this run saves it beside the weights,
-and goes on from the checkpoint alone.
+The optimizer state of `loss_scaled` is a pytree that holds all of them. Halfway, this run saves it next to the weights,
+and continues from the checkpoint alone.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""FSDP2 in float16: sharded weights, one clip, and a sharded checkpoint from which a run goes on.
+"""FSDP2 in float16: sharded weights, one clip, and a sharded checkpoint from which a run continues.
 
     pip install . scikit-learn    # on a fresh machine: '.[torch]' instead of the dot
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py

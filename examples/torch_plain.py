@@ -4,7 +4,7 @@
     python examples/torch_plain.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
-overflow; each of them is skipped as a whole. Stop the program and start it again: it goes on where it last saved.
+overflow; each of them is skipped as a whole. Stop the program and start it again: it continues where it last saved.
 """
 
 from pathlib import Path

@@ -18,7 +18,7 @@ TRIED = {
 def untried(package: str, version: str) -> str | None:
     """Return a sentence about an installed version that is older or newer than those tried, or None.
 
-    A release that is tried includes its patches and pre-releases: 2.15 stands for 2.15.1 and for 2.15.0a0.
+    A release that is tried includes its patches and pre-releases: 2.15 includes 2.15.1 and 2.15.0a0.
     """
     if package not in TRIED:
         return None

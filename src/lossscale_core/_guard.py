@@ -95,7 +95,7 @@ class SpikeGuard:
         zero = np.float32(0)
         return GuardState(zero, zero, zero, np.int32(0), zero)
 
-    def judge(self, state: GuardState, norm: Array, *, xp: Namespace | None = None) -> tuple[Array, GuardState]:
+    def check(self, state: GuardState, norm: Array, *, xp: Namespace | None = None) -> tuple[Array, GuardState]:
         """Return whether a step with this norm is accepted, and the state after it.
 
         The function is pure. It synchronises with the host only if the state is on the host and the norm is not.
@@ -112,19 +112,19 @@ class SpikeGuard:
         """
         xp = namespace(state.mean) if xp is None else xp
         if xp is np and state.mean.shape == ():  # NumPy computes on scalars ten times as fast
-            accepted, after = self.judge(GuardState(*(value[()] for value in state)), norm, xp=HOST)
+            accepted, after = self.check(GuardState(*(value[()] for value in state)), norm, xp=HOST)
             return accepted, GuardState(*map(np.asarray, after))
         if xp is HOST:
             with np.errstate(over="ignore"):  # an infinite limit refuses nothing
-                return self._judge_on_host(state, norm)
+                return self._check_on_host(state, norm)
         limit = self.limit(state, xp=xp)
         # A comparison is False for NaN, too, and needs no isfinite, which is in another module in TensorFlow.
         is_finite = norm < math.inf
         spiked = (norm > limit) & is_finite & (state.norms >= self.warmup)
-        is_remembered = is_finite & (norm >= SMALLEST_SCALE)
-        known = xp.where(is_remembered, xp.where(spiked, limit, norm), state.mean)
+        is_counted = is_finite & (norm >= SMALLEST_SCALE)
+        known = xp.where(is_counted, xp.where(spiked, limit, norm), state.mean)
         mean, deviation, norms = (
-            xp.where(is_remembered, new, old) for new, old in zip(self._remember(state, known, xp), state, strict=False)
+            xp.where(is_counted, new, old) for new, old in zip(self._averaged(state, known, xp), state, strict=False)
         )
         spikes = xp.where(spiked, one_more(state.spikes), state.spikes)
         # A product with 0.0 is a zero of the same dtype, shape and device.
@@ -141,21 +141,21 @@ class SpikeGuard:
         xp = namespace(state.mean) if xp is None else xp
         return state.mean + _larger(state.deviation, state.mean * _LEAST_DEVIATION, xp) * self.threshold
 
-    def _judge_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
-        """Return the result of `judge`, and compute only the values that this norm needs."""
+    def _check_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
+        """Return the result of `check`, and compute only the values that this norm needs."""
         # Not `norm > _LARGEST_NORM`, which is False for NaN.
         if not norm <= _LARGEST_NORM:
             return False, state
         norm = np.float32(norm)
         limit = self.limit(state, xp=HOST)
         if norm > limit and state.norms >= self.warmup:
-            remembered = self._remember(state, limit, HOST)
-            return False, GuardState(*remembered, one_more(state.spikes), state.streak + np.float32(1))
+            averages = self._averaged(state, limit, HOST)
+            return False, GuardState(*averages, one_more(state.spikes), state.streak + np.float32(1))
         if norm >= SMALLEST_SCALE:
-            state = GuardState(*self._remember(state, norm, HOST), state.spikes, state.streak)
+            state = GuardState(*self._averaged(state, norm, HOST), state.spikes, state.streak)
         return True, state._replace(streak=np.float32(0)) if state.streak else state
 
-    def _remember(self, state: GuardState, norm: Array, xp: Namespace) -> tuple[Array, Array, Array]:
+    def _averaged(self, state: GuardState, norm: Array, xp: Namespace) -> tuple[Array, Array, Array]:
         """Return the mean, the deviation and the count with one more norm."""
         weight = self._weight(state, xp)
         mean = state.mean + (norm - state.mean) * weight

@@ -117,8 +117,8 @@ class RangeReport:
             found = search(backward)
             unscaled = () if found.overflows_above is None else tuple(unscaled_gradients(found.scale))
         if found.overflows_above is None:
-            culprit = first_overflow(forward_records, or_held=False) or found.overflows_first
-            return cls(loss, forward_records, found.records, found.scale, None, None, culprit, inputs)
+            cause = first_overflow(forward_records, or_held=False) or found.overflows_first
+            return cls(loss, forward_records, found.records, found.scale, None, None, cause, inputs)
         init_scale = recommended_scale(found.overflows_above, found.records)
         above, first = found.overflows_above, found.overflows_first
         return cls(loss, forward_records, found.records, found.scale, above, init_scale, first, inputs, unscaled)
@@ -272,15 +272,15 @@ class RangeReport:
     def _backward_lines(self) -> list[str]:
         if self.overflows_above is None:
             if not self.backward:
-                return ["backward: no scale fits; the loss is not finite before it is scaled"]
+                return ["backward: not run, since the loss is not finite before it is scaled"]
             first = self.overflows_first
-            scale = _power(self.loss_scale)
             if first and first.operation == GRADIENT and not first.nonfinite:
-                cause = f"{_where(first)} is finite at a loss scale of {scale}, and overflows when unscaled"
-                return [f"backward: no scale fits; {cause}"]
-            does = "overflows" if first and first.overflowed else _GIVEN
-            cause = f", and {_where(first)} {does}" if first else ""
-            return [f"backward: no scale fits; it is not finite at a loss scale of {scale}{cause}"]
+                finite = f"{_where(first)} is finite at a loss scale of {_power(self.loss_scale)}"
+                return [f"backward: no scale fits; {finite}, and overflows when unscaled"]
+            if first and first.overflowed:
+                return [f"backward: overflows even at a loss scale of {self.loss_scale:g}, first in {_where(first)}"]
+            cause = f"; {_where(first)} {_GIVEN}" if first else ""
+            return [f"backward: not finite even at a loss scale of {self.loss_scale:g}{cause}"]
         if self.init_scale is None or not self._gradients():
             return ["backward: finite; no gradient is computed in float16, bfloat16 or float8"]
         if self.overflows_first is None:
@@ -304,7 +304,7 @@ class RangeReport:
         worst = max(shares, key=lambda module: shares[module])
         least = self.flushed(scale)
         most = share_flushed(self._gradients(), scale / self.loss_scale, with_zeros=True)
-        # Elements that a ReLU masks are zero at every scale; the record cannot tell them from flushed ones.
+        # Elements that a ReLU masks are zero at every scale; the record cannot distinguish them from flushed ones.
         share = _percent(most) if least == most else f"at least {_percent(least)} and at most {_percent(most)}"
         where = f", most in {worst} ({_percent(shares[worst])})" if most else ""
         return f"at {_power(scale)}: {share} of the gradient elements flush to zero{where}"

@@ -68,7 +68,7 @@ def _manual_axes() -> frozenset[str]:
 
 
 def _varying_axes(x: PyTree) -> frozenset[str]:
-    """Return the mesh axes over which `shard_map` knows a leaf to vary; without `check_vma` it knows of none."""
+    """Return the mesh axes over which a leaf varies for `shard_map`; none without `check_vma`."""
     axes: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(x) if _manual_axes() else ():
         axes |= varying_axes(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
@@ -81,9 +81,9 @@ def is_sharded_in_type(array: Array) -> bool:
 
 
 def require_reduced(decisive: PyTree, shared: PyTree, advice: str) -> None:
-    """Raise `ValueError` where `shard_map` knows that devices with the same `shared` differ in what is `decisive`.
+    """Raise `ValueError` where, for `shard_map`, devices with the same `shared` may differ in what is `decisive`.
 
-    `advice` says what to do; `{names}` in it stands for the axes.
+    `advice` says what to do; `{names}` in it is replaced by the axes.
     """
     axes = sorted(_varying_axes(decisive) - _varying_axes(shared))
     if axes:

@@ -272,7 +272,7 @@ class _Wrapper(NamedTuple):
         if not is_own_state(state):
             raise ScaleStateError(
                 f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the "
-                "gradients. To go on from a checkpoint of the wrapped optimizer alone, pass "
+                "gradients. To continue from a checkpoint of the wrapped optimizer alone, pass "
                 "optimizer.init(params)._replace(inner_state=...)"
             )
         if (state.window is not None) != self.settings.accumulates:

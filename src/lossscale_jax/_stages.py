@@ -122,7 +122,7 @@ def check_spike(attempt: Attempt, settings: Settings) -> Attempt:
     # The norm over all devices may overflow although each norm is finite, and infinity would not count as a spike.
     total = jnp.minimum(_axes.total_norm(norm, settings.axis_name), float(jnp.finfo(jnp.float32).max))
     checked_norm = jnp.where(attempt.applies, total, jnp.inf).astype(jnp.float32)  # infinity changes no guard state
-    accepted, guard_state = guard.judge(attempt.guard_state, checked_norm, xp=jnp)
+    accepted, guard_state = guard.check(attempt.guard_state, checked_norm, xp=jnp)
     spiked = attempt.applies & ~accepted
     counts = ~(spiked & attempt.grads_finite)  # an overflow in the same call still counts
     return attempt._replace(

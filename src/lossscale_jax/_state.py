@@ -150,7 +150,7 @@ def _require_overflows_seen(opt_state: PyTree) -> None:
         dropper = _dropper(node)
         if dropper and find_scale_states(node):
             raise ScaleStateError(
-                f"{dropper} stands around loss_scaled and drops overflows before they can lower the loss scale; leave "
+                f"{dropper} wraps loss_scaled and drops overflows before they can lower the loss scale; leave "
                 "it out, since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
             )
 

@@ -70,7 +70,7 @@ def check_train_step(
 
 def _without_modules(step: Callable[..., Any], state: PyTree) -> tuple[Callable[..., Any], PyTree]:
     """Return a step and its state, with the variables of flax nnx modules in place of modules that the step changes."""
-    nnx: Any = sys.modules.get("flax.nnx")  # imported by whoever has made a module
+    nnx: Any = sys.modules.get("flax.nnx")  # imported if a module was made
 
     def holds_modules(tree: PyTree) -> bool:
         return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))

@@ -11,7 +11,7 @@ from lossscale_tf._state import StateVariables
 _LARGEST = float(tf.float32.max)
 
 
-class Judgement(NamedTuple):
+class Decision(NamedTuple):
     """The guard's decision about the norm of an eager step, and its states before and after."""
 
     accepted: bool
@@ -32,21 +32,21 @@ class Guard:
         """Return the guard with a state in new variables, or None without a guard."""
         return None if guard is None else cls(guard, StateVariables(guard, make_variable))
 
-    def judge_on_host(self, norm: tf.Tensor) -> Judgement:
+    def check_on_host(self, norm: tf.Tensor) -> Decision:
         """Return the decision about a finite norm; change no variable. Synchronises with the host."""
         # The norm of float64 gradients may be beyond float32, where it would look like an overflow.
         number, before = min(float(norm), _LARGEST), self.state.read_on_host()
-        accepted, after = self.guard.judge(before, number)
-        return Judgement(bool(accepted), number, before, after)
+        accepted, after = self.guard.check(before, number)
+        return Decision(bool(accepted), number, before, after)
 
-    def remember(self, judged: Judgement) -> None:
+    def assign(self, decision: Decision) -> None:
         """Set the variables to the state after a step; raise `SpikeStreakError` if it has reached `max_streak`."""
-        self.state.assign_changed(judged.before, judged.after)
-        check_spike_streak(self.guard, judged.after, judged.norm)
+        self.state.assign_changed(decision.before, decision.after)
+        check_spike_streak(self.guard, decision.after, decision.norm)
 
-    def judge_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
+    def check_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
         """Return whether a step is finite and its norm accepted, and the assignments of the state after it."""
         known = tf.cast(tf.minimum(norm, _LARGEST), tf.float32)
-        judged = tf.where(finite, known, float("inf"))  # infinity leaves the state unchanged
-        accepted, after = self.guard.judge(self.state.read(), judged, xp=tf)
+        checked = tf.where(finite, known, float("inf"))  # infinity leaves the state unchanged
+        accepted, after = self.guard.check(self.state.read(), checked, xp=tf)
         return [accepted, *self.state.assign(after)]

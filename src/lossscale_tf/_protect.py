@@ -23,7 +23,7 @@ class Before:
         self._trained = [(variable, _value_of(variable)) for variable in trained]
 
     @unconverted
-    def let_go_of_unwritten(self, operations_before: int) -> None:
+    def release_unwritten(self, operations_before: int) -> None:
         """Release the values of the trained variables that the loss has not written; call it after the loss.
 
         In a graph, the loss is the operations after the first `operations_before`.
@@ -36,19 +36,19 @@ class Before:
         self._trained = [each for each in self._trained if graph.capture(each[0].handle).name in written]
 
     @unconverted
-    def put_back(self) -> tf.Tensor:
+    def restore(self) -> tf.Tensor:
         """Restore the saved values of the variables; return False."""
         for variable, value in self._values + self._trained:
             variable.assign(value)
         return tf.constant(False)
 
     @unconverted
-    def put_back_unless(self, applied: Any) -> None:
+    def restore_unless(self, applied: Any) -> None:
         """Restore the saved values of the variables, unless the step is applied."""
         if not tf.executing_eagerly():
-            tf.cond(applied, lambda: tf.constant(True), self.put_back)
+            tf.cond(applied, lambda: tf.constant(True), self.restore)
         elif not applied:
-            self.put_back()
+            self.restore()
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

@@ -47,7 +47,7 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
         passes = _Passes(model, loss_fn, Recorder(model, variables, Inputs(model, loss_fn)))
         report = RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
     # The first infinity of the forward pass may be that of a mask, which is harmless; the recorder finds the cause.
-    return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.culprit)
+    return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.cause)
 
 
 class _Passes:
@@ -57,7 +57,7 @@ class _Passes:
         self._model, self._loss_fn, self._recorder = model, loss_fn, recorder
         self._tape = tf.GradientTape(persistent=True)
         self._loss: tf.Tensor
-        self.culprit: OperationRange | None = None
+        self.cause: OperationRange | None = None
         """The operation in low precision that makes the loss infinite or NaN."""
         self.nonfinite_inputs: list[NonfiniteInput] = []
 
@@ -65,7 +65,7 @@ class _Passes:
         with self._recorder, self._tape:
             loss = _checked(self._loss_fn())
             self._loss = lifted(loss)
-        self.culprit = self._recorder.culprit(self._loss)
+        self.cause = self._recorder.cause(self._loss)
         self.nonfinite_inputs = self._recorder.nonfinite_inputs(self._loss)
         return float(tf.reshape(self._loss, [])), self._recorder.take()
 

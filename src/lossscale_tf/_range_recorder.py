@@ -121,7 +121,7 @@ class Recorder:
         layers = _Layers(self._model)
         return [record._replace(module=layers.path_in(record.module)) for _, record in records]
 
-    def culprit(self, loss: tf.Tensor) -> OperationRange | None:
+    def cause(self, loss: tf.Tensor) -> OperationRange | None:
         """Return the operation in low precision that makes the loss infinite or NaN; None if there is none.
 
         Infinity and NaN pass from operation to operation to the loss, but the infinity of a mask ends at the softmax.

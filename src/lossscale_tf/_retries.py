@@ -76,21 +76,21 @@ class Tries:
         return tf.group(*attempt(*start))
 
     def _take(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any], before: Before) -> StepInfo:
-        """Take one step, put back what it wrote to if it is skipped, and tell what it did."""
+        """Take one step, restore what it wrote to if it is skipped, and return its outcome."""
         operations_before = len(operations_so_far())
         try:
             gradients = differentiate()
-            before.let_go_of_unwritten(operations_before)
+            before.release_unwritten(operations_before)
             info = self._apply(gradients, apply)
         except BaseException:
             if tf.executing_eagerly():  # a graph has not written anything yet
-                before.put_back()
+                before.restore()
             raise
-        before.put_back_unless(info.applied)
+        before.restore_unless(info.applied)
         return info
 
     def _apply(self, gradients: Any, apply: Callable[[Any], Any]) -> StepInfo:
-        """Apply gradients, and tell from the states before and after what that did."""
+        """Apply gradients, and return the outcome, from the states before and after."""
         with self._step.lock:  # another thread's step must not come between the two states
             before, spikes_before = self._read()
             apply(gradients)

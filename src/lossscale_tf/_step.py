@@ -104,8 +104,8 @@ class Step:
         if steps_before > 0 and int(state.steps) == 0 and BaseScaling.of(self.policy).scales_losses:
             warn_caller(
                 f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
-                f"{shown_number(float(state.loss_scale))}; to go on from a checkpoint, keep this optimizer in it, or "
-                "its state_dict() for load_state_dict()",
+                f"{shown_number(float(state.loss_scale))}; to continue from a checkpoint, keep this optimizer "
+                "in it, or its state_dict() for load_state_dict()",
                 CheckpointWarning,
             )
 
@@ -148,7 +148,7 @@ class Step:
             return None
 
         self.is_traced = True
-        accepted, updates = self._judge_and_update_in_graph(finite, norm)
+        accepted, updates = self._decide_in_graph(finite, norm)
 
         def apply_all() -> tf.Tensor:
             with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
@@ -158,10 +158,10 @@ class Step:
         return in_graph(applied, *updates)
 
     def _take_on_host(self, is_finite: bool, norm: tf.Tensor | None, apply: Callable[[], Any]) -> None:
-        judged = None
+        decision = None
         if is_finite and self.guard is not None and norm is not None:
-            judged = self.guard.judge_on_host(norm)
-        spiked = judged is not None and not judged.accepted
+            decision = self.guard.check_on_host(norm)
+        spiked = decision is not None and not decision.accepted
         if is_finite and not spiked:
             apply()
         before: ScaleState = self.state.read_on_host()
@@ -171,30 +171,30 @@ class Step:
         # The state is set before anything is raised: `Tries` and callers who catch it continue at the lower scale.
         check_overflow_streak(self.policy, after)
         self.watch.check(self.policy, after)
-        if judged is not None and self.guard is not None:
-            self.guard.remember(judged)
+        if decision is not None and self.guard is not None:
+            self.guard.assign(decision)
 
-    def _judge_and_update_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
+    def _decide_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""
         if tf.compat.v1.executing_eagerly_outside_functions():
-            return self._judge_and_update(finite, norm)
+            return self._decide(finite, norm)
         # A session keeps no order, and may run several of these at a time. The lock is taken after all inputs are
         # computed, since another step, for which this one waits, must not wait for the lock.
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         with tf.control_dependencies([finite] if norm is None else [finite, norm]):
             lock = tf.raw_ops.MutexLock(mutex=mutex)
         with tf.control_dependencies([lock]):
-            accepted, updates = self._judge_and_update(finite, norm)
+            accepted, updates = self._decide(finite, norm)
             updates = [tf.identity(each) for each in updates]
         with tf.control_dependencies(updates):
             release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         with tf.control_dependencies([release]):
             return tf.identity(accepted), [release]
 
-    def _judge_and_update(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
+    def _decide(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         accepted, assignments = finite, []
         if self.guard is not None and norm is not None:
-            accepted, *assignments = self.guard.judge_in_graph(finite, norm)
+            accepted, *assignments = self.guard.check_in_graph(finite, norm)
         before = self.state.read()
         after = self.policy.update(before, finite, xp=tf)
         if self.guard is not None:

@@ -163,8 +163,8 @@ def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
     if scales and start is not None and start.steps == 0 and _has_stepped(optimizer):
         scale = shown_number(float(start.loss_scale))
         warnings.warn(
-            f"the optimizer has taken steps before, but its scaler starts over with a loss scale of {scale}; to go on "
-            "from a checkpoint, save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
+            f"the optimizer has taken steps before, but its scaler starts over with a loss scale of {scale}; to "
+            "continue from a checkpoint, save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
             CheckpointWarning,
             stacklevel=stacklevel,  # past this function and `GradScaler.step`
         )
@@ -179,10 +179,10 @@ def _has_stepped(optimizer: Any) -> bool:
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping):
         return False
-    memories = [memory for memory in state.values() if isinstance(memory, Mapping)]
-    counts = [memory["step"] for memory in memories if memory.get("step") is not None]
+    of_parameters = [each for each in state.values() if isinstance(each, Mapping)]
+    counts = [each["step"] for each in of_parameters if each.get("step") is not None]
     counts += [value for name, value in state.items() if isinstance(name, str) and not isinstance(value, Mapping)]
-    return any(map(_is_positive, counts)) if counts else any(memories)
+    return any(map(_is_positive, counts)) if counts else any(of_parameters)
 
 
 def _is_positive(count: Any) -> bool:

@@ -30,7 +30,7 @@ class Guards:
         self._saved: Any = None  # the entry of a checkpoint, for a scaler without a guard
         self._norms: dict[int, float] = {}  # the last norm of each state on the host, for an error message
 
-    def judge(self, member: Member, norm: float | Tensor) -> bool | Tensor:
+    def is_spike(self, member: Member, norm: float | Tensor) -> bool | Tensor:
         """Return whether a norm is a spike: a bool, or a bool tensor of shape `()`. Does not wait for a device."""
         if self.guard is None:
             return False
@@ -40,8 +40,8 @@ class Guards:
         if not isinstance(norm, Tensor) and math.isfinite(norm):
             norm = min(norm, _LARGEST)  # a norm beyond float32 is a spike, not an overflow
         if isinstance(norm, Tensor) or isinstance(self._states[place].mean, Tensor):
-            return self._judge_on_device(self.guard, place, norm)
-        accepted, self._states[place] = self.guard.judge(self._states[place], norm)
+            return self._check_on_device(self.guard, place, norm)
+        accepted, self._states[place] = self.guard.check(self._states[place], norm)
         self._norms[place] = norm
         return math.isfinite(norm) and not accepted
 
@@ -103,14 +103,14 @@ class Guards:
                 self._states.append(guard.init_state())
         return member.place
 
-    def _judge_on_device(self, guard: SpikeGuard, place: int, norm: Any) -> Tensor:
+    def _check_on_device(self, guard: SpikeGuard, place: int, norm: Any) -> Tensor:
         state = self._states[place]
         if not isinstance(state.mean, Tensor):
             state = self._states[place] = as_tensors(state, norm.device)
         norm = torch.as_tensor(norm, device=state.mean.device)
         is_finite = torch.isfinite(norm)
         norm = torch.where(is_finite, norm.clamp(max=_LARGEST), norm).float()
-        accepted, after = guard.judge(state, norm, xp=torch)
+        accepted, after = guard.check(state, norm, xp=torch)
         torch._foreach_copy_(list(state), list(after))
         return is_finite & ~accepted
 

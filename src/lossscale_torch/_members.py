@@ -1,4 +1,4 @@
-"""The optimizers of a scaler: a `Member` for each as long as it lives, and a `Record` for each of its steps."""
+"""The optimizers of a scaler: a `Member` for each until it is deleted, and a `Record` for each of its steps."""
 
 import functools
 import inspect
@@ -49,15 +49,15 @@ class Record(dict[str, Any]):
     """Whether a clip is known on the host to have changed nothing, since the norm is not finite."""
     had_none: bool = False
     """Whether there were no gradients to check on this rank."""
-    is_judged: bool = False
+    has_checked_norm: bool = False
     """Whether a guard has checked the norm of its gradients."""
     finite: bool | None = None
-    """Whether it may step, once the host knows."""
+    """Whether it may step; None until this is known on the host."""
     spiked: bool = False
     """Whether it is known on the host that only a spike forbids the step."""
     applied: bool | Tensor | None = None
     """Whether the step was applied, or a tensor that holds 0.0 if it was; None before the decision."""
-    seen: "Seen | None" = None
+    recorded_gradients: "RecordedGradients | None" = None
     """The unscaled gradients when a further loss was scaled, or the loss scale was read."""
 
     @classmethod
@@ -72,9 +72,9 @@ class Record(dict[str, Any]):
 
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
         """Set the stage to unscaled with these flags; an empty `found` means that there were no gradients."""
-        if self["stage"] is not READY or self.is_judged or self.had_none:  # the result of an earlier check
-            self.spiked, self.deferred, self.seen = False, None, None
-            self.is_kept = self.is_judged = self.is_left_scaled = self.had_none = False
+        if self["stage"] is not READY or self.has_checked_norm or self.had_none:  # the result of an earlier check
+            self.spiked, self.deferred, self.recorded_gradients = False, None, None
+            self.is_kept = self.has_checked_norm = self.is_left_scaled = self.had_none = False
         self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
         self.finite = finite
 
@@ -90,7 +90,7 @@ class Record(dict[str, Any]):
 
     def has_changed(self, optimizer: Any) -> bool:
         """Return whether gradients that were unscaled have changed since they were noted."""
-        return self.seen is not None and not self.seen.is_unchanged(optimizer)
+        return self.recorded_gradients is not None and not self.recorded_gradients.is_unchanged(optimizer)
 
     def outcome(self) -> bool | Tensor:
         """Return whether the step was applied: a bool if known on the host, or a tensor that holds 0.0 if it was."""
@@ -117,7 +117,7 @@ class Record(dict[str, Any]):
         return self.finite
 
 
-class Seen:
+class RecordedGradients:
     """The identity and version of an optimizer's gradients at one time."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -147,7 +147,7 @@ class Member:
         """The number of losses scaled before the optimizer's last step; -1 before its first step."""
         self.kept: Record | None = None
         """The record of gradients that were unscaled and not stepped before the last update."""
-        self.seen: Seen | None = None
+        self.recorded_gradients: RecordedGradients | None = None
         """Its waiting gradients when the loss scale was read."""
         self.place: int | None = None
         """The index of its state in the guard."""

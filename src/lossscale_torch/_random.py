@@ -16,7 +16,7 @@ class RandomState:
         self._host = torch.get_rng_state()
         self._devices = [(set_state, get_state()) for get_state, set_state in _device_generators()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self._host)
         for set_state, state in self._devices:

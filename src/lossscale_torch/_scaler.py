@@ -181,7 +181,7 @@ class GradScaler(TorchNames):
             if self._guards.guard is None:
                 self._unscale(optimizer, record)
             else:
-                self._unscale_and_judge(optimizer, record)
+                self._unscale_and_check_spike(optimizer, record)
 
     def _unscale(self, optimizer: Any, record: Record) -> None:
         scale: Any = record.scale
@@ -200,11 +200,11 @@ class GradScaler(TorchNames):
     ) -> dict[torch.device, Tensor]:
         return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
-    def _unscale_and_judge(self, optimizer: Any, record: Record, may_defer: bool = False) -> None:
+    def _unscale_and_check_spike(self, optimizer: Any, record: Record, may_defer: bool = False) -> None:
         """Unscale, and let the guard check the norm, which comes from the same read if possible."""
         if self._clip_in_one_read([optimizer], [record], MEASURING, may_defer) is None:
             self._unscale(optimizer, record)
-            self._judge([optimizer], MEASURING.apply_torchs([optimizer]))
+            self._check_spike([optimizer], MEASURING.apply_torchs([optimizer]))
 
     @not_compiled
     def unscale_and_clip_(
@@ -279,7 +279,7 @@ class GradScaler(TorchNames):
                 record["found_inf_per_device"] = {device: overflow.clone(), **spike}
                 record.forget_answer()
         norm = how.apply_torchs(optimizers)
-        self._judge(optimizers, norm)
+        self._check_spike(optimizers, norm)
         return lifted(norm)
 
     def _clip_in_one_read(
@@ -296,7 +296,7 @@ class GradScaler(TorchNames):
         if clipped is None:
             return None
         member = self._members[id(optimizers[0])]
-        spiked = self._guards.judge(member, clipped.norm if clipped.value is None else clipped.value)
+        spiked = self._guards.is_spike(member, clipped.norm if clipped.value is None else clipped.value)
         for optimizer, record in zip(optimizers, records, strict=True):
             # Of several optimizers, one without gradients has nothing to count; on a mesh other ranks may have some.
             is_empty = len(optimizers) > 1 and not clipped.known_to and not grads_of(optimizer)
@@ -310,18 +310,18 @@ class GradScaler(TorchNames):
             record.had_none = not clipped.has_gradients or is_empty
             record.is_left_scaled = clipped.value is not None and not math.isfinite(clipped.value)
             record.spiked = is_known and spiked is True
-            record.deferred, record.is_judged = clipped.deferred, True
+            record.deferred, record.has_checked_norm = clipped.deferred, True
         if how.error_if_nonfinite and not bool(torch.isfinite(clipped.norm)):
             how.raise_nonfinite()
         return clipped.norm
 
-    def _judge(self, optimizers: list[Any], norm: Tensor) -> None:
+    def _check_spike(self, optimizers: list[Any], norm: Tensor) -> None:
         """Let the guard check the norm of gradients that were checked for overflow, unless it has done so."""
         records = [self._records[id(optimizer)] for optimizer in optimizers]
-        if self._guards.guard is None or all(record.is_judged for record in records):
+        if self._guards.guard is None or all(record.has_checked_norm for record in records):
             return
         norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
-        spiked = self._guards.judge(self._members[id(optimizers[0])], norm)
+        spiked = self._guards.is_spike(self._members[id(optimizers[0])], norm)
         # Finite gradients can have an infinite norm, and torch's clip would turn them into zeros. Such a norm is a
         # spike even during the guard's warm-up. The guard does not count it among its norms.
         spiked = spiked | (bool(torch.isinf(norm)) if isinstance(spiked, bool) else torch.isinf(norm))
@@ -332,7 +332,7 @@ class GradScaler(TorchNames):
             found = {**record["found_inf_per_device"], SPIKE: as_flag(spiked, device)}
             record["found_inf_per_device"] = self._ranks.combine(optimizer, found, device)
             record.forget_answer()
-            record.is_judged = True
+            record.has_checked_norm = True
 
     @not_compiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -411,7 +411,7 @@ class GradScaler(TorchNames):
             self._check_inf_per_device(optimizer)
             self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
         elif self._is_ours("unscale_"):
-            self._unscale_and_judge(optimizer, self._records[id(optimizer)], may_defer=True)
+            self._unscale_and_check_spike(optimizer, self._records[id(optimizer)], may_defer=True)
         else:
             self.unscale_(optimizer)
 
@@ -468,9 +468,10 @@ class GradScaler(TorchNames):
         Raises:
             AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
                 `new_scale` that is not a positive number.
-            OverflowStreakError: When the policy's `max_overflow_streak` is reached and the host knows.
-            SpikeStreakError: When the guard's `max_streak` is reached and the host knows.
-            ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and the host knows.
+            OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
+            SpikeStreakError: When the guard's `max_streak` is reached and this is known on the host.
+            ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and this is
+                known on the host.
 
         """
         if not self._enabled:
@@ -514,7 +515,7 @@ class GradScaler(TorchNames):
     def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
         """Return whether a gradient was not finite, and whether finite ones were refused as a spike.
 
-        Bools where the host knows or can read the flags of a CPU, else flags on the device; then the state goes there.
+        Bools if they are known on the host or can be read on a CPU; else flags on the device, to which the state moves.
         """
         is_recorded = is_being_recorded()
         if self._state.is_known():

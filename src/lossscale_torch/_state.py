@@ -32,7 +32,7 @@ class LossScale(NamedTuple):
     may_be_below_one: bool
     """Whether it may be below 1, where unscaling can overflow; known without a wait for the device."""
     value: float | None = None
-    """The same as a number, where the host knows it."""
+    """The same as a number; None if it is not known on the host."""
     known_inverse: Tensor | None = None
     """Its reciprocal, where that was computed before."""
 
@@ -135,7 +135,7 @@ class HostState:
         return self._present
 
     def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
-        """Update by what the host knows of a step, and return what happened. Does not synchronise."""
+        """Update by what is known on the host of a step, and return its outcome. Does not synchronise."""
         if spiked and not overflowed:
             return self.stay()._replace(applied=False, spiked=True)
         before, finite = self._state, not overflowed

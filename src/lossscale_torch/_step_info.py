@@ -10,8 +10,8 @@ import lossscale_core
 class StepInfo(lossscale_core.StepInfo):
     """One step's outcome, and that of each optimizer.
 
-    The fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, where the host
-    knows them; tensors of shape `()` that stay on their device until they are read, after a fused optimizer.
+    The fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, if they are
+    known on the host; after a fused optimizer, tensors of shape `()` that stay on their device until they are read.
     """
 
     _flags: dict[int, Any] | None = None
@@ -23,7 +23,7 @@ class StepInfo(lossscale_core.StepInfo):
         `applied` is True only if every optimizer's step was applied; one may have moved and another not. False for an
         optimizer that was not stepped since the update before; True if the scaler is disabled. Does not synchronise.
         """
-        if self._flags is None:  # a copy that `_replace` made knows of all of them together
+        if self._flags is None:  # a copy that `_replace` made has one flag for all of them
             return self.applied
         flag = self._flags.get(id(optimizer), self._default)
         return flag == 0.0 if isinstance(flag, torch.Tensor) else flag

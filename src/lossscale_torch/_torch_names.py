@@ -60,7 +60,7 @@ class TorchNames(torch.amp.GradScaler):
         """Return the loss scale of the next step as a Python float (1.0 when disabled). Synchronises if on a device."""
         if not self._enabled:
             return 1.0
-        self._tell()
+        self._record_gradients()
         scale = float(self._state.read().loss_scale)
         self._watch.after_read(self, raises=True)
         return scale
@@ -104,7 +104,7 @@ class TorchNames(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        self._tell()
+        self._record_gradients()
         state = self._state.read()
         self._watch.after_read(self, raises=False)
         torchs = {
@@ -207,9 +207,9 @@ class TorchNames(torch.amp.GradScaler):
         policy = dataclasses.replace(self.policy, **settings)  # type: ignore[type-var]  # it has settings
         self._state = self._state.with_policy(policy)
 
-    def _tell(self, for_good: bool = False) -> None:
+    def _record_gradients(self, for_good: bool = False) -> None:
         """Record the waiting gradients, before other code receives the loss scale and can compute others with it."""
-        self._waiting.tell(self._members, self._records, for_good)
+        self._waiting.record_gradients(self._members, self._records, for_good)
 
     def _require_placed(self, caller: str) -> Tensor:
         """Return the persistent loss scale, or raise torch's error if no loss was scaled yet."""
@@ -227,7 +227,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
-        self._tell(for_good=True)
+        self._record_gradients(for_good=True)
         self._state.hand_out()
         return None if self._state.tensors is None else self._state.tensors.loss_scale
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lossscale_core.errors import CallOrderError
 from lossscale_core.messages import shown_number
 from lossscale_torch._gradients import grads_of
-from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, Seen
+from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, RecordedGradients
 from lossscale_torch._state import LossScale
 
 
@@ -34,31 +34,31 @@ class Waiting:
         self._losses = 0
         self._over_at = 0  # the number of losses whose gradients can no longer wait
         self._previous: float | Tensor = 1.0
-        self._is_told = self._is_told_for_good = False
+        self._is_recorded = self._stays_recorded = False
 
     def count_loss(self, needs_gradients: bool, members: dict[int, Member], records: dict[int, Any]) -> None:
         """Count a scaled loss; its backward pass may change gradients that are unscaled already."""
         if not self.has_loss:  # a new step: no gradients wait any more
             self.has_loss = True
             for member in list(members.values()):
-                member.kept = member.seen = None
+                member.kept = member.recorded_gradients = None
         if needs_gradients:
             self.has_graph = True
             self._losses += 1
         if records:
             self._note_unscaled(members, records)
 
-    def tell(self, members: dict[int, Member], records: dict[int, Any], for_good: bool = False) -> None:
+    def record_gradients(self, members: dict[int, Member], records: dict[int, Any], for_good: bool = False) -> None:
         """Record all gradients that wait or are unscaled, before other code receives the present scale.
 
         `for_good` says that this code can read the scale at any later time without a call.
         """
-        self._is_told, self._is_told_for_good = True, self._is_told_for_good or for_good
+        self._is_recorded, self._stays_recorded = True, self._stays_recorded or for_good
         self._note_unscaled(members, records)
         for member in list(members.values()):
             optimizer = member.optimizer()
-            if member.seen is None and optimizer is not None and self.waits(member):
-                member.seen = Seen(optimizer)
+            if member.recorded_gradients is None and optimizer is not None and self.waits(member):
+                member.recorded_gradients = RecordedGradients(optimizer)
 
     def waits(self, member: Member) -> bool:
         """Return whether an optimizer's gradients may be those of a loss before the last update."""
@@ -69,11 +69,11 @@ class Waiting:
 
         Raises `CallOrderError` if this is unknown and the two scales differ; reading them waits for their device.
         """
-        is_told = self._is_told and member.seen is not None
-        if not self.waits(member) or (is_told and not member.seen.is_unchanged(optimizer)):  # type: ignore[union-attr]
+        is_recorded = self._is_recorded and member.recorded_gradients is not None
+        if not self.waits(member) or (is_recorded and not member.recorded_gradients.is_unchanged(optimizer)):  # type: ignore[union-attr]
             record.scale = present
             return record
-        if self._is_told and not is_told:  # a new member, whose gradients were not recorded
+        if self._is_recorded and not is_recorded:  # a new member, whose gradients were not recorded
             self._require_same(present)
         if member.kept is None or not grads_of(optimizer):
             record.scale = self._previous_like(present)
@@ -103,28 +103,33 @@ class Waiting:
             member = members.get(key)
             if member is None or record["stage"] is READY:
                 continue
-            member.kept = member.seen = None
+            member.kept = member.recorded_gradients = None
             if record["stage"] is STEPPED:
                 member.losses = self._losses
             elif type(record) is Record and not record.is_left_scaled and not record.has_changed(member.optimizer()):
                 member.kept = record
         self.has_loss = self.has_graph = False
-        self._is_told = self._is_told_for_good
-        if self._is_told:
-            self.tell(members, {})
+        self._is_recorded = self._stays_recorded
+        if self._is_recorded:
+            self.record_gradients(members, {})
 
     def scale_changes(self, members: dict[int, Member], records: dict[int, Any], scale_used: float | Tensor) -> None:
         """Record that the present scale is replaced; existing gradients keep their scale."""
         if self.has_loss:
             self._previous, self.has_loss = scale_used, False
-        self._is_told = self._is_told_for_good
-        if self._is_told:
-            self.tell(members, records)
+        self._is_recorded = self._stays_recorded
+        if self._is_recorded:
+            self.record_gradients(members, records)
 
     def _note_unscaled(self, members: dict[int, Member], records: dict[int, Any]) -> None:
         for key, record in records.items():
-            if type(record) is Record and record["stage"] is UNSCALED and record.seen is None and key in members:
-                record.seen = Seen(members[key].optimizer())
+            if (
+                type(record) is Record
+                and record["stage"] is UNSCALED
+                and record.recorded_gradients is None
+                and key in members
+            ):
+                record.recorded_gradients = RecordedGradients(members[key].optimizer())
 
     def _previous_like(self, present: LossScale) -> LossScale:
         previous = self._previous
@@ -137,6 +142,6 @@ class Waiting:
         if float(self._previous) != float(present.tensor):
             raise CallOrderError(
                 f"an optimizer's gradients may come from a loss that scale() multiplied by {before}, before the last "
-                f"update(), or from a later one at {now}, and nothing tells which; step every optimizer before "
+                f"update(), or from a later one at {now}, and it is unknown which; step every optimizer before "
                 "update(), or call scale() on each loss after it"
             )

@@ -91,7 +91,7 @@ def _check(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[str]:
         _check_scale(build, fused)
         yield f"with {kind}: the loss scale makes no difference to the gradients"
         if _check_resumes(build, fused):
-            yield f"with {kind}: a run that is saved and loaded goes on exactly"
+            yield f"with {kind}: a run that is saved and loaded continues exactly"
 
 
 class _PlantingScaler(GradScaler):
@@ -235,7 +235,7 @@ def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
 
 
 def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
-    """Require that all is as before, but for the optimizer's settings, which a run without this step judges later.
+    """Require that all is as before, but for the optimizer's settings, which are compared with a run without this step.
 
     A loop may set them at the head of a step, from the applied steps so far: the step before did not count itself yet.
     """

@@ -108,7 +108,7 @@ def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _replicated(tree: Any, mesh: Any) -> Any:
-    """Return numbers beside sharded tensors as DTensor itself takes them, if they are of no class of their own."""
+    """Return numbers next to sharded tensors as DTensor itself takes them, if they are of no class of their own."""
     return tree_map_only(OnDevice, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim), tree)
 
 

@@ -24,7 +24,7 @@ class RecordedGraph(TorchDispatchMode):
     """Records what runs inside `with`; `replay` runs it again without any of the Python around it.
 
     Like a CUDA graph, a replay reads and writes the memory that the recording touched, so it sees only what was changed
-    in place since. What the recording allocated is written anew.
+    in place since. What the recording allocated is written again.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def _judged(norms, guard=GUARD):
     """Return the guard's state after these norms, on the host."""
     state = guard.init_state()
     for norm in norms:
-        _, state = guard.judge(state, norm)
+        _, state = guard.check(state, norm)
     return state
 
 
@@ -142,7 +142,7 @@ def _windows(drop):
     ("drop", "max_norm", "jitted"), [("window", None, True), ("micro_batch", 0.5, True), ("window", 0.5, False)]
 )
 def test_a_window_is_judged_by_the_norm_of_its_mean(drop, max_norm, jitted):
-    """Once, where it would be applied: not in the middle of a window, whose streak of spikes goes on."""
+    """Once, where it would be applied: not in the middle of a window, whose streak of spikes continues."""
     guard = SpikeGuard(warmup=2, memory=4)
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=3, drop=drop, max_norm=max_norm, guard=guard)
     step = jax.jit(_in_one(optimizer)) if jitted else _in_one(optimizer)
@@ -153,7 +153,7 @@ def test_a_window_is_judged_by_the_norm_of_its_mean(drop, max_norm, jitted):
         for micro_batch in NORMS[3 * n : 3 * n + 3]:
             assert float(opt_state.guard_state.streak) == float(expected.streak)
             params, opt_state = step(params, opt_state, jnp.float32(micro_batch))
-        accepted, expected = guard.judge(expected, norm)
+        accepted, expected = guard.check(expected, norm)
         spikes += np.isfinite(norm) and not accepted
         np.testing.assert_allclose(opt_state.guard_state, expected, rtol=1e-5)
         assert bool(opt_state.window.stepped) == bool(accepted)
@@ -198,7 +198,7 @@ def test_in_a_scan_of_an_ensemble():
 
 
 def test_with_x64_strict_promotion_and_debugging_flags():
-    """A norm beyond float32 is judged as float32's largest, and no infinity of ours is taken for an error."""
+    """A norm beyond float32 is checked as float32's largest, and no infinity of ours is taken for an error."""
     for settings in ({}, {"accumulation_steps": 2, "max_norm": 1.0}):
         with enable_x64(True), jax.numpy_dtype_promotion("strict"):
             optimizer = loss_scaled(optax.scale(jnp.float64(-1.0)), 1.0, guard=SpikeGuard(warmup=1), **settings)
@@ -246,7 +246,7 @@ def _total(norms):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_judge_one_norm(check_vma):
+def test_devices_check_one_norm(check_vma):
     """With `axis_name` it is that of all devices' gradients; a spike on one of eight skips on all of them."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", guard=GUARD)
@@ -265,7 +265,7 @@ def test_devices_judge_one_norm(check_vma):
     for n in range(STEPS):
         before, norms = params, _on_devices(n)
         params, opt_state = step(params, opt_state, norms)
-        accepted, expected = GUARD.judge(expected, _total(norms))
+        accepted, expected = GUARD.check(expected, _total(norms))
         np.testing.assert_allclose(opt_state.guard_state, expected, rtol=1e-5)
         assert get_scale_state(opt_state).skipped_steps == EXPECTED.skipped_steps[n]
         assert (_bits(params) == _bits(before)) != bool(accepted)
@@ -315,7 +315,7 @@ def test_a_saved_guard_goes_on():
 
 
 def test_without_a_guard_the_state_is_as_before():
-    """It has the fields that Orbax and flax find in older checkpoints, and goes on under a guard."""
+    """It has the fields that Orbax and flax find in older checkpoints, and continues under a guard."""
     opt_state = loss_scaled(ADAM, POLICY).init(PARAMS)
     assert opt_state.guard_state is None
     assert opt_state._fields == LossScaledState._fields == ("scale_state", "inner_state", "window")

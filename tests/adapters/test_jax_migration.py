@@ -1,4 +1,4 @@
-"""What jmp's and flax's scalers did, a translated policy does; and a state saved with Orbax goes on where it was."""
+"""What jmp's and flax's scalers did, a translated policy does; and a state saved with Orbax continues where it was."""
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def test_flaxs_value_and_grad_is_ours():
 
 @pytest.mark.filterwarnings("default")  # what Orbax warns of is Orbax's
 def test_orbax(tmp_path):
-    """The whole optimizer state is a pytree: what goes on from a checkpoint is bit for bit what went on without one."""
+    """The whole optimizer state is a pytree: a run continued from a checkpoint is bit for bit the run without one."""
     policy = DynamicScaling(init_scale=2.0**20, growth_interval=3)
     optimizer = loss_scaled(optax.adam(0.1), policy)
 

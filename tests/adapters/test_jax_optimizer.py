@@ -468,7 +468,7 @@ def test_extra_args_reach_an_optimizer_within_multi_steps():
 
 
 def test_it_is_an_optax_transformation():
-    """So that chains and `isinstance` take it as such: two functions, and a third beside them."""
+    """So that chains and `isinstance` take it as such: two functions, and a third next to them."""
     optimizer = loss_scaled(optax.sgd(1.0), POLICY)
     assert isinstance(optimizer, LossScaledTransformation)
     assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
@@ -565,7 +565,7 @@ def test_an_optimizer_with_another_update_has_no_apply_gradients():
 
 
 def test_state_travels():
-    """Through the core's plain dict and through a pickle; the rest goes on bit for bit."""
+    """Through the core's plain dict and through a pickle; the rest continues bit for bit."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     params, opt_state = _run(optimizer, [GRADS, GRADS, BAD])
     saved = state_to_dict(get_scale_state(opt_state), POLICY)

@@ -153,7 +153,7 @@ def test_what_is_not_a_loss_is_named():
 
 @pytest.mark.parametrize("bad", BAD)
 def test_an_overflow_is_one_while_nans_are_debugged(bad):
-    """The verbs take what overflowed without the error of `jax_debug_nans`, which is for NaNs that nobody expects."""
+    """The verbs take what overflowed without the error of `jax_debug_nans`, which is for unexpected NaNs."""
     grads, state = {"w": np.array([bad, 1.0], np.float32)}, init_state("dynamic")
     with jax.debug_nans(True), jax.debug_infs(True):
         finite = all_finite(grads)
@@ -402,7 +402,7 @@ def test_overflow_report():
 
 @given(st.lists(st.sampled_from([0.0, 1.0, -65504.0, 1e-8, jnp.inf, jnp.nan]), max_size=12))
 def test_float16_like_numpy(values):
-    """Any float16 array is judged as `np.isfinite` judges it."""
+    """Any float16 array is checked as `np.isfinite` does."""
     array = np.array(values, np.float16)
     assert bool(all_finite(array)) == bool(np.isfinite(array).all())
 

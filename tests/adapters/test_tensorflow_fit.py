@@ -149,7 +149,7 @@ def _both(train, steps=6):
 
 
 def test_layers_frozen_and_unfrozen():
-    """Between fits, as with the bare optimizer: what is frozen stays, what is unfrozen moves, slots go on."""
+    """Between fits, as with the bare optimizer: what is frozen stays, what is unfrozen moves, slots continue."""
 
     def train(optimizer, inputs, targets):
         model = _model(optimizer, jit_compile=False)

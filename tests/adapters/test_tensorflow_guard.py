@@ -39,7 +39,7 @@ def _judged(norms):
     """Return the guard's state after each of these norms, on the host."""
     states = [GUARD.init_state()]
     for norm in norms:
-        states.append(GUARD.judge(states[-1], norm)[1])
+        states.append(GUARD.check(states[-1], norm)[1])
     return states[1:]
 
 
@@ -267,7 +267,7 @@ def test_training_goes_on(tmp_path, way):
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @pytest.mark.parametrize("way", [".weights.h5", "Checkpoint"])
 def test_what_was_saved_without_a_guard_loads_into_one_with(tmp_path, way, recwarn):
-    """Slots, scale and iterations go on, and the guard starts over; Keras's own files warn of it."""
+    """Slots, scale and iterations continue, and the guard starts over; Keras's own files warn of it."""
     model = _model(_guarded(None), jit_compile=False)
     _fit(model, _data())
     other = SAVED[way](model, tmp_path)
@@ -315,7 +315,7 @@ def test_the_plain_dict_goes_round():
 
 @pytest.mark.parametrize("inner", ["tf_keras, new", "tf_keras, legacy"])
 def test_a_checkpoint_around_tf_keras_goes_on(tmp_path, inner):
-    """It holds the guard's state beside the scale's, in the bare optimizer's layout."""
+    """It holds the guard's state next to the scale's, in the bare optimizer's layout."""
     loop, other = Loop("graph", inner), Loop("graph", inner)
     for norm in NORMS[:12]:
         loop.step(tf.constant(norm))

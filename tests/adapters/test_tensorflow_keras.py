@@ -176,7 +176,7 @@ def test_an_update_that_is_compiled_alone(name, graph, max_norm):
 
 
 def test_a_compiled_update_across_replicas_is_refused():
-    """With a reason, instead of TensorFlow's, which names a function nobody called."""
+    """With a reason, instead of TensorFlow's, which names a function that the user has not called."""
     with STRATEGY.scope():
         variable = tf.Variable(1.0)
         optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), jit_compile=True)
@@ -441,7 +441,7 @@ def test_iterations_can_be_set(of):
 
 
 def test_arguments_that_a_wrapper_does_not_take():
-    """Keras's sentence says where they belong; `dynamic` is a bool, and what nobody knows is named."""
+    """Keras's sentence says where they belong; `dynamic` is a bool, and an unknown argument is named."""
     with pytest.raises(ValueError, match=r"does not support `clipnorm`\. Instead, set `clipnorm` on the `inner_opt"):
         LossScaleOptimizer(keras.optimizers.SGD(), clipnorm=1.0)
     with pytest.raises(ValueError, match="does not support arguments: `no_such`"):

@@ -546,7 +546,7 @@ def test_replicas_in_a_session():
 
 
 def test_a_checkpoint_keeps_slots():
-    """Eagerly, with Adam: what goes on from a checkpoint is what went on without one."""
+    """Eagerly, with Adam: what continues from a checkpoint is what continued without one."""
 
     def made():
         variable = tf.Variable([1.0, 2.0])

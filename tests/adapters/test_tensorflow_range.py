@@ -389,7 +389,7 @@ def test_an_overflow_of_the_forward_pass_is_named():
     assert report.init_scale is None
     assert (report.overflows_first.module, report.overflows_first.operation) == ("model/loud", "Mul")
     assert "forward: overflows in model/loud (Mul); the loss is" in str(report)
-    assert "no scale fits" in str(report)
+    assert "backward: not run, since the loss" in str(report)
 
 
 def test_a_scale_below_one_fits_where_one_overflows():
@@ -455,7 +455,7 @@ def test_a_constant_that_float16_cannot_hold_is_named_where_it_is_given(compute,
     assert (report.overflows_first.module, report.overflows_first.operation) == ("model/loud", operation)
     assert str(report).splitlines() == [
         f"forward: the loss is {report.loss:g}, and model/loud ({operation}) is the first to be given infinity or NaN",
-        "backward: no scale fits; the loss is not finite before it is scaled",
+        "backward: not run, since the loss is not finite before it is scaled",
         "look at the inputs and constants of that operation first; a number too large for float16 is infinite",
     ]
 
@@ -596,7 +596,7 @@ def _bits(variables):
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_nothing_is_changed(raises):
-    """Variables of the model, an optimizer, metrics and generators, those of nobody, and random states."""
+    """Variables of the model, an optimizer, metrics and generators, those of no owner, and random states."""
     model, x = _model("conv")
     dropout, optimizer, metric = layers.Dropout(0.5), keras.optimizers.Adam(), keras.metrics.Mean()
     optimizer.build(model.trainable_variables)

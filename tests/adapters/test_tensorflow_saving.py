@@ -1,4 +1,4 @@
-"""A model that is saved in the middle of training and goes on elsewhere: to the last bit, whatever it is saved with."""
+"""A model that is saved in the middle of training and continues elsewhere, to the last bit, in each file format."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 import pickle
@@ -55,7 +55,7 @@ def _fit(model, steps):
 
 
 def _bits(model):
-    """Return everything that is to go on: weights, slots, averages, and every field of the state."""
+    """Return everything that is to continue: weights, slots, averages, and every field of the state."""
     variables = [*model.variables, *model.optimizer.inner_optimizer.variables]
     return [each.numpy().tobytes() for each in variables] + [each.numpy() for each in model.optimizer.scale_state]
 
@@ -277,7 +277,7 @@ def test_before_the_first_step(tmp_path, generation):
 
 
 class Nested(tf.Module):
-    """What a wrapper around a tf_keras optimizer was in older checkpoints: its own children beside the optimizer."""
+    """What a wrapper around a tf_keras optimizer was in older checkpoints: its own children next to the optimizer."""
 
     def __init__(self, optimizer):
         super().__init__()

@@ -63,7 +63,7 @@ def test_clipping_twice_is_refused():
 
 
 def test_a_logger_without_a_loss_scale_says_so():
-    """It names the optimizer and what to compile with; `fit` goes on."""
+    """It names the optimizer and what to compile with; `fit` continues."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(), "mse")
     with pytest.warns(UserWarning, match=r"logs nothing: SGD scales no loss; compile with LossScaleOptimizer\(SGD"):

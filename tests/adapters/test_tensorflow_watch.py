@@ -60,7 +60,7 @@ def test_a_healthy_run_says_that_it_is_calibrated(caplog):
 
 @EACH
 def test_raise_stops_at_the_floor(make):
-    """The step that overflows there raises, once the state is set; a run that goes on goes on exactly."""
+    """The step that overflows there raises, once the state is set; a run that continues does so exactly."""
     weight = tf.Variable(1.0)
     optimizer = _run(make(on_floor="raise"), [1.0] + [NAN] * 9, weight)
     for steps in (11, 12):
@@ -110,7 +110,7 @@ def test_what_reads_the_state_of_compiled_steps_logs(read, caplog):
 
 
 def test_a_config_keeps_on_floor():
-    """It is left out of the config where nobody has set it, so that older releases read it."""
+    """It is left out of the config if it was not set, so that older releases read it."""
     assert "on_floor" not in _keras().get_config()
     config = _keras(on_floor="raise").get_config()
     assert LossScaleOptimizer.from_config(config).get_config()["on_floor"] == "raise"

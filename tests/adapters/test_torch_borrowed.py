@@ -74,7 +74,7 @@ def test_a_flag_raised_before_the_step_skips(fused, clips):
 
 
 def test_unscaling_that_was_interrupted_raises_no_later_flag(monkeypatch):
-    """Ctrl-C comes after an overflow was found in the first of two kernels; new gradients are judged by themselves."""
+    """Ctrl-C comes after an overflow was found in the first of two kernels; new gradients are checked by themselves."""
     params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = GradScaler("cpu", init_scale=4.0)

@@ -36,7 +36,7 @@ def _backward(scaler, *params):
 
 @AGAINST_TORCH
 def test_a_kept_scale_that_is_written_between_step_and_update(make_scaler):
-    """The update goes on from what the tensor holds."""
+    """The update continues from what the tensor holds."""
     param, optimizer = _one()
     scaler = make_scaler("cpu", init_scale=8.0, growth_interval=1)
     _backward(scaler, param)
@@ -229,7 +229,7 @@ def test_a_state_loaded_where_somebody_keeps_the_scale():
 
 
 def test_a_loop_that_logs_between_two_optimizers():
-    """`metrics` is for logs, and nobody multiplies a loss by it, so that nothing is in doubt."""
+    """`metrics` is for logs, and no loss is multiplied by it."""
     (p, first), (q, second) = _one(), _one()
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     _backward(scaler, p, q)
@@ -349,7 +349,7 @@ def test_a_guard_counts_no_step_without_gradients():
 
 
 def test_what_is_said_of_a_step_that_was_left_out():
-    """It had gradients, which nobody has checked."""
+    """It had gradients, which were not checked."""
     param, optimizer = _one()
     scaler = GradScaler("cpu", init_scale=4.0)
     _backward(scaler, param)
@@ -435,7 +435,7 @@ def test_a_fused_optimizer_without_a_state():
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_a_new_scale_after_a_spike(device):
-    """The step was not applied, whoever knows it."""
+    """The step was not applied, on the host or on the device."""
     with Emulated("mps"):
         param = torch.nn.Parameter(torch.zeros(2, device=device))
         optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
@@ -535,5 +535,5 @@ def test_an_optimizer_met_for_the_first_time_where_the_scale_was_told():
     scaler.step(first)
     scaler.update()
     scaler.get_scale()
-    with pytest.raises(CallOrderError, match="nothing tells which"):
+    with pytest.raises(CallOrderError, match="it is unknown which"):
         scaler.step(second)

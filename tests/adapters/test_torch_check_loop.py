@@ -344,7 +344,7 @@ class ScalesOne(Loop):
 
 
 class HasBatchNormAndAverages(HasBatchNorm):
-    """Makes two faults, each with a mend of its own."""
+    """Makes two faults, each with a remedy of its own."""
 
     follow = Averages.follow
 

@@ -194,7 +194,7 @@ def test_no_gradients_have_norm_zero():
 @EACH
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_in_place_means_in_place(make, max_norm):
-    """After the call `.grad` is unscaled and clipped, for whoever clips by value, adds noise or logs it."""
+    """After the call `.grad` is unscaled and clipped, for code that clips by value, adds noise or logs it."""
     params = _params(torch.full((4,), 1024.0))
     optimizer = make(params)
     scaler = GradScaler("cpu", init_scale=1024.0)

@@ -167,7 +167,7 @@ def test_the_attributes_of_a_scaler():
 
 
 def test_the_attributes_of_a_scaler_as_json(tmp_path):
-    """The mend for a scaler that was pickled whole: its attributes as JSON, a dtype among them."""
+    """The remedy for a scaler that was pickled whole: its attributes as JSON, a dtype among them."""
     attributes = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": torch.half}
     with (tmp_path / "scaler.json").open("w") as file:
         json.dump(attributes, file, default=str)
@@ -236,7 +236,7 @@ SAVED = {
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("name", SAVED)
 def test_the_command_reads_what_torch_loads(tmp_path, name, zipped):
-    """The same number, or a refusal; never another number. Modules and complex numbers beside it do no harm."""
+    """The same number, or a refusal; never another number. Modules and complex numbers next to it do no harm."""
     scaler = {"scale": SAVED[name](), "growth_tracker": 7, "hysteresis_tracker": 1}
     others = {"model": torch.nn.Linear(2, 2), "waves": [torch.ones(3, dtype=torch.complex64) for _ in range(4)]}
     torch.save({**others, "scaler": scaler}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)

@@ -23,7 +23,7 @@ def _in_process(rank, world_size, folder, work):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     work(rank, world_size)
-    dist.barrier()  # nobody leaves while another still talks to it
+    dist.barrier()  # no rank leaves while another still communicates with it
     if TORCH < (2, 7):
         time.sleep(0.05)  # it waits for ever if its thread has not yet released the tensors of a collective
     dist.destroy_process_group()

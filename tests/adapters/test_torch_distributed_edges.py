@@ -98,7 +98,7 @@ def test_a_distributed_checkpoint_restores_every_field(tmp_path):
 @_alone
 @pytest.mark.parametrize(("scale", "tracker", "interval"), [(512.0, 3, 7), (2.0**16, 0, 7), (2.0**16, 0, 2000)])
 def test_a_distributed_checkpoint_of_torchs_scaler(scale, tracker, interval, tmp_path):
-    """DCP refuses it for want of keys; loaded into torch's scaler first, or with a partial planner, it goes on."""
+    """DCP refuses it for want of keys; loaded into torch's scaler first, or with a partial planner, it continues."""
     dcp.save({"scaler": _torch_scaler(scale, tracker, interval)}, checkpoint_id=tmp_path)
     refused = GradScaler("cpu", init_scale=4.0)
     with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: scaler"):
@@ -109,7 +109,7 @@ def test_a_distributed_checkpoint_of_torchs_scaler(scale, tracker, interval, tmp
     ours.load_state_dict(torchs.state_dict())
     partially = GradScaler("cpu")
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    with warnings.catch_warnings():  # of torch's keys beside ours, where the two differ
+    with warnings.catch_warnings():  # of torch's keys next to ours, where the two differ
         warnings.simplefilter("ignore", CheckpointWarning)
         dcp.load({"scaler": partially}, checkpoint_id=tmp_path, planner=planner)
     for scaler in (ours, partially):
@@ -208,7 +208,7 @@ def test_the_dummy_step_of_a_distributed_checkpoint_is_not_counted(kind, expecte
         assert scaler.last_step.applied
         optimizer.optimizer.zero_grad()
         _backward(module, scaler)
-        with pytest.warns(CheckpointWarning, match="pass it to scaler.load_state_dict"):  # which nobody has called
+        with pytest.warns(CheckpointWarning, match="pass it to scaler.load_state_dict"):  # which was not called
             optimizer.step()
 
 
@@ -250,7 +250,7 @@ def _warm_up_sharded(rank, world_size):
 
 @needs_fsdp2_on_cpu
 def test_ranks_agree_whether_a_step_is_a_dummy():
-    """A step after a scaled loss is not one, whoever holds gradients."""
+    """A step after a scaled loss is not one; it does not matter which rank holds gradients."""
     _on_ranks(2, _warm_up_sharded)
 
 
@@ -280,7 +280,7 @@ def _shard_later(rank, world_size):
         for param in plain:
             param.grad = torch.full_like(param, INF if rank == 1 else 1.0)
         scaler.step(optimizer)
-        assert bool(scaler.update().applied) == (rank == 0)  # nobody is asked any more
+        assert bool(scaler.update().applied) == (rank == 0)  # no rank communicates any more
 
 
 @needs_fsdp2_on_cpu

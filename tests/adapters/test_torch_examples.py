@@ -1,4 +1,4 @@
-"""The PyTorch examples, run for real: they learn in float16, skip overflows as a whole, and go on from a checkpoint."""
+"""The PyTorch examples, as real runs: they learn in float16, skip overflows as a whole, continue from a checkpoint."""
 
 import runpy
 import warnings
@@ -110,5 +110,5 @@ def _train(rank, world_size, folder):
 
 
 def test_they_learn_on_two_ranks(tmp_path):
-    """DDP's ranks end with the same weights; a run of FSDP2 goes on from its sharded checkpoint, bit for bit."""
+    """DDP's ranks end with the same weights; a run of FSDP2 continues from its sharded checkpoint, bit for bit."""
     _on_ranks(2, partial(_train, folder=tmp_path))

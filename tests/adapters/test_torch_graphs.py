@@ -144,7 +144,7 @@ def test_a_whole_recorded_step(make, device):
 @ON_EACH_DEVICE
 @AGAINST_TORCH
 def test_only_the_step_is_recorded(make_scaler, device):
-    """The loss is scaled anew each time, and the recorded step reads the scale as it then is."""
+    """The loss is scaled again each time, and the recorded step reads the scale as it then is."""
     weight, optimizer = _one_weight(device, FUSED["sgd"])
     scaler = make_scaler(device, init_scale=4.0, growth_interval=1)
     with _warming_up(device):
@@ -169,7 +169,7 @@ def test_only_the_step_is_recorded(make_scaler, device):
 
 @ON_EACH_DEVICE
 def test_a_state_loaded_between_replays_takes_effect(device):
-    """Tensors are written in place, so the graph goes on from the checkpoint."""
+    """Tensors are written in place, so the graph continues from the checkpoint."""
     weight, optimizer = _one_weight(device, FUSED["sgd"])
     scaler = GradScaler(device, init_scale=4.0, growth_interval=2)
     saved = GradScaler("cpu", init_scale=64.0, growth_interval=2).state_dict()

@@ -82,7 +82,7 @@ def test_random_runs_go_as_simulated(make, prepare):
 
 
 @EACH
-def test_clip_and_step_judges_too(make):
+def test_clip_and_step_checks_too(make):
     """With a fused optimizer the gradients are multiplied by its kernel, and the spike is skipped there."""
     param = torch.nn.Parameter(torch.zeros(4))
     optimizer = make([param])
@@ -174,7 +174,7 @@ def test_a_scaler_without_a_guard_keeps_what_it_loads():
 
 
 def test_the_states_of_several_optimizers_are_restored_in_their_order():
-    """The order in which they are first judged."""
+    """The order in which they are first checked."""
     saved = None
     for _ in range(2):
         params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
@@ -205,7 +205,7 @@ def test_copies_go_on_alone(copied):
 
 
 def test_a_norm_beyond_float32_is_a_spike():
-    """It is finite in float64, so that the loss scale does not hear of it; float32's largest number is judged."""
+    """It is finite in float64, so that the loss scale stays; float32's largest number is checked."""
     scaler = GradScaler("cpu", init_scale=2.0, guard=GUARD)
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     infos = [info for _, info, _ in _run([1.0] * 8 + [1e300, 1.0], [True] * 10, scaler=scaler, param=param)]
@@ -222,7 +222,7 @@ def test_a_streak_of_spikes_raises_where_the_host_knows():
 
 
 def test_a_streak_names_the_norm_of_its_own_optimizer():
-    """And not that of the optimizer that was judged last."""
+    """And not that of the optimizer that was checked last."""
     params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=0.1) for param in params]
     scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=1))
@@ -255,7 +255,7 @@ def test_without_scaling_the_guard_decides_alone():
 @EACH
 @pytest.mark.parametrize("retries", [0, 3])
 def test_minimize_retries_no_spike(make, retries):
-    """A lower scale would not mend it: the loss runs once, nothing moves, buffers included, and the scale stays."""
+    """A lower scale would not fix it: the loss runs once, nothing moves, buffers included, and the scale stays."""
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.BatchNorm1d(4))
     optimizer = make(layers.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
@@ -304,7 +304,7 @@ class _Counting(GradScaler):
 @pytest.mark.parametrize("prepare", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize("subclass", [_Reimplemented, _UnscalesByHand, _Counting])
 def test_subclasses_are_guarded(subclass, make, prepare):
-    """Each norm is judged once, and a spike is skipped, whichever method a subclass has replaced."""
+    """Each norm is checked once, and a spike is skipped, whichever method a subclass has replaced."""
     scaler = subclass("cpu", guard=GUARD)
     for step, (_, info, moved) in enumerate(_run([1.0] * 8 + [50.0, 1.0], [True] * 10, make, prepare, scaler)):
         assert bool(info.spiked) == (step == 8)
@@ -378,8 +378,8 @@ def test_a_fused_optimizer_is_guarded_without_a_wait(prepare, dtype):
     assert scaler.metrics()["spikes"].is_meta
 
 
-def test_a_replayed_graph_goes_on_judging():
-    """The state is written in place, so that each replay judges by the norms of those before."""
+def test_a_replayed_graph_still_checks():
+    """The state is written in place, so that each replay compares with the norms of those before."""
     param = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000, guard=GUARD)

@@ -84,7 +84,7 @@ def test_one_loss_scaled_and_one_by_hand(make_scaler, fused):
 
 @AGAINST_TORCH
 def test_a_loss_by_hand_after_a_step_that_the_user_left_out(make_scaler):
-    """What was known of the gradients that nobody stepped is forgotten."""
+    """What was known of the gradients that were not stepped is forgotten."""
     param, optimizer = _one()
     scaler = make_scaler("cpu", init_scale=1024.0)
     scaler.scale(param.sum()).backward()
@@ -255,7 +255,7 @@ def test_what_nothing_tells_does_not_matter_while_the_scale_is_unchanged():
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_unscaled_gradients_that_wait(writes):
-    """They are not unscaled again, also if they were written to since: nobody was told the scale for new ones."""
+    """They are not unscaled again, also if they were written to since: the scale was not read for new ones."""
     params, optimizers = _two()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     scaler.scale(sum(params).sum()).backward()
@@ -365,7 +365,7 @@ def test_torch_refuses_a_late_backward():
 
 @AGAINST_TORCH
 def test_a_scale_written_between_loss_and_step(make_scaler):
-    """It divides the gradients: whoever writes to the scaler's own tensor knows what the gradients are."""
+    """It divides the gradients: code that writes to the scaler's own tensor is responsible for its gradients."""
     param, optimizer = _one()
     scaler = make_scaler("cpu", init_scale=1024.0)
     scaler.scale(param.sum()).backward()
@@ -417,7 +417,7 @@ def test_each_optimizer_tells_whether_it_moved(fused, bad):
 
 
 def test_an_optimizer_that_took_no_step_was_not_applied():
-    """Neither one that was left out nor one that nobody knows; in a disabled scaler every step is applied."""
+    """Neither one that was left out nor an unknown one; in a disabled scaler every step is applied."""
     params, optimizers = _two()
     scaler = GradScaler("cpu")
     scaler.scale(params[0].sum()).backward()
@@ -431,7 +431,7 @@ def test_an_optimizer_that_took_no_step_was_not_applied():
 @EITHER_KIND
 @pytest.mark.parametrize("looks_first", [False, True])
 def test_a_user_decides_to_skip(fused, looks_first):
-    """`skip` ends the step: nothing moves, `update` goes on, and the next gradients are new ones."""
+    """`skip` ends the step: nothing moves, `update` continues, and the next gradients are new ones."""
     param, optimizer = _one(fused)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     for skips in (True, False, True):
@@ -487,7 +487,7 @@ def test_a_copy_of_the_outcome_tells_no_more_than_the_whole():
 
 
 def test_an_overflow_that_was_looked_at_and_skipped_backs_off():
-    """What `unscale_` found counts, whoever decides."""
+    """What `unscale_` found counts, whichever call decides."""
     param, optimizer = _one()
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(param.sum() * float("inf")).backward()
@@ -585,7 +585,7 @@ def test_a_doubt_stays_a_doubt():
     scaler.update()
     (p.sum() * scaler.get_scale()).backward()
     for _ in range(2):
-        with pytest.raises(CallOrderError, match="nothing tells which"):
+        with pytest.raises(CallOrderError, match="it is unknown which"):
             scaler.step(second)
 
 

@@ -55,7 +55,7 @@ class _Run:
     def at_once(self, loss_scale, max_norm=None):
         """Take the same step in the plain way at one scale."""
         scaler = GradScaler("cpu", policy=FixedScaling(loss_scale))
-        scaler.load_state_dict(scaler.state_dict())  # it goes on, and warns of nothing
+        scaler.load_state_dict(scaler.state_dict())  # it continues, and warns of nothing
         self.optimizer.zero_grad()
         scaler.scale(self.loss()).backward()
         if max_norm is None:
@@ -571,7 +571,7 @@ def _flat(values):
 
 @EACH_CLOSURE
 def test_an_optimizer_with_a_closure_is_handed_the_unscaled_loss_and_gradients(kind):
-    """A step equals the optimizer's own with a loss that nobody scaled, in float64, where scaling loses nothing."""
+    """A step equals the optimizer's own with a loss that is not scaled, in float64, where scaling loses nothing."""
     ours, plain = (_closure_run(kind, init_scale=2.0**10) for _ in range(2))
     for run in (ours, plain):
         run.model.double()
@@ -597,7 +597,7 @@ def test_an_optimizer_with_a_closure_is_handed_the_unscaled_loss_and_gradients(k
 @EACH_CLOSURE
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_a_closure_after_retries_is_the_step_of_a_run_at_that_scale(kind, max_norm):
-    """An overflow in any evaluation begins the whole step anew."""
+    """An overflow in any evaluation begins the whole step again."""
     ours, plain = (_closure_run(kind, init_scale=TOO_LARGE) for _ in range(2))
     evaluations = []
 

@@ -108,7 +108,7 @@ def _micro_batches(rank, world_size):
 
 
 def _unsynchronised_shards(rank, world_size):
-    """Their gradients are where nobody else can put them back."""
+    """Their gradients are where no other code can restore them."""
     model = _model(world_size, "fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=8.0)

@@ -125,7 +125,7 @@ def test_an_expanded_gradient_is_refused(clips):
 @EITHER_WAY
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
 def test_float8_gradients_are_refused(clips, dtype):
-    """By dtype and shape, and with a mend; torch says what its kernel lacks."""
+    """By dtype and shape, and with a remedy; torch says what its kernel lacks."""
     param = torch.nn.Parameter(torch.ones(2).to(dtype))
     param.grad = torch.ones(2).to(dtype)
     with pytest.raises(ValueError, match=r"a gradient of shape \(2,\) is torch\.float8.*keep the parameter in float32"):
@@ -182,7 +182,7 @@ class _WaitingCopies(TorchDispatchMode):
         if operation is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu":
             if kwargs.pop("non_blocking", False):
                 raise RuntimeError(
-                    "a non-blocking copy to the host: whoever reads it at once reads what was there before"
+                    "a non-blocking copy to the host: code that reads it at once reads what was there before"
                 )
             if args[0].is_meta:
                 return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)

@@ -252,7 +252,7 @@ def test_protecting_runs_where_nothing_can_be_read():
 
 @EITHER_KIND
 def test_minimize_and_protect_together(fused):
-    """The retries of `minimize` begin with the buffers of the first try, whoever put them back."""
+    """The retries of `minimize` begin with the buffers of the first try, however they were restored."""
     for protect in (True, False):
         torch.manual_seed(0)
         loop = _Loop(fused, protect=None if protect else ())

@@ -425,7 +425,7 @@ def _hugging_face(folder, resumes, is_whole):
 
 
 def test_the_trainer_resumes_exactly(tmp_path):
-    """From a checkpoint of its own, the scale, the counters, the guard and the weights go on bit for bit."""
+    """From a checkpoint of its own, the scale, the counters, the guard and the weights continue bit for bit."""
     whole = _outcome(*_hugging_face(tmp_path, resumes=False, is_whole=False))
     shutil.rmtree(tmp_path / "checkpoint-16")  # the run was stopped before
     assert _outcome(*_hugging_face(tmp_path, resumes=True, is_whole=False)) == whole
@@ -441,7 +441,7 @@ def _lightning(folder, epochs, first=0, **fit):
 
 
 def test_lightning_resumes_exactly(tmp_path):
-    """From a checkpoint of its own, the scale, the counters, the guard and the weights go on bit for bit."""
+    """From a checkpoint of its own, the scale, the counters, the guard and the weights continue bit for bit."""
     _, *whole = _lightning(tmp_path, 2)
     trainer, *_ = _lightning(tmp_path, 1)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -466,7 +466,7 @@ def _accelerate(first, last, folder, loads=False, fused=True):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_accelerate_resumes_exactly(fused, tmp_path):
-    """From what `save_state` wrote, the scale, the counters, the guard and the weights go on bit for bit."""
+    """From what `save_state` wrote, the scale, the counters, the guard and the weights continue bit for bit."""
     whole = _accelerate(0, 16, None, fused=fused)
     saved = _accelerate(0, 8, None, fused=fused)
     saved["accelerator"].register_for_checkpointing(saved["scheduler"])
@@ -498,7 +498,7 @@ def _plain_run(first, last, fused, resume=None):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_distributed_checkpoint_resumes_exactly(fused, tmp_path):
-    """From what `torch.distributed.checkpoint` wrote, as the page has it, everything goes on bit for bit."""
+    """From what `torch.distributed.checkpoint` wrote, as the page has it, everything continues bit for bit."""
     whole, saved = _plain_run(0, 16, fused), _plain_run(0, 8, fused)
     _run("Resume", {**saved, "folder": tmp_path}, {"dcp.load": "dict"})
     resumed = _plain_run(8, 16, fused, resume=tmp_path)

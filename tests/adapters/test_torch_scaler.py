@@ -1,4 +1,4 @@
-"""`lossscale_torch.GradScaler` beside torch's own: the same where torch is right, and better where it is not."""
+"""`lossscale_torch.GradScaler` next to torch's own: the same where torch is right, and better where it is not."""
 
 import copy
 import io
@@ -343,7 +343,7 @@ def test_sparse_duplicates_are_summed_before_the_check():
 
 
 def test_float16_gradients_are_refused_by_name():
-    """torch's sentence first, then which parameters, and the mend; on request they are unscaled."""
+    """torch's sentence first, then which parameters, and the remedy; on request they are unscaled."""
     model = torch.nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
     for param in model.parameters():
@@ -439,7 +439,7 @@ def test_two_optimizers_skip_each_by_itself_and_back_off_once():
 
 
 def test_joint_skip():
-    """With it, one overflow skips all; an optimizer that comes too late is an error that names the mend."""
+    """With it, one overflow skips all; an optimizer that comes too late is an error that names the remedy."""
     good, good_optimizer = _one_param(torch.full((2,), 2.0))
     _, bad_optimizer = _one_param(torch.full((2,), float("inf")))
     scaler = _ready(init_scale=2.0, joint_skip=True)
@@ -494,7 +494,7 @@ def test_who_is_unscaled_is_not_unscaled_again_after_an_update(fused, clip):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_reading_the_scale_between_two_updates_changes_nothing(fused):
-    """One loss that overflowed in two optimizers backs off once, whoever looks in between once both are known."""
+    """One loss that overflowed in two optimizers backs off once, even if it is read in between once both are known."""
     scaler = GradScaler("cpu", init_scale=64.0)
     params, optimizers = _two_of_one_loss(scaler, (1.0, 1.0), fused=fused)
     for is_finite, expected in ((True, 64.0), (False, 32.0)):
@@ -731,7 +731,7 @@ def test_overflow_report_names_the_parameters():
 
 
 def test_nan_without_infinity_may_be_a_scale_that_is_too_large():
-    """In float16 attention the backward pass of the softmax subtracts two infinities; half the scale mends it."""
+    """In float16 attention the backward pass of the softmax subtracts two infinities; half the scale fixes it."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16, bias=False) for name in ("query", "key")})
     images, values = torch.randn(8, 16), 300.0 * torch.randn(8, 16)
@@ -906,7 +906,7 @@ def test_a_copy_goes_on_alike(make, duplicate):
 
 
 def test_a_policy_goes_to_its_own_argument():
-    """Not in the place of the device, and not beside torch's four settings, which would be ignored."""
+    """Not in the place of the device, and not next to torch's four settings, which would be ignored."""
     with pytest.raises(TypeError, match="a policy goes to policy="):
         GradScaler({"kind": "dynamic"})
     with pytest.raises(PolicyError, match="pass either policy= or init_scale"):

@@ -116,7 +116,7 @@ def _local_of(tensors):
 
 
 def _require_skipped(params, rank, culprit, **kwargs):
-    """Clip gradients of which one rank's are spoiled: nobody steps, and nothing has changed."""
+    """Clip gradients of which one rank's are spoiled; no rank steps, and nothing has changed."""
     before = [each.clone() for each in _local_of(params)]
     if rank == culprit:
         next(grad for grad in _local_of([param.grad for param in params]) if grad.numel()).flatten()[0] = kwargs.pop(
@@ -144,7 +144,7 @@ def _shard_over_two(rank, world_size):
 
     for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "deferred", "joint")):
         _require_torchs(uneven(), norm_type, fused=fused, how=how)
-    for how in ("clip", "deferred"):  # beside no dispatch mode, under which nothing is read on the host
+    for how in ("clip", "deferred"):  # next to no dispatch mode, under which nothing is read on the host
         _require_torchs(uneven(), 2.0, fused=True, how=how, calls=None)
         _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how=how, calls=None)
     for culprit, by, fused, how in product((0, 1), (INF, NAN), (False, True), ("clip", "deferred")):
@@ -186,7 +186,7 @@ def _lack_gradients(params, rank, norm_type, fused):
 
 
 def _mix_with_others(mesh, rank):
-    """Clip replicated, plain and partial gradients beside sharded ones: each counts once, partial ones as their sum."""
+    """Clip replicated, plain, partial and sharded gradients together: each counts once, partial ones as their sum."""
     for fused, norm_type in product((False, True), ORDERS):
         shards = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
         copies = _shards((3, 2), mesh=mesh, placements=[Replicate()], seed=1)
@@ -239,7 +239,7 @@ def _fall_back(make, rank):
 
 
 def _guard(make):
-    """Let the guard judge the norm of all ranks, which asks nobody anew."""
+    """Let the guard check the norm of all ranks, which needs no further communication."""
     for fused in (False, True):
         guard = SpikeGuard(warmup=2)
         params = make()

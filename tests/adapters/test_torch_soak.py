@@ -1,4 +1,4 @@
-"""A run whose processes are killed goes on from its checkpoint as if nothing had happened."""
+"""A run whose processes are killed continues from its checkpoint as if nothing had happened."""
 
 from benchmarks.soak_torch import soak
 

@@ -87,7 +87,7 @@ class _Plain(torch.optim.Optimizer):
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("unscale_first", [True, False])
 def test_an_ordinary_optimizer_costs_one_synchronisation_a_step(finite, unscale_first):
-    """The flag, once; the scale is updated on the host and read by nobody."""
+    """The flag, once; the scale is updated on the host and not read."""
     assert _count(_Plain, unscale_first=unscale_first, finite=finite) == 1
 
 
@@ -104,7 +104,7 @@ def test_clipping_costs_an_ordinary_optimizer_the_same_one_synchronisation():
 
 
 class _FusedOnMeta(_Plain):
-    """What a fused optimizer is to a scaler, on a device that nobody can wait for."""
+    """What a fused optimizer is to a scaler, on a device that cannot be waited for."""
 
     _step_supports_amp_scaling = True
 
@@ -224,7 +224,7 @@ def test_importing_leaves_the_compiler_alone():
 
 
 def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
-    """It traces backward, and the scaler goes on."""
+    """It traces backward, and the scaler continues."""
     torch._dynamo.reset()
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -239,7 +239,7 @@ def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
 
 
 def test_the_verbs_on_python_numbers():
-    """A number is a leaf of float32, beside tensors or alone; integers and None do not count."""
+    """A number is a leaf of float32, next to tensors or alone; integers and None do not count."""
     state = init_state("dynamic")
     assert scale(1.0, state).item() == scale(1, state).item() == 2.0**16
     assert scale({"loss": 2.0, "none": None}, state)["loss"].dtype == torch.float32

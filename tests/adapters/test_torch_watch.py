@@ -53,7 +53,7 @@ def test_two_hundred_nans_are_heard(make, caplog):
 
 @EACH
 def test_a_healthy_run_says_that_it_is_calibrated(make, caplog):
-    """One line, of the level INFO, which nobody sees who did not ask for it."""
+    """One line, of the level INFO, which is only seen on request."""
     _run(GradScaler("cpu"), NAN * 3 + FINE * 100, make)
     assert _events(caplog) == [("calibrated", 32)]
     assert caplog.records[0].levelno == logging.INFO
@@ -95,7 +95,7 @@ def test_a_state_on_a_device_is_heard_of_where_it_is_read(read, caplog):
 
 
 def test_raise_stops_at_the_floor(caplog):
-    """`update` raises once its step is complete, at each overflow there; a run that goes on goes on exactly."""
+    """`update` raises once its step is complete, at each overflow there; a run that continues does so exactly."""
     policy = {"kind": "dynamic", "init_scale": 4.0}
     scaler = GradScaler("cpu", policy=policy, on_floor="raise")
     _run(scaler, FINE + NAN)

@@ -200,7 +200,7 @@ def test_no_kind_makes_another_error(kind):
 
 
 def test_numbers_that_are_none_make_no_traceback(tmp_path):
-    """JSON's NaN and infinities in torch's state, with a policy to go on with: noted, or refused."""
+    """JSON's NaN and infinities in torch's state, with a policy to continue with: noted, or refused."""
     saved = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
     for policy in (DynamicScaling(growth_interval=7), FixedScaling(8.0)):
         dump_policy(policy, tmp_path / "policy.toml")

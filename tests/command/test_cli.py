@@ -155,7 +155,7 @@ def test_policy_commands(tmp_path):
 
 @pytest.mark.parametrize("policy", [FixedScaling(2.0), DynamicScaling(), TolerantScaling()], ids=lambda each: each.kind)
 def test_policy_show_explains_every_setting(tmp_path, policy):
-    """Each setting has its meaning beside its allowed values."""
+    """Each setting has its meaning next to its allowed values."""
     dump_policy(policy, tmp_path / "p.toml")
     settings = json.loads(_succeed("policy", "show", "p.toml", "--json", cwd=tmp_path))["settings"]
     assert settings

@@ -140,7 +140,7 @@ def test_dump_policy_replaces_a_link_and_not_its_target(tmp_path):
 
 
 def test_a_key_twice_is_an_error_in_a_policy(tmp_path):
-    """Of two values in JSON nobody knows which is meant, so that none is taken."""
+    """Of two values in JSON it is unknown which is meant, so that none is taken."""
     path = tmp_path / "p.json"
     path.write_text('{"kind": "fixed", "init_scale": 8.0, "init_scale": 8192.0}')
     with pytest.raises(PolicyError, match=r"p\.json.*'?init_scale'? occurs twice"):

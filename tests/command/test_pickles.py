@@ -216,7 +216,7 @@ def _made(name, module):
 
 
 def test_pickled_objects_are_dicts_of_their_attributes(tmp_path, monkeypatch):
-    """DeepSpeed saves its scaler whole, and Megatron-LM its arguments beside it: neither is imported."""
+    """DeepSpeed saves its scaler whole, and Megatron-LM its arguments next to it: neither is imported."""
     kind = _made("DynamicLossScaler", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "DynamicLossScaler", kind, raising=False)
     scaler = kind()

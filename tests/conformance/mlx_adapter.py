@@ -68,6 +68,6 @@ MLX = Adapter(
     to_numpy=_to_numpy,
     dtypes=("float16", "bfloat16", "float32", "float64"),
     xp=mx,
-    ways=(Way("eager"), Way("trace", mx.compile, has_values=False)),  # what nobody reads is traced and never run
+    ways=(Way("eager"), Way("trace", mx.compile, has_values=False)),  # what is not read is traced and never run
     context=lambda: mx.stream(mx.cpu),  # where MLX has float64
 )

@@ -17,7 +17,7 @@ _ARRAYS = ("weights", "mean", "square")
 
 
 class Checkpoint(NamedTuple):
-    """Everything a run needs to go on: plain arrays, weights of shape `(inputs, outputs)`, and plain numbers."""
+    """Everything a run needs to continue: plain arrays, weights of shape `(inputs, outputs)`, and plain numbers."""
 
     steps: int
     weights: list
@@ -58,7 +58,7 @@ class Training:
         return float(loss), bool(info.applied)
 
     def checkpoint(self):
-        """Return everything needed to go on."""
+        """Return everything needed to continue."""
         *arrays, adam_steps = self.learnt()
         return Checkpoint(
             self.steps, *([np.array(a) for a in each] for each in arrays), int(adam_steps), self.scale_state()

@@ -55,7 +55,7 @@ def test_another_policy_is_reported_field_by_field(take_over):
 
 @EVERYWHERE
 def test_another_kind_of_policy_is_reported(take_over):
-    """The scale goes on, and the trackers that were not saved begin."""
+    """The scale continues, and the trackers that were not saved begin."""
     with pytest.warns(CheckpointWarning, match=r"kind was 'dynamic' and is 'tolerant'.*steps_since_change starts at"):
         after = take_over(SAVED, TolerantScaling())(True)
     assert after["steps_since_change"] == 1.0
@@ -143,7 +143,7 @@ def test_v1_loads_in_a_graph():
 
 
 def test_jax_refuses_an_optimizer_state_without_scale_state():
-    """A checkpoint of the wrapped optimizer alone: the error says how to go on from it."""
+    """A checkpoint of the wrapped optimizer alone: the error says how to continue from it."""
     optimizer, params = lossscale_jax.loss_scaled(Sgd(), POLICY), jnp.ones(2)
     inner_only = Sgd().init(params)
     for go_on in (optimizer.update, optimizer.apply_gradients):
@@ -170,6 +170,6 @@ def test_jax_loads_a_state_however_deep():
 
 
 def test_numpy_refuses_a_checkpoint_without_scale_state():
-    """The core's verbs have no wrapper that could notice: an empty dict is refused, with the mend."""
+    """The core's verbs have no wrapper that could notice: an empty dict is refused, with the remedy."""
     with pytest.raises(CheckpointError, match="pass a dict that state_to_dict returned, or start a new state"):
         lossscale_core.state_from_dict({}, POLICY)

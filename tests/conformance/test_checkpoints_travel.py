@@ -1,4 +1,4 @@
-"""A run begun in one framework goes on in another.
+"""A run begun in one framework continues in another.
 
 The four frameworks round differently, so their weights drift apart by last digits and one of them may overflow a step
 before another. What must not differ is what the scale state makes of the same overflows. Each framework therefore
@@ -10,7 +10,7 @@ through a file. Then, for every ordered pair:
 - the other framework takes over weights, Adam's memory and the scale state, and trains the next 200 steps for real,
   overflowing where it overflows: its states are those of one uninterrupted run over all these flags, bit for bit.
 
-In the framework that saved it, everything goes on bit for bit: weights and losses, too.
+In the framework that saved it, everything continues bit for bit: weights and losses, too.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def test_the_next_states_are_those_of_the_uninterrupted_run(uninterrupted, origi
 
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
 def test_training_goes_on_in_another_framework(uninterrupted, origin, target):
-    """Weights, optimizer and scale state travel; the run as a whole is one run over its flags, and goes on learning."""
+    """Weights, optimizer and scale state travel; the whole run is one run over its flags, and continues to learn."""
     run, file = uninterrupted(origin)
     rest = _train(_begin(target, Checkpoint.load(file)), STEPS)
     flags = [*run.finite[:SAVED_AT], *rest.finite]
@@ -147,7 +147,7 @@ FROZEN = json.loads((Path(__file__).parents[1] / "core/version_1.json").read_tex
 @pytest.mark.parametrize("target", WRAPPERS)
 @pytest.mark.parametrize("origin", FROZEN)
 def test_a_frozen_checkpoint_of_version_1_goes_on_in_every_framework(origin, target):
-    """What each framework saved in the first release is taken over by each, silently, and goes on as it did."""
+    """What each framework saved in the first release is taken over by each, silently, and continues as it did."""
     frozen = FROZEN[origin]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ GUARD = SpikeGuard(memory=20, warmup=4)
 def _on_host():
     state = GUARD.init_state()
     for norm in NORMS:
-        accepted, state = GUARD.judge(state, norm)
+        accepted, state = GUARD.check(state, norm)
         yield accepted, state
 
 
@@ -25,11 +25,11 @@ def _on_host():
     [(adapter, way) for adapter in BACKENDS for way in adapter.ways],
     ids=lambda part: getattr(part, "name", None),
 )
-def test_the_guard_judges_alike_on_every_backend(adapter, way):
+def test_the_guard_checks_alike_on_every_backend(adapter, way):
     """Bit for bit eagerly, and to a few ulps in a compiler, which may round less often."""
     with adapter.context():
         xp = adapter.xp
-        judge = way.transform(lambda state, norm: GUARD.judge(state, norm, xp=xp))
+        judge = way.transform(lambda state, norm: GUARD.check(state, norm, xp=xp))
         state = GuardState(*(adapter.asarray(value, value.dtype.name) for value in GUARD.init_state()))
         for norm, (expected, expected_state) in zip(NORMS, _on_host(), strict=True):
             accepted, after = judge(state, adapter.asarray(norm, "float32"))

@@ -1,4 +1,4 @@
-"""A run with a spike guard, begun in one framework, goes on in another as the simulated run over the same norms."""
+"""A run with a spike guard, begun in one framework, continues in another as the simulated run over the same norms."""
 
 import functools
 import itertools
@@ -97,7 +97,7 @@ def _guard_states():
     """Return what is saved of the guard after each step of the simulated run."""
     state = GUARD.init_state()
     for norm in NORMS:
-        _, state = GUARD.judge(state, norm)
+        _, state = GUARD.check(state, norm)
         yield state_to_dict(POLICY.init_state(), guard=state)["guard"]
 
 

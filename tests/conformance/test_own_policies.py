@@ -1,4 +1,4 @@
-"""A policy of one's own goes through every facade as it goes on the host."""
+"""A policy of one's own goes through every facade as it continues the host."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The suite judges adapters that the package knows nothing of, and finds what waits for a device."""
+"""The suite checks adapters from outside of the package, and finds what waits for a device."""
 
 import types
 
@@ -78,7 +78,7 @@ class _WaitingPolicy:
     ids=["torch", "jax", "tensorflow"],
 )
 def test_an_update_that_waits_for_the_flag_is_found(make, way):
-    """A policy of one's own is judged as a scenario: what reads a value raises where there is none."""
+    """A policy of one's own is checked as a scenario: what reads a value raises where there is none."""
     scenarios = {"mine": conformance.Scenario(_WaitingPolicy(), [True, False])}
     broken = _failures(make(), {"states_are_the_hosts"}, scenarios)
     assert way in broken

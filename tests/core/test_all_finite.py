@@ -17,7 +17,7 @@ BAD = [np.nan, -np.nan, np.inf, -np.inf]
 
 
 def _peak_bytes(array):
-    """Return how much judging a finite array allocates at most."""
+    """Return how much checking a finite array allocates at most."""
     tracemalloc.start()
     try:
         assert all_finite(array)
@@ -77,7 +77,7 @@ def test_agrees_with_isfinite_on_any_view(array, data):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_every_bit_pattern_of_sixteen_bits(dtype):
-    """All 65536 float16 numbers, and as many float32 ones from the top bits, are judged as NumPy judges them."""
+    """All 65536 float16 numbers, and as many float32 ones from the top bits, are checked as NumPy checks them."""
     if dtype is np.uint16:
         numbers = np.arange(2**16, dtype=np.uint16).view(np.float16)
     else:
@@ -100,7 +100,7 @@ def test_nothing_is_finite_and_integers_do_not_count():
 @pytest.mark.parametrize("fill", [1.0, 3e4], ids=["small", "large"])
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed"])
 def test_allocates_at_most_one_mebibyte(dtype, fill, layout):
-    """Sixteen million bytes are judged within a mebibyte, whatever the dtype, the layout and the path taken."""
+    """Sixteen million bytes are checked within a mebibyte, whatever the dtype, the layout and the path taken."""
     array = np.full((2000, 2000), fill, dtype=dtype)
     if np.dtype(dtype) == np.float32 and fill > 1.0:
         array *= np.float32(1e30)  # squares overflow: the exact look is taken
@@ -110,7 +110,7 @@ def test_allocates_at_most_one_mebibyte(dtype, fill, layout):
 
 
 def test_an_unaligned_array_is_not_copied():
-    """Sixteen million bytes that begin at an odd address are judged within a mebibyte, too."""
+    """Sixteen million bytes that begin at an odd address are checked within a mebibyte, too."""
     array = np.zeros(16_000_001, np.uint8)[1:].view(np.float32)
     assert _peak_bytes(array) <= 2**20
 

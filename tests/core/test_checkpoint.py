@@ -1,4 +1,4 @@
-"""A state saved as a plain dict goes on exactly where it was."""
+"""A state saved as a plain dict continues exactly where it was."""
 
 import json
 import warnings
@@ -136,7 +136,7 @@ def test_a_missing_key_is_named():
 
 
 def test_other_keys_are_left_alone():
-    """A facade may keep keys of its own beside ours."""
+    """A facade may keep keys of its own next to ours."""
     assert state_from_dict({**SAVED, "_growth_tracker": 3, "scale": 1.0}) == DynamicScaling().init_state()
 
 
@@ -157,7 +157,7 @@ def test_a_different_policy_is_reported_field_by_field():
 
 
 def test_another_kind_of_policy_starts_its_own_trackers_fresh():
-    """The scale and the counters go on; a tracker that was never saved begins, and a warning says so."""
+    """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
     with pytest.warns(CheckpointWarning, match=r"steps_since_change starts at 0\.0") as caught:
@@ -201,7 +201,7 @@ def test_a_scale_that_is_not_a_positive_finite_number_is_refused(scale, policy):
 
 @pytest.mark.parametrize(("scale", "becomes"), [(1e-40, 2.0**-126), (2.0**127, 2.0**126), (1e300, 2.0**126)])
 def test_a_scale_that_no_policy_has_is_brought_within_the_bounds_of_all(scale, becomes):
-    """What another tool let grow or fall without bounds goes on at the nearest scale, with a warning."""
+    """What another tool let grow or fall without bounds continues at the nearest scale, with a warning."""
     with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
         assert float(state_from_dict({**SAVED, "loss_scale": scale}).loss_scale) == becomes
 
@@ -224,7 +224,7 @@ def test_an_archive_of_arrays_is_a_checkpoint(tmp_path):
 
 
 FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
-"""What each framework's first release of version 1 saved, and how its run went on; never to be written anew."""
+"""What each framework's first release of version 1 saved, and how its run continued; never to be written again."""
 
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)

@@ -1,4 +1,4 @@
-"""Policies as dicts, TOML and JSON: exact round trips, errors with a mend, and a schema that agrees with the loader."""
+"""Policies as dicts, TOML and JSON: exact round trips, errors with a remedy, a schema that agrees with the loader."""
 
 import json
 import os

@@ -294,7 +294,7 @@ def test_all_failures_are_listed():
 
 
 def test_a_policy_that_drifts_is_caught():
-    """A policy of one's own is judged as a scenario: its states on arrays must be those on the host."""
+    """A policy of one's own is checked as a scenario: its states on arrays must be those on the host."""
 
     class Drifting:
         def init_state(self):

@@ -1,4 +1,4 @@
-"""Other tools' checkpoints: the restored state goes on exactly where the tool's own run would have."""
+"""Other tools' checkpoints: the restored state continues exactly where the tool's own run would have."""
 
 import json
 import warnings
@@ -135,7 +135,7 @@ def test_overflows_in_a_row_are_kept_where_they_end_a_run():
 
 
 def test_settings_of_the_checkpoint_that_differ_are_told():
-    """The tool would go on with those it saved."""
+    """The tool would continue with those it saved."""
     saved = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 3}
     with pytest.warns(CheckpointWarning, match=r"growth_factor was 4.0 .* is 2.0 .*; growth_interval was 10"):
         state = state_from_tool("torch", saved, from_tool("torch", {}))

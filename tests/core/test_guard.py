@@ -36,7 +36,7 @@ def _judged(norms, guard=None, state=None):
     state = state or guard.init_state()
     accepted = []
     for norm in norms:
-        flag, state = guard.judge(state, norm)
+        flag, state = guard.check(state, norm)
         accepted.append(bool(flag))
     return np.array(accepted), state
 
@@ -94,7 +94,7 @@ def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
     """They leave the state as it was, from the first step on; so does what float32 cannot hold."""
     for norms in ([], _log_normal(50, 0)):
         _, before = _judged(norms)
-        accepted, after = SpikeGuard().judge(before, norm)
+        accepted, after = SpikeGuard().check(before, norm)
         assert not accepted
         assert after == before
 
@@ -113,14 +113,14 @@ def test_a_spike_counts_as_the_limit(norms):
     state = guard.init_state()
     for norm in norms:
         limit = guard.limit(state)
-        accepted, after = guard.judge(state, norm)
+        accepted, after = guard.check(state, norm)
         spiked = math.isfinite(norm) and not accepted
         assert spiked == (state.norms >= 3 and limit < norm < math.inf)
         assert after.spikes == state.spikes + spiked
         assert after.streak == (state.streak + 1 if spiked else 0 if math.isfinite(norm) else state.streak)
         if spiked:
             calm = state._replace(norms=np.float32(0))  # where any norm is accepted
-            assert guard.judge(calm, limit)[1].mean == limit
+            assert guard.check(calm, limit)[1].mean == limit
             assert state.mean <= after.mean <= limit
         assert all(math.isfinite(value) and value >= 0 for value in after)
         state = after
@@ -132,8 +132,8 @@ def test_the_types_of_the_state_never_change(norms):
     state = SpikeGuard().init_state()
     arrays = GuardState(*map(np.asarray, state))
     for norm in norms:
-        _, state = SpikeGuard().judge(state, norm)
-        _, arrays = SpikeGuard().judge(arrays, np.float32(norm))
+        _, state = SpikeGuard().check(state, norm)
+        _, arrays = SpikeGuard().check(arrays, np.float32(norm))
         assert [type(value) for value in state] == [np.float32] * 3 + [np.int32, np.float32]
         assert [value.dtype for value in arrays] == [value.dtype for value in state]
         assert arrays == state
@@ -164,7 +164,7 @@ def test_a_guard_is_made_from_its_own_settings():
 
 
 def test_the_state_goes_through_a_checkpoint():
-    """Saved beside the policy's state as plain numbers, and restored bit for bit."""
+    """Saved next to the policy's state as plain numbers, and restored bit for bit."""
     _, state = _judged(_log_normal(77, 4) * np.where(np.arange(77) % 30 == 29, 50, 1))
     saved = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
     assert list(saved["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
@@ -199,8 +199,8 @@ def test_a_damaged_guard_is_refused(change, message):
         guard_state_from_dict({**saved, "guard": {"deviation": 0.0, "norms": 0.0, "spikes": 0, "streak": 0.0}})
 
 
-def test_simulate_judges_recorded_norms():
-    """A spike skips the step and moves no counter of the policy; an overflow is never judged."""
+def test_simulate_checks_recorded_norms():
+    """A spike skips the step and moves no counter of the policy; an overflow is never checked."""
     flags = [True] * 40
     norms = [1.0] * 40
     flags[20] = flags[30] = False
@@ -236,14 +236,14 @@ def test_a_streak_raises_where_a_limit_is_set():
     guard = SpikeGuard(max_streak=3)
     _, state = _judged([2.0] * 20 + [100.0] * 2, guard)
     check_spike_streak(guard, state, 100.0)
-    _, state = guard.judge(state, 100.0)
+    _, state = guard.check(state, 100.0)
     with pytest.raises(SpikeStreakError, match=r"norm of 100 .*number 3 in a row.*mean of the norms is 2\.\d"):
         check_spike_streak(guard, state, 100.0)
     check_spike_streak(SpikeGuard(), state, 100.0)
 
 
 def test_the_diagnosis_and_the_metrics_speak_of_spikes():
-    """Nothing without a spike, a count with one, and a mend within a streak."""
+    """Nothing without a spike, a count with one, and a remedy within a streak."""
     policy = DynamicScaling()
     state = policy.update(policy.init_state(), True)
     assert diagnose(policy, state, guard=SpikeGuard().init_state()) == diagnose(policy, state)

@@ -136,7 +136,7 @@ def test_it_is_diagnosed(policy, flags, verdict):
 
 @pytest.mark.parametrize("flags", [[False] * 6 + [True], [False] * 6 + [True] * 50, [True] * 9])
 def test_the_policy_of_the_docs_is_diagnosed(flags):
-    """It counts what `diagnose` judges by."""
+    """It counts what `diagnose` needs."""
     policy = dataclasses.replace(policy_of_the_docs(), init_scale=2.0**16)
     assert diagnose(policy, _after(policy, flags)).startswith("healthy")
 

@@ -51,7 +51,7 @@ def test_a_broken_rule_is_named_with_the_value_and_a_mend(name, value, rule):
 
 
 @pytest.mark.parametrize(
-    ("setting", "mend"),
+    ("setting", "remedy"),
     [
         ({"growth_interval": 2000.5}, "; pass 2000"),
         ({"growth_interval": "500"}, "; pass 500 without quotes"),
@@ -60,11 +60,11 @@ def test_a_broken_rule_is_named_with_the_value_and_a_mend(name, value, rule):
         ({"min_scale": 0}, "; pass 1.0 or less"),
     ],
 )
-def test_the_mend_is_what_was_probably_meant(setting, mend):
+def test_the_remedy_is_what_was_probably_meant(setting, remedy):
     """It does not lead to another mistake."""
     with pytest.raises(PolicyError) as caught:
         DynamicScaling(**setting)
-    assert mend in str(caught.value)
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize(

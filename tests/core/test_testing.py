@@ -81,7 +81,7 @@ def test_unknown_kinds_and_text_are_refused():
 
 
 def test_simulate_gradients_refuses_negative_magnitudes():
-    """With the step and the value: its absolute value is probably what is meant, and nobody knows."""
+    """With the step and the value: its absolute value is probably what is meant, but not certainly."""
     with pytest.raises(ValueError, match=r"gradient_max of step 1 is -3, but a magnitude is 0 or above; pass abs"):
         simulate_gradients(NoScaling(), [0.0, -3.0, -4.0])
 
@@ -96,7 +96,7 @@ def test_simulate_gradients_finds_the_level():
     ("maxima", "dtype", "words"), [([1.0], "float8", "float16, bfloat16"), ([[1.0]], "float16", "steps")]
 )
 def test_simulate_gradients_names_bad_input(maxima, dtype, words):
-    """An unknown dtype or a wrong shape is answered with the mend."""
+    """An unknown dtype or a wrong shape is answered with the remedy."""
     with pytest.raises(ValueError, match=words):
         simulate_gradients("dynamic", maxima, dtype)
 

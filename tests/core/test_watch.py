@@ -167,7 +167,7 @@ def test_a_new_run_speaks_anew():
 
 
 def test_raise_stops_at_the_floor():
-    """Names the scale, the bound and the mend, at each overflow there; `log` itself raises nothing."""
+    """Names the scale, the bound and the remedy, at each overflow there; `log` itself raises nothing."""
     policy, watch = DynamicScaling(init_scale=4.0), ScaleWatch("raise")
     state = policy.update(policy.init_state(), False)
     watch.check(policy, state)

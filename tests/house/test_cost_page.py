@@ -12,7 +12,7 @@ MEASURED = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS /
 
 @pytest.mark.parametrize("ratio", re.findall(r"\b\d\.\d\d ×", PAGE))
 def test_each_ratio_is_one_that_was_measured(ratio):
-    """A benchmark that is measured anew changes the page, too."""
+    """A benchmark that is measured again changes the page, too."""
     assert f"| {ratio} " in MEASURED
 
 

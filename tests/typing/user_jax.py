@@ -52,7 +52,7 @@ def loss(params: Params, batch: Batch) -> jax.Array:
 
 
 def loss_and_count(params: Params, batch: Batch) -> tuple[jax.Array, int]:
-    """Compute a loss and something beside it."""
+    """Compute a loss and something next to it."""
     return loss(params, batch), len(batch.targets)
 
 

@@ -45,7 +45,7 @@ class RecordedRun(NamedTuple):
     norm: NDArray[np.float64] | None
     """float64: the norm of the unscaled gradients, NaN if it is not known; None without norms."""
     is_guessed: bool
-    """Whether overflows are guessed from falls of the scale, since the file does not tell them."""
+    """Whether overflows are guessed from falls of the scale, since the file does not contain them."""
 
 
 def read_run(path: Path) -> RecordedRun:

@@ -26,8 +26,8 @@ from lossscale_core import policy_to_dict
 def command(policy: str | None, trace: Path | None, overwrite: bool, program: tuple[str, ...]) -> None:
     """Run a PyTorch training script as it is, with this library's scaler in the place of torch's.
 
-    PROGRAM is a command line, such as python train.py or torchrun train.py, or a script that ends in .py. At the end
-    a diagnosis, and what moved on skipped steps, stand on stderr.
+    PROGRAM is a command line, such as python train.py or torchrun train.py, or a script that ends in .py. At exit
+    it prints a diagnosis, and what moved on skipped steps, to stderr.
     """
     config = None if policy is None else policy_to_dict(typed_policy(policy, "--policy"))
     arguments = [sys.executable, *program] if program[0].endswith(".py") else list(program)

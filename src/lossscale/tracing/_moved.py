@@ -31,8 +31,8 @@ class _Counter(NamedTuple):
 class Bystanders:
     """The schedules, averaged weights and normalisation layers of a process, and how often each moved on a skip.
 
-    They are looked for before the first step; whatever a script makes later is not seen. Nothing of theirs is replaced:
-    their own counters, and the versions that torch counts for each tensor, tell whether they moved.
+    They are collected before the first step; objects that a script makes later are not included. Nothing of theirs is
+    replaced: their own counters, and the versions that torch counts for each tensor, show whether they moved.
     """
 
     def __init__(self) -> None:

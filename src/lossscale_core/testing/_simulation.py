@@ -61,7 +61,7 @@ def simulate(
         policy: Anything that `as_policy` accepts.
         grads_finite: A bool for each step.
         norms: The norm of each step's unscaled gradients, of shape `(steps,)`; only with `guard`.
-        guard: Judges the steps that are finite. A spike leaves the policy's state as it was.
+        guard: Checks the norms of the steps that are finite. A spike leaves the policy's state as it was.
 
     Returns:
         The simulated run, with a column for each counter that the policy's state has in addition. With `guard` it has
@@ -74,12 +74,12 @@ def simulate(
     """
     flags = _as_flags(grads_finite)
     if (norms is None) != (guard is None):
-        raise ValueError("a guard judges norms; pass both norms= and guard=, or none of them")
+        raise ValueError("a guard checks norms; pass both norms= and guard=, or none of them")
     if guard is None:
         return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
     spiked = _spikes(guard, flags, np.asarray(norms, np.float32))
-    judged = _run(as_policy(policy), len(flags), lambda step, _: flags[step], counts=~spiked)
-    trace: Trace = _trace_type(judged._fields, "spiked")(*judged, spiked)
+    trace_of_all = _run(as_policy(policy), len(flags), lambda step, _: flags[step], counts=~spiked)
+    trace: Trace = _trace_type(trace_of_all._fields, "spiked")(*trace_of_all, spiked)
     return trace
 
 
@@ -222,7 +222,7 @@ def _spikes(guard: SpikeGuard, flags: list[bool], norms: "NDArray[np.float32]") 
     spiked = np.zeros(len(flags), bool)
     state = guard.init_state()
     for step, (finite, norm) in enumerate(zip(flags, norms, strict=True)):
-        accepted, state = guard.judge(state, norm if finite else np.float32(np.inf))
+        accepted, state = guard.check(state, norm if finite else np.float32(np.inf))
         spiked[step] = finite and not accepted
     return spiked
 

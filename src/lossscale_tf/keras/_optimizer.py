@@ -551,7 +551,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def _checkpoint_adapter(self, path: str) -> Any:
         if self._saved is not None:
-            self._saved.look_at(path)
+            self._saved.read_layout(path)
         return super()._checkpoint_adapter(path)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:

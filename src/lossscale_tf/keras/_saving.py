@@ -57,7 +57,7 @@ class SavedLikeInner:
         """Return the objects to save by their names."""
         return {**self._inner._trackable_children(*args, **kwargs), **self._own}
 
-    def look_at(self, path: str) -> None:
+    def read_layout(self, path: str) -> None:
         """Detect the layout of the checkpoint to be restored."""
         self._is_nested = any(name.endswith(_ONLY_IN_NESTED) for name, _ in tf.train.list_variables(path))
 

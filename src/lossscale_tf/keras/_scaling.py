@@ -159,7 +159,7 @@ class Scaling:
         no_loss_scaled, not_unscaled = self._calls.is_missing(record)
         if no_loss_scaled and not_unscaled:
             raise CallOrderError(
-                "apply was given gradients, but this optimizer scaled no loss for them, so that it cannot be told "
+                "apply was given gradients, but this optimizer scaled no loss for them, so that it is unknown "
                 "whether they are scaled; scale the loss by scale_loss, or pass unscaled gradients to apply_gradients"
             )
         return are_as_before or not_unscaled

@@ -291,7 +291,7 @@ def _variable(name: str, value: Any) -> tf.Variable:
 def _require_name(name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"name={name!r} must begin with a letter, a digit or a dot, and may go on with these and _ \\ / > -"
+            f"name={name!r} must begin with a letter, a digit or a dot, and may continue with these and _ \\ / > -"
         )
 
 

@@ -100,7 +100,7 @@ class SavedBuffers:
         self._made = self._made_now()
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Write the saved values to the buffers, and remove buffers that were created since."""
         for made in self._made_now() if self._made is None else self._made:
             made.remove()

@@ -47,7 +47,7 @@ class _Minimization:
             self._retries = 0
         self._protections = [each for each in scaler._observers if isinstance(each, Protection)]
         self._protected = [module for each in self._protections for module in each.modules()]
-        self._start = _Point(optimizer, may_go_back=self._retries > 0)
+        self._start = _Snapshot(optimizer, may_restore=self._retries > 0)
         self._error: Exception | None = None
 
     def run(self) -> StepInfo:
@@ -84,7 +84,7 @@ class _Minimization:
         try:
             info = self._run(functools.partial(self._try_closure, weights))
         except BaseException:  # the optimizer may have been on its way between two evaluations
-            weights.put_back()
+            weights.restore()
             raise
         return info
 
@@ -99,10 +99,10 @@ class _Minimization:
             if applied:
                 return info
             if self._retries == 0 or info.spiked:  # another scale would not reduce the norm
-                self._start.buffers.put_back()
+                self._start.buffers.restore()
                 return info
             self._retries -= 1
-            self._start.go_back()
+            self._start.restore()
 
     def _try_step(self) -> StepInfo:
         _forget_gradients(self._optimizer)
@@ -125,7 +125,7 @@ class _Minimization:
         Return None, or the outcome of the try that has used up the retries.
         """
         for number, loss_fn in enumerate(self._loss_fns):
-            point = _Point(self._optimizer, may_go_back=True) if number else self._start
+            point = _Snapshot(self._optimizer, may_restore=True) if number else self._start
             sums = _GradientSums(self._optimizer, self._scaler.get_scale())
             while not self._is_finite_after(loss_fn, [self._start, point] if number else [point]):
                 self._scaler.skip(self._optimizer)
@@ -133,8 +133,8 @@ class _Minimization:
                 if self._retries == 0:
                     return info
                 self._retries -= 1
-                point.go_back()
-                sums.put_back(self._scaler.get_scale())
+                point.restore()
+                sums.restore(self._scaler.get_scale())
             if number + 1 < len(self._loss_fns) and not grads_of(self._optimizer):
                 raise CallOrderError(
                     f"loss_fn[{number}] left no gradients, so that it cannot be retried alone; if it runs under "
@@ -142,7 +142,7 @@ class _Minimization:
                 )
         return None
 
-    def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> bool:
+    def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> bool:
         """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
         self._backward(loss_fn, points)
         return all(flag.item() == 0.0 for flag in self._scaler._check_inf_per_device(self._optimizer).values())
@@ -153,7 +153,7 @@ class _Minimization:
         try:
             self._optimizer.step(self._closure)
         except _OverflowInClosure:
-            weights.put_back()
+            weights.restore()
         if self._scaler.is_enabled():
             self._scaler._records[id(self._optimizer)]["stage"] = STEPPED
         return self._update()
@@ -171,7 +171,7 @@ class _Minimization:
             raise _OverflowInClosure
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
+    def _backward(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> Tensor:
         """Run a loss, and the backward of the scaled one; return the loss without its graph."""
         # Autocast keeps float16 weights until its context ends; around several steps they would be those of the first.
         torch.clear_autocast_cache()
@@ -181,7 +181,7 @@ class _Minimization:
         self._scaler.scale(loss).backward()
         return loss.detach()
 
-    def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Point"]) -> Tensor:
+    def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> Tensor:
         """Run a loss, and copy the buffers of each module before it runs."""
         group = self._scaler._ranks.process_group
         with _Watch(points, are_ranks_free=self._retries > 0 and group is None) as watch:
@@ -202,16 +202,16 @@ class _OverflowInClosure(Exception):  # noqa: N818  # not an error: it ends an o
     """The gradients from a closure are not finite."""
 
 
-class _Point:
+class _Snapshot:
     """Snapshot of buffers, other gradients and random state, restored before a retry."""
 
-    def __init__(self, optimizer: Any, may_go_back: bool) -> None:
+    def __init__(self, optimizer: Any, may_restore: bool) -> None:
         self.buffers = SavedBuffers()
-        self._may_go_back = may_go_back
+        self._may_restore = may_restore
         self.modules: dict[int, Module] = {}
         """The copied modules by their ids, which are unique while the modules are referenced here."""
         self._other_gradients: list[tuple[Tensor, Tensor | None]] = []
-        if may_go_back:
+        if may_restore:
             self._random = RandomState()
             self._own = {id(param) for param in params_of(optimizer)}
 
@@ -219,7 +219,7 @@ class _Point:
         """Copy the buffers of a module and its submodules, before the first of them runs."""
         new = unknown_modules(module, self.modules)
         self.buffers.save(new)
-        if self._may_go_back:
+        if self._may_restore:
             others = (param for each in new for param in each._parameters.values() if id(param) not in self._own)
             self._other_gradients += [
                 (param, None if param.grad is None else param.grad.clone())
@@ -227,10 +227,10 @@ class _Point:
                 if param is not None and param.requires_grad
             ]
 
-    def go_back(self) -> None:
+    def restore(self) -> None:
         """Restore the buffers, the random state, and the gradients of other optimizers' parameters."""
-        self.buffers.put_back()
-        self._random.put_back()
+        self.buffers.restore()
+        self._random.restore()
         for param, grad in self._other_gradients:
             param.grad = None if grad is None else grad.clone()
 
@@ -243,7 +243,7 @@ class _GradientSums:
         self._grads = [(p, None if p.grad is None else p.grad.clone()) for p in params_of(optimizer)]
 
     @torch.no_grad()
-    def put_back(self, loss_scale: float) -> None:
+    def restore(self, loss_scale: float) -> None:
         """Restore the gradients at another loss scale; exact if both scales are powers of two."""
         for param, grad in self._grads:
             if grad is None or param.grad is None or grad.layout is not torch.strided:
@@ -263,7 +263,7 @@ class _WeightsAndState:
         self._groups = [{name: _cloned(group[name]) for name in group if name != "params"} for group in self._all()]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore parameters, state and settings."""
         for param, values in self._params:
             param.copy_(values)
@@ -281,7 +281,7 @@ class _WeightsAndState:
 class _Watch:
     """The watch over modules: before the forward of each one in this thread, the snapshots copy it."""
 
-    def __init__(self, points: list[_Point], are_ranks_free: bool) -> None:
+    def __init__(self, points: list[_Snapshot], are_ranks_free: bool) -> None:
         self._points = points
         self._are_ranks_free = are_ranks_free  # whether the ranks decide without communication
         self.seen = points[-1].modules

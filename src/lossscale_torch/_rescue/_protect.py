@@ -51,7 +51,7 @@ class _Guarded:
             if isinstance(applied, Tensor):
                 self.saved.keep_where(applied)
             elif not applied:
-                self.saved.put_back()
+                self.saved.restore()
         if self.updates:
             self.saved = None
         else:

@@ -140,7 +140,7 @@ class Changes:
         self._generators.setdefault(generator, generator.get_state())
 
     def _forget_freed(self) -> None:
-        """Drop the copies of gathered parameters, whose memory `fully_shard` frees while their tensors live on."""
+        """Drop the copies of gathered parameters, whose memory `fully_shard` frees while their tensors still exist."""
         self._copies = {key: pair for key, pair in self._copies.items() if _has_memory(pair[0])}
 
     def made(self, storage: int) -> None:

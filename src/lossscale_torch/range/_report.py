@@ -139,7 +139,7 @@ def _random_states_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        state.put_back()
+        state.restore()
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[object]:

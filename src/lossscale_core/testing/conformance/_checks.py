@@ -41,7 +41,7 @@ class Check:
         try:
             with self.adapter.context():
                 self.run()
-        # The message of the rule says it all, and a chain would bury it under the frames of the trial.
+        # The message of the rule is complete, and a chain of exceptions would hide it under the frames of the trial.
         except AssertionError as error:
             raise AssertionError(f"{self}: {error}") from None
         except Exception as error:
