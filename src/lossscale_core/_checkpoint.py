@@ -12,10 +12,9 @@ from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, poli
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown, shown_names, shown_number
+from lossscale_core.messages import not_a_state, shown, shown_names, shown_number
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"

@@ -11,10 +11,9 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
-from lossscale_core._slips import unknown_name
 from lossscale_core.errors import PolicyError
 from lossscale_core.files import TOML_END, TOML_START, read_data, suffix_of, write_whole
-from lossscale_core.messages import nearest_name, shown
+from lossscale_core.messages import nearest_name, shown, unknown_name
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""
@@ -62,7 +61,8 @@ def as_policy(source: Any) -> ScalingPolicy:
         _require_known_suffix(source)
     if hasattr(source, "loss_scale"):
         raise PolicyError(
-            f"{shown(source)} is a state and not a policy; pass the policy first, as in diagnose(policy, state)"
+            f"{shown(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
+            "diagnose, check_overflow_streak and ScaleWatch.log take the policy first"
         )
     raise PolicyError(
         f"{shown(source)} is not a loss-scaling policy; {_meant(source)}pass a policy such as DynamicScaling(), "

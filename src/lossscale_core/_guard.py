@@ -16,6 +16,7 @@ from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCAL
 from lossscale_core._slips import explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
 from lossscale_core.errors import PolicyError, SpikeStreakError
+from lossscale_core.messages import shown
 
 _LEAST_DEVIATION = 0.375
 """The smallest deviation, as a fraction of the mean.
@@ -109,7 +110,15 @@ class SpikeGuard:
         Returns:
             A bool of shape `()`, and a state with the same dtypes and shapes. A norm that is not finite leaves the
             state as it was.
+
+        Raises:
+            TypeError: `state` is not a state of a guard.
         """
+        if not hasattr(state, "mean"):
+            raise TypeError(
+                f"state={shown(state)} is not a state of a guard; call check(state, norm), with a state that "
+                "init_state or check returned"
+            )
         xp = namespace(state.mean) if xp is None else xp
         if xp is np and state.mean.shape == ():  # NumPy computes on scalars ten times as fast
             accepted, after = self.check(GuardState(*(value[()] for value in state)), norm, xp=HOST)

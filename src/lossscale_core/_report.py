@@ -10,11 +10,10 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._settings import LARGEST_COUNT
-from lossscale_core._slips import not_a_state
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
 from lossscale_core._watch import require_above_floor
 from lossscale_core.errors import OverflowStreakError, PolicyError
-from lossscale_core.messages import shown_number
+from lossscale_core.messages import not_a_state, shown_number
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):

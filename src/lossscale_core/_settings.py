@@ -127,12 +127,10 @@ RULES = {
 """The rule of each setting, by its name, whichever policy has it."""
 
 
-_MAX_NORM = Rule(
-    float, "a positive number", "pass math.inf not to clip", minimum=float(np.nextafter(0.0, 1.0)), maximum=math.inf
-)
+_MAX_NORM = Rule(float, "a number from 0", "pass math.inf not to clip", maximum=math.inf)
 _ARGUMENTS = {
-    "max_norm": _MAX_NORM,
-    "global_clipnorm": _MAX_NORM,
+    "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax; in Keras it does not clip
+    "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 0 not to retry"),
 }
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""

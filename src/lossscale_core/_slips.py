@@ -6,30 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from lossscale_core._settings import Rule
-from lossscale_core.messages import nearest_name, shown
+from lossscale_core.messages import not_a_state, shown, unknown_name
 
 T = TypeVar("T")
-
-
-def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
-    """Return the sentence for a name that is not `what`, with the nearest known name and all known names."""
-    names = list(known)
-    return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
-
-
-def not_a_state(value: Any, call: str) -> TypeError:
-    """Return the error for a value in the place of a state, for example if arguments are swapped."""
-    return TypeError(
-        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
-        "or update returned"
-    )
-
-
-def not_a_flag(value: Any, call: str) -> TypeError:
-    """Return the error for a value in the place of the flag, for example if arguments are swapped."""
-    return TypeError(
-        f"grads_finite={shown(value)} must be a bool of shape (); call {call}, with what all_finite returned"
-    )
 
 
 def loss_scale_of(state: Any, call: str) -> Any:

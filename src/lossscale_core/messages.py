@@ -1,12 +1,27 @@
 """Values, names and numbers in messages: on one line, escaped, and short even for a large value."""
 
+import functools
+import inspect
 import itertools
 import math
 import reprlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["escaped", "nearest_name", "shown", "shown_names", "shown_number"]
+__all__ = [
+    "escaped",
+    "explain_arguments",
+    "nearest_name",
+    "not_a_flag",
+    "not_a_state",
+    "shown",
+    "shown_names",
+    "shown_number",
+    "unknown_name",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LONGEST = 500
 _LONGEST_NAME = 100
@@ -143,6 +158,77 @@ def nearest_name(name: Any, known: Iterable[str]) -> str:
     # The time of a match grows with the product of the lengths, and the name may come from any file.
     found = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1) if isinstance(name, str) else []
     return f"did you mean {found[0]!r}? " if found else ""
+
+
+def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
+    """Return the sentence for an unknown name.
+
+    Args:
+        name: The unknown name, or any other value.
+        what: What the name is not, such as `a setting of DynamicScaling`.
+        known: The known names.
+
+    Returns:
+        The sentence, with the nearest known name and all known names.
+    """
+    names = list(known)
+    return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
+
+
+def not_a_state(value: Any, call: str) -> TypeError:
+    """Return the error for a value in the place of a state, for example if arguments are swapped.
+
+    Args:
+        value: Any value without a loss scale.
+        call: The right call, such as `unscale(grads, state)`.
+
+    Returns:
+        The error, to raise.
+    """
+    return TypeError(
+        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
+        "or update returned"
+    )
+
+
+def not_a_flag(value: Any, call: str) -> TypeError:
+    """Return the error for a value in the place of the flag, for example if arguments are swapped.
+
+    Args:
+        value: Any value that is not a bool of shape `()`.
+        call: The right call, such as `select(grads_finite, new, old)`.
+
+    Returns:
+        The error, to raise.
+    """
+    return TypeError(
+        f"grads_finite={shown(value)} must be a bool of shape (); call {call}, with what all_finite returned"
+    )
+
+
+def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose `TypeError` for a misspelt argument names the nearest known one.
+
+    Args:
+        function: A function, or the `__init__` of a class, without `**kwargs`.
+
+    Returns:
+        The function, with the same signature.
+    """
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            known = [name for name in inspect.signature(function).parameters if name != "self"]
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(unknown_name(name, f"an argument of {owner}", known)) from None
+            raise
+
+    return explained
 
 
 def _name(name: Any) -> str:

@@ -83,7 +83,7 @@ def _global_norm(leaves: list[Array], loss_scale: Array | None, by: Skip) -> Arr
 
 def clip_factor(norm: Array, max_norm: float) -> Array:
     """Return the factor that reduces gradients of this norm to a norm of at most `max_norm`."""
-    return max_norm / jnp.maximum(norm, max_norm)
+    return max_norm / jnp.maximum(norm, max(max_norm, float(jnp.finfo(jnp.float32).tiny)))  # 0 / 0 would be NaN
 
 
 # Without `jit`, an eager `cond` would be compiled at every call.

@@ -9,6 +9,7 @@ import optax
 
 from lossscale_core import GuardState, PolicyLike, ScalingPolicy, SpikeGuard, as_policy, check_setting
 from lossscale_core.errors import PolicyError, ScaleStateError
+from lossscale_core.messages import explain_arguments
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import explain_structures, require_optimizer
@@ -89,6 +90,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         return wrapper.apply_gradients
 
 
+@explain_arguments
 def loss_scaled(
     inner: Optimizer,
     policy: PolicyLike,

@@ -65,7 +65,7 @@ def clipping(max_norm: Any, norm_type: float, error_if_nonfinite: bool = False) 
     """Return the arguments of clipping; raise `PolicyError` for a norm that gradients cannot be clipped to."""
     is_number = getattr(max_norm, "shape", None) == () or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
     value = max_norm.item() if is_number else max_norm
-    if type(value) not in (float, int) or not value >= 0.0:  # 0 makes all gradients zero, as in torch's own clip
+    if type(value) is not float or not value >= 0.0:
         value = check_setting("max_norm", value)
     return Clipping(float(value), float(norm_type), error_if_nonfinite)
 

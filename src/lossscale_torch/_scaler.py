@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
 from lossscale_core.errors import CallOrderError
-from lossscale_core.messages import shown
+from lossscale_core.messages import explain_arguments, shown
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
 from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
@@ -87,6 +87,7 @@ class GradScaler(TorchNames):
 
     """
 
+    @explain_arguments
     def __init__(
         self,
         device: str = "cuda",

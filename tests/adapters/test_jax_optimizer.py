@@ -485,11 +485,20 @@ def test_a_large_max_norm_clips_nothing(max_norm):
     assert params.tolist() == [-3.0, -3.0]
 
 
+@pytest.mark.parametrize("grad", [3.0, 0.0])
+def test_a_max_norm_of_zero_makes_all_gradients_zero(grad):
+    """As in torch and optax; a gradient of zero does not become NaN."""
+    optimizer = loss_scaled(optax.sgd(1.0), "none", max_norm=0.0)
+    params, state = optimizer.apply_gradients(jnp.full(2, grad), optimizer.init(jnp.zeros(2)), jnp.zeros(2))
+    assert params.tolist() == [0.0, 0.0]
+    assert int(state.scale_state.skipped_steps) == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_norm": 0.0}, "max_norm=0.0 must be a positive number"),
-        ({"max_norm": float("nan")}, "max_norm=nan must be a positive number"),
+        ({"max_norm": -0.5}, "max_norm=-0.5 must be a number from 0"),
+        ({"max_norm": float("nan")}, "max_norm=nan must be a number from 0"),
         ({"max_norm": 1.0, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),

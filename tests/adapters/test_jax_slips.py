@@ -242,3 +242,9 @@ def test_an_optimizer_that_sums_the_gradients_of_samples(compiled):
     updates, state = update({**grads, "bias": grads["bias"].at[0].set(jnp.inf)}, state, PARAMS)
     assert not any(map(jnp.any, jax.tree.leaves(updates)))
     assert int(get_scale_state(state).skipped_steps) == 1
+
+
+def test_a_misspelt_setting_is_named():
+    """With the nearest one."""
+    with pytest.raises(TypeError, match="'max_nrm' is not an argument of loss_scaled; did you mean 'max_norm'"):
+        loss_scaled(optax.adam(0.1), POLICY, max_nrm=1.0)

@@ -708,7 +708,7 @@ def test_autocast_around_several_calls():
             (None, {"retries": retries}, PolicyError, f"retries={retries!r} must be a whole number from 0 to .*; pass")
             for retries in (-1, 1.5, True, "3", None)
         ),
-        (None, {"max_norm": -1.0}, PolicyError, "max_norm=-1.0 must be a positive number; pass math.inf not to clip"),
+        (None, {"max_norm": -1.0}, PolicyError, "max_norm=-1.0 must be a number from 0; pass math.inf not to clip"),
         (lambda: None, {}, TypeError, "loss_fn returned None; return the loss"),
         ([], {}, TypeError, "must be a function without arguments"),
         (3, {}, TypeError, "loss_fn=3 must be a function"),

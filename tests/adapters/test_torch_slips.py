@@ -1,5 +1,6 @@
 """Likely slips with `GradScaler`: each is answered in a sentence that says what was given, the rule and what to do."""
 
+import inspect
 import re
 
 import pytest
@@ -76,3 +77,10 @@ def test_a_loss_that_is_not_a_tensor_is_named(outputs, sentence):
     """After torch's own sentence, which programs may look for."""
     with pytest.raises(ValueError, match=re.escape(f"outputs must be a Tensor or an iterable of Tensors. {sentence}")):
         GradScaler("cpu").scale(outputs)
+
+
+def test_a_misspelt_argument_is_named():
+    """With the nearest one and all of them; the signature is that of the class."""
+    with pytest.raises(TypeError, match="'grow_interval' is not an argument of GradScaler; did you mean 'growth_inter"):
+        GradScaler("cpu", grow_interval=3)
+    assert list(inspect.signature(GradScaler).parameters)[:2] == ["device", "init_scale"]

@@ -175,7 +175,7 @@ def test_swapped_arguments_are_shown_in_their_order(call, sentence):
 )
 def test_a_state_is_not_a_policy(call):
     """The message shows which of the two comes first."""
-    sentence = r"ScaleState\(.*\) is a state and not a policy; pass the policy first, as in diagnose\(policy, state\)"
+    sentence = r"ScaleState\(.*\) is a state and not a policy; pass its policy in this place"
     with pytest.raises(PolicyError, match=sentence):
         call()
 
@@ -247,10 +247,11 @@ def test_a_missing_file_keeps_its_number_and_name():
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("max_norm", float("nan"), "max_norm=nan must be a positive number; pass math.inf not to clip"),
-        ("max_norm", 0, "max_norm=0 must be a positive number; pass"),
-        ("max_norm", "1.0", "max_norm='1.0' must be a positive number; pass 1.0 without quotes"),
+        ("max_norm", float("nan"), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
+        ("max_norm", -1, "max_norm=-1 must be a number from 0; pass"),
+        ("max_norm", "1.0", "max_norm='1.0' must be a number from 0; pass 1.0 without quotes"),
         ("global_clipnorm", True, "global_clipnorm=True must be a positive number; pass"),
+        ("global_clipnorm", 0, "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
         ("retries", True, "retries=True must be a whole number from 0 to 2**31 - 1; pass 0 not to retry"),
         ("retries", 1.5, "retries=1.5 must be a whole number from 0 to 2**31 - 1; pass 2"),
     ],
@@ -260,6 +261,7 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
     with pytest.raises(PolicyError, match=re.escape(sentence)):
         check_setting(name, value)
     assert check_setting("max_norm", float("inf")) == float("inf")
+    assert check_setting("max_norm", 0) == 0.0
     assert check_setting("retries", np.int64(3)) == 3
 
 
@@ -277,3 +279,16 @@ def test_the_dict_of_another_tool_is_sent_to_the_dialects(restore):
     assert message.startswith("the saved state has no version, but scale, growth_factor, backoff_factor, ")
     assert "if another tool such as torch saved it, lossscale.dialects.state_from_tool('torch', saved)" in message
     assert dialects.state_from_tool("torch", TORCHS).growth_tracker == 7
+
+
+def test_a_guard_with_swapped_arguments():
+    """The message shows the right call."""
+    guard = SpikeGuard()
+    with pytest.raises(TypeError, match=r"state=1\.0 is not a state of a guard; call check\(state, norm\)"):
+        guard.check(1.0, guard.init_state())
+
+
+def test_an_unknown_reaction_to_the_floor():
+    """The message has the three known ones, and which to choose."""
+    with pytest.raises(PolicyError, match="on_floor='log' must be 'warn', 'raise' or 'ignore'; pass 'warn' to log"):
+        ScaleWatch("log")

@@ -24,21 +24,21 @@ PLAN = {
         _slips: _settings messages
         files: errors messages
         _state: _settings
-        _arrays: _finite _slips _state tree
+        _arrays: _finite _slips _state messages tree
         _base: _arrays _settings _state errors
-        _guard: _arrays _settings _slips _state errors
+        _guard: _arrays _settings _slips _state errors messages
         _diagnosis: _base _guard _settings _slips _state messages
-        _policy: _arrays _base _settings _slips _state
+        _policy: _arrays _base _settings _slips _state messages
         _schema: _base _settings
         _strategies: _base _settings
-        _config: _base _policy _settings _slips errors files messages
+        _config: _base _policy _settings errors files messages
         _range_search: _policy _range_records _settings
-        _checkpoint: _base _config _guard _policy _settings _slips _state errors messages
+        _checkpoint: _base _config _guard _policy _settings _state errors messages
         _placement: _arrays _base _config _policy _state
         ranges: _range_records
         _range: _range_picture _range_records _range_search files
-        _watch: _base _config _diagnosis _slips _state errors messages
-        _report: _base _config _diagnosis _guard _settings _slips _state _watch errors messages
+        _watch: _base _config _diagnosis _state errors messages
+        _report: _base _config _diagnosis _guard _settings _state _watch errors messages
         testing: _base _checkpoint _config _guard _policy _settings _state messages tree (_strategies)
         __init__: _arrays _base _checkpoint _config _guard _placement _policy _range _range_records _report _schema
             _settings _state _watch errors files messages ranges testing tree

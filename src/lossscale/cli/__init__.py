@@ -75,6 +75,11 @@ def run(arguments: list[str] | None = None) -> None:
         _fail(
             f"the content of the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file"
         )
+    except FileNotFoundError as error:
+        has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
+        hint = "pass the path of a file that exists" if has_folder else "make its folder first, or pass another path"
+        cause = error.strerror if ";" in str(error.strerror) else f"{error.strerror}; {hint}"
+        _fail(f"{error.filename}: {cause}" if error.filename else str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
