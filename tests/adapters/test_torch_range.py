@@ -406,7 +406,7 @@ def test_inputs_without_a_name_are_named_by_the_module_or_the_operation():
 
     assert _first_sentence(model, loss_fn) == (
         "before the forward pass: input of Sequential holds NaN in 1 of its 384 elements, "
-        "target of aten.mse_loss in loss_fn holds NaN in 1 of its 192 elements"
+        "argument target of aten.mse_loss in loss_fn holds NaN in 1 of its 192 elements"
     )
 
 

@@ -48,7 +48,7 @@ class Inputs:
             overwritten = call.written if call.facts.overwrites else ()
             for argument, tensor in call.tensors():
                 if not any(tensor is each for each in overwritten) and self._is_new(tensor) and not is_finite(tensor):
-                    self._add(tensor, f"{argument} of {call.facts.name} in {place}")
+                    self._add(tensor, f"argument {argument} of {call.facts.name} in {place}")
         self._written.update(map(storage_of, call.written))
 
     def _is_new(self, tensor: Tensor) -> bool:
