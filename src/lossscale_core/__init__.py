@@ -21,6 +21,16 @@ from lossscale_core._config import (
     policy_to_toml,
 )
 from lossscale_core._guard import GuardState, SpikeGuard, check_guard, check_spike_streak
+from lossscale_core._nonfinite import (
+    NonfiniteState,
+    OnNonfiniteLoss,
+    OnNonfiniteUpdate,
+    check_nonfinite_streak,
+    count_nonfinite,
+    init_nonfinite_state,
+    nonfinite_state_from_dict,
+    nonfinite_update,
+)
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
 from lossscale_core._report import (
@@ -56,7 +66,10 @@ __all__ = [
     "HostScalar",
     "NoScaling",
     "NonfiniteInput",
+    "NonfiniteState",
     "OnFloor",
+    "OnNonfiniteLoss",
+    "OnNonfiniteUpdate",
     "OperationRange",
     "OverflowReport",
     "PolicyLike",
@@ -73,18 +86,23 @@ __all__ = [
     "all_finite",
     "as_policy",
     "check_guard",
+    "check_nonfinite_streak",
     "check_overflow_streak",
     "check_setting",
     "check_spike_streak",
+    "count_nonfinite",
     "diagnose",
     "dump_policy",
     "errors",
     "files",
     "guard_state_from_dict",
+    "init_nonfinite_state",
     "init_state",
     "load_policy",
     "messages",
     "metrics",
+    "nonfinite_state_from_dict",
+    "nonfinite_update",
     "policy_from_dict",
     "policy_schema",
     "policy_to_dict",

@@ -10,6 +10,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
+from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
@@ -23,7 +24,11 @@ _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
 def state_to_dict(
-    state: AnyScaleState, policy: PolicyLike | None = None, *, guard: GuardState | None = None
+    state: AnyScaleState,
+    policy: PolicyLike | None = None,
+    *,
+    guard: GuardState | None = None,
+    nonfinite: NonfiniteState | None = None,
 ) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
@@ -34,10 +39,11 @@ def state_to_dict(
         policy: Anything that `as_policy` accepts. Its config is saved too, and compared when the state is restored; a
             policy without a `kind` has no config and is left out.
         guard: The state of a spike guard, of any framework.
+        nonfinite: The counters of updates and losses that were NaN or infinite.
 
     Returns:
-        The format's `"version"`, a number for each field of the state, the config under `"policy"`, and a dict of the
-        guard's fields under `"guard"`.
+        The format's `"version"`, a number for each field of the state, the config under `"policy"`, and dicts of the
+        guard's fields under `"guard"` and of the counters under `"nonfinite"`.
 
     Raises:
         PolicyError: `policy` is not a policy.
@@ -53,6 +59,8 @@ def state_to_dict(
             saved["policy"] = config
     if guard is not None:
         saved["guard"] = _plain_numbers(guard)
+    if nonfinite is not None:
+        saved["nonfinite"] = _plain_numbers(nonfinite)
     return saved
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
+from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._slips import loss_scale_of
 from lossscale_core._state import AnyScaleState, read
@@ -40,16 +41,20 @@ class Numbers:
         return self.scale < 1.0 <= self.start
 
 
-def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
+def diagnosis(
+    policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None, nonfinite: NonfiniteState | None = None
+) -> str:
     """Return the text of `lossscale_core.diagnose` for the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
+    counts, streak = ("", "") if nonfinite is None else _nonfinite(nonfinite)
     # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     first = (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied)
     for verdict in (*first, fallen_below_one, _pressing):
         if sentence := verdict(policy, numbers):
-            return sentence + spikes
+            return sentence + spikes + counts
     scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
-    return f"{'spiking' if is_spiking else 'healthy'}: {numbers.counts}{scale}.{spikes}"
+    condition = "spiking" if is_spiking else streak or "healthy"
+    return f"{condition}: {numbers.counts}{scale}.{spikes}{counts}"
 
 
 def forward_pass(policy: BaseScaling, scale: float) -> str:
@@ -75,6 +80,28 @@ def _spikes(guard: GuardState) -> tuple[str, bool]:
         return counts, False
     hint = "Look for a change of the data or a learning rate that is too large."
     return f"{counts} The last {streak} norms in a row were spikes. {hint}", True
+
+
+def _nonfinite(state: NonfiniteState) -> tuple[str, str]:
+    """Return sentences about losses and updates that were not finite, and the name of a streak of them."""
+    losses, updates, sentences, streak = int(state.losses), int(state.updates), "", ""
+    if losses:
+        were = "loss was" if losses == 1 else "losses were"
+        sentences += (
+            f" {losses} {were} NaN or infinite before scaling, and the loss scale was kept: look at the inputs and the "
+            "forward pass."
+        )
+    if updates:
+        were = "update was" if updates == 1 else "updates were"
+        sentences += (
+            f" {updates} {were} undone, since finite gradients made a parameter or a state NaN or infinite: look at "
+            "the optimizer and its learning rate."
+        )
+    if int(state.update_streak) >= _FEW:
+        streak = "update not finite"
+    if int(state.loss_streak) >= _FEW:
+        streak = "loss not finite"
+    return sentences, streak
 
 
 def _broken(_: BaseScaling, numbers: Numbers) -> str | None:

@@ -9,6 +9,7 @@ from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
+from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_COUNT
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
 from lossscale_core._watch import require_above_floor
@@ -31,6 +32,10 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     """bool: a gradient held NaN or infinity."""
     spiked: Array = False
     """bool: the gradients were finite, and a `SpikeGuard` refused their norm."""
+    nonfinite_update: Array = False
+    """bool: the step made a parameter or a state of the optimizer NaN or infinite, and was undone."""
+    nonfinite_loss: Array = False
+    """bool: the loss was NaN or infinite before it was scaled, and the loss scale was kept."""
 
 
 class GradientReport(NamedTuple):
@@ -81,7 +86,12 @@ class OverflowReport(list[GradientReport]):
 
 
 def step_info(
-    before: AnyScaleState[ArrayT_co], after: AnyScaleState[ArrayT_co], *, spiked: Array = False
+    before: AnyScaleState[ArrayT_co],
+    after: AnyScaleState[ArrayT_co],
+    *,
+    spiked: Array = False,
+    nonfinite_update: Array = False,
+    nonfinite_loss: Array = False,
 ) -> StepInfo[ArrayT_co]:
     """Return the outcome of the step that changed the state from `before` to `after`.
 
@@ -89,9 +99,11 @@ def step_info(
 
     Args:
         before: The state before the step.
-        after: The state that the policy's `update` returned; after a spike, `before` itself.
+        after: The state that the policy's `update` returned; `before` itself if one of the next three is True.
         spiked: Whether the gradients were finite and a `SpikeGuard` refused their norm: a bool of shape `()` of the
             states' framework, or a Python bool.
+        nonfinite_update: Whether the step was undone, since it made a parameter or state NaN or infinite.
+        nonfinite_loss: Whether the loss was NaN or infinite before it was scaled, and the scale was kept.
 
     Returns:
         The outcome, with fields of shape `()` on the device of the states.
@@ -100,13 +112,20 @@ def step_info(
     streak: Array = after.overflow_streak
     finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
     overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
-    if spiked is False:
-        return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, spiked)
-    accepted = not spiked if isinstance(spiked, bool) else ~spiked
-    return StepInfo(finite & accepted, before.loss_scale, after.loss_scale, streak, overflowed & accepted, spiked)
+    causes = spiked, nonfinite_update, nonfinite_loss
+    for cause in causes:
+        if cause is not False:
+            accepted = not cause if isinstance(cause, bool) else ~cause
+            finite, overflowed = finite & accepted, overflowed & accepted
+    return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, *causes)
 
 
-def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None = None) -> dict[str, ArrayT_co]:
+def metrics(
+    state: AnyScaleState[ArrayT_co],
+    *,
+    guard: GuardState[ArrayT_co] | None = None,
+    nonfinite: NonfiniteState[ArrayT_co] | None = None,
+) -> dict[str, ArrayT_co]:
     """Return the numbers of a state for a log, under the same names in every framework and release.
 
     Does not synchronise with the host; reading a value later does.
@@ -114,11 +133,13 @@ def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | N
     Args:
         state: A state of any framework.
         guard: The state of a spike guard.
+        nonfinite: The counters of updates and losses that were NaN or infinite.
 
     Returns:
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
         `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
-            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
+            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`; `nonfinite` adds
+            `nonfinite_updates`, `nonfinite_update_streak`, `nonfinite_losses` and `nonfinite_loss_streak`.
     """
     try:
         numbers = state._asdict()
@@ -127,6 +148,8 @@ def metrics(state: AnyScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | N
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
+    if nonfinite is not None:
+        numbers.update({f"nonfinite_{name}": count for name, count in nonfinite._asdict().items()})
     # NumPy's numbers on the host become Python's, which `json.dumps` takes.
     return {name: value.item() if _is_numpys(value) else value for name, value in numbers.items()}
 
@@ -174,7 +197,13 @@ def check_overflow_streak(
         )
 
 
-def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | None = None) -> str:
+def diagnose(
+    policy: PolicyLike,
+    state: AnyScaleState,
+    *,
+    guard: GuardState | None = None,
+    nonfinite: NonfiniteState | None = None,
+) -> str:
     """Describe in one or two sentences how loss scaling is doing, and recommend what to do.
 
     Logs nothing. Synchronises with the host.
@@ -183,15 +212,16 @@ def diagnose(policy: PolicyLike, state: AnyScaleState, *, guard: GuardState | No
         policy: Anything that `as_policy` accepts.
         state: A state of any framework.
         guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
+        nonfinite: The counters of updates and losses that were NaN or infinite, which add a sentence each.
 
     Returns:
         A text that begins with `not started`, `calibrating`, `no step applied yet`, `stuck at min_scale`,
-            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `healthy`, or, for a scale
-            that no policy reaches, `broken`.
+            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `loss not finite`,
+            `update not finite`, `healthy`, or, for a scale that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `state` is not a state.
     """
     members = BaseScaling.of(as_policy(policy))
-    return diagnosis(members, Numbers(members, state), guard)
+    return diagnosis(members, Numbers(members, state), guard, nonfinite)

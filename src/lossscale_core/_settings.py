@@ -134,6 +134,12 @@ _ARGUMENTS = {
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 0 not to retry"),
 }
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
+_CHOICES = {
+    "on_floor": ("warn", "raise", "ignore"),
+    "on_nonfinite_update": ("ignore", "raise", "skip"),
+    "on_nonfinite_loss": ("back_off", "hold"),
+}
+"""The values of each argument of the adapters that accepts one of a few texts; the first one is the default."""
 
 
 def check_setting(name: str, value: Any) -> Any:
@@ -141,16 +147,23 @@ def check_setting(name: str, value: Any) -> Any:
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
-            `"max_norm"`, `"global_clipnorm"` or `"retries"`.
+            `"max_norm"`, `"global_clipnorm"`, `"retries"`, `"on_floor"`, `"on_nonfinite_update"` or
+            `"on_nonfinite_loss"`.
         value: Any value.
 
     Returns:
-        The value as a plain Python number or bool, or None if the setting accepts None.
+        The value as a plain Python number, bool or text, or None if the setting accepts None.
 
     Raises:
         PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
         KeyError: `name` is not a setting.
     """
+    if name in _CHOICES:
+        if not isinstance(value, str) or value not in _CHOICES[name]:
+            *others, last = map(repr, _CHOICES[name])
+            default = f"pass {_CHOICES[name][0]!r}, or leave it out"
+            raise PolicyError(f"{name}={shown(value)} must be {', '.join(others)} or {last}; {default}")
+        return value
     if name in _ARGUMENTS and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # one number in an array of any framework
     return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
+from lossscale_core._settings import check_setting
 from lossscale_core._state import AnyScaleState, ScaleState, read
-from lossscale_core.errors import PolicyError, ScaleFloorError
+from lossscale_core.errors import ScaleFloorError
 from lossscale_core.messages import not_a_state, shown_number
 
 OnFloor = Literal["warn", "raise", "ignore"]
@@ -47,9 +48,7 @@ class ScaleWatch:
     """
 
     def __init__(self, on_floor: OnFloor = "warn") -> None:
-        if on_floor not in get_args(OnFloor):
-            raise PolicyError(f"on_floor={on_floor!r} must be 'warn', 'raise' or 'ignore'; pass 'warn' to log only")
-        self.on_floor = on_floor
+        self.on_floor: OnFloor = check_setting("on_floor", on_floor)
         self._steps = 0
         self._start_over()
 

@@ -10,7 +10,9 @@ LossScaleError
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 ├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 ├── ScaleFloorError(FloatingPointError)      an overflow has brought the loss scale down to min_scale
-└── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
+├── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
+├── NonfiniteUpdateError(FloatingPointError) a step with finite gradients has made a parameter NaN or infinite
+└── NonfiniteStreakError(FloatingPointError) too many updates or losses in a row were NaN or infinite
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
 DialectWarning(UserWarning)                  under this config the other tool does something wrong
 ```
@@ -64,6 +66,14 @@ class ScaleFloorError(LossScaleError, FloatingPointError):
 
 class SpikeStreakError(LossScaleError, FloatingPointError):
     """The guard's `max_streak` was reached: the run is diverging."""
+
+
+class NonfiniteUpdateError(LossScaleError, FloatingPointError):
+    """A step with finite gradients made a parameter NaN or infinite, and `on_nonfinite_update` is `"raise"`."""
+
+
+class NonfiniteStreakError(LossScaleError, FloatingPointError):
+    """Too many updates or losses in a row were NaN or infinite: the run is not training."""
 
 
 class CheckpointWarning(UserWarning):

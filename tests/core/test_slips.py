@@ -290,5 +290,5 @@ def test_a_guard_with_swapped_arguments():
 
 def test_an_unknown_reaction_to_the_floor():
     """The message has the three known ones, and which to choose."""
-    with pytest.raises(PolicyError, match="on_floor='log' must be 'warn', 'raise' or 'ignore'; pass 'warn' to log"):
+    with pytest.raises(PolicyError, match="on_floor='log' must be 'warn', 'raise' or 'ignore'; pass 'warn', or"):
         ScaleWatch("log")

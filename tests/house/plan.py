@@ -27,21 +27,22 @@ PLAN = {
         _arrays: _finite _slips _state messages tree
         _base: _arrays _settings _state errors
         _guard: _arrays _settings _slips _state errors messages
-        _diagnosis: _base _guard _settings _slips _state messages
+        _diagnosis: _base _guard _nonfinite _settings _slips _state messages
         _policy: _arrays _base _settings _slips _state messages
         _schema: _base _settings
         _strategies: _base _settings
         _config: _base _policy _settings errors files messages
+        _nonfinite: _arrays _base _config _state errors messages
         _range_search: _policy _range_records _settings
-        _checkpoint: _base _config _guard _policy _settings _state errors messages
+        _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors messages
         _placement: _arrays _base _config _policy _state
         ranges: _range_records
         _range: _range_picture _range_records _range_search files
-        _watch: _base _config _diagnosis _state errors messages
-        _report: _base _config _diagnosis _guard _settings _state _watch errors messages
+        _watch: _base _config _diagnosis _settings _state errors messages
+        _report: _base _config _diagnosis _guard _nonfinite _settings _state _watch errors messages
         testing: _base _checkpoint _config _guard _policy _settings _state messages tree (_strategies)
-        __init__: _arrays _base _checkpoint _config _guard _placement _policy _range _range_records _report _schema
-            _settings _state _watch errors files messages ranges testing tree
+        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _range _range_records _report
+            _schema _settings _state _watch errors files messages ranges testing tree
     """,
     "lossscale_core.testing": """
         _simulation:

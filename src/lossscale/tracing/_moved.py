@@ -28,7 +28,7 @@ class _Counter(NamedTuple):
     sentence: str
 
 
-class Bystanders:
+class Followers:
     """The schedules, averaged weights and normalisation layers of a process, and how often each moved on a skip.
 
     They are collected before the first step; objects that a script makes later are not included. Nothing of theirs is

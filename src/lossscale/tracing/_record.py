@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import torch
 
-from lossscale.tracing._moved import Bystanders
+from lossscale.tracing._moved import Followers
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm")
 _MOST_WAITING = 100
@@ -26,13 +26,13 @@ class Record:
         self._process = os.getpid()
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
-        self._bystanders = Bystanders()
+        self._followers = Followers()
         # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
 
     def begin_step(self) -> None:
         """Record the objects that changed since the last step; called before the first loss of a step is scaled."""
-        self._bystanders.begin_step()
+        self._followers.begin_step()
 
     def end_step(self, info: Any) -> None:
         """Record an update. Synchronises with a device every hundred steps at most."""
@@ -40,7 +40,7 @@ class Record:
         overflowed = info.overflowed
         self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, info.spiked, self.norm))
         self._steps, self.norm = self._steps + 1, None
-        self._bystanders.end_step(overflowed)
+        self._followers.end_step(overflowed)
         is_on_host = not isinstance(overflowed, torch.Tensor) or overflowed.is_cpu
         if is_on_host or len(self._rows) >= _MOST_WAITING:
             self._write_rows()
@@ -52,7 +52,7 @@ class Record:
         if self._file is not None:
             with contextlib.suppress(OSError):  # for example a full disk, which `_write_rows` has reported
                 self._file.close()
-        for line in (self._scaler.diagnose(), *self._bystanders.summary()):
+        for line in (self._scaler.diagnose(), *self._followers.summary()):
             _say(line)
 
     def _leave_parents_rows(self) -> None:
