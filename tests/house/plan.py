@@ -131,6 +131,7 @@ PLAN = {
         _verbs:
         _versions:
         _warning:
+        _attach: _verbs
         _guard: _state
         _calls: _verbs
         _norm: _verbs
@@ -141,7 +142,7 @@ PLAN = {
         _protect: _verbs
         _retries: _protect _step
         _wrapper: _step
-        keras: _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper
+        keras: _attach _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper
         v1: _calls _documented _guard _retries _state _step _verbs _warning _wrapper
         __init__: _range _report _state _verbs keras v1
     """,

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling, OnFloor, ScaleWatch, SpikeGuard
 from lossscale_core.messages import shown
+from lossscale_tf._attach import attach
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
@@ -156,6 +157,32 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if callable(loss):
             return cast(Tree, lambda: self.get_scaled_loss(loss()))
         return self._scaling.scale(loss)
+
+    @unconverted
+    def attach(self, x: Any, aux_loss: Any) -> tf.Tensor:
+        """Return `x`, whose backward pass adds the gradients of `aux_loss` times the loss scale.
+
+        For a loss that a layer computes and that is not a part of the loss that is returned, such as the router loss
+        of a mixture of experts: `out = attach(out, aux_loss)`. Its gradients are then those of `loss + aux_loss`. A
+        layer needs no optimizer, only this method: `MoE(attach=optimizer.attach)`. Use the result: if it is discarded,
+        `aux_loss` is lost, without an error.
+
+        Nothing is normalised: divide `aux_loss` by micro-batches, tokens and replicas as you divide the loss. The scale
+        is the loss scale at the time of this call, or of its repetition by `tf.recompute_grad`. Does not synchronise
+        with the host.
+
+        Args:
+            x: A tensor of any shape and float dtype, through which gradients of the loss pass.
+            aux_loss: A tensor of any shape and float dtype, meaning its sum; halves are converted to float32 first.
+
+        Returns:
+            A tensor equal to `x`, with its shape and dtype.
+
+        Raises:
+            TypeError: `x` or `aux_loss` is not a tensor of floats.
+
+        """
+        return attach(x, aux_loss, tf.convert_to_tensor(self._step.state.loss_scale))
 
     @unconverted
     def get_unscaled_gradients(self, grads: Tree) -> Tree:
