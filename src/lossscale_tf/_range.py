@@ -10,10 +10,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # tf.random.set_seed sets the seed; no public API reads it
 
-from lossscale_core import NonfiniteInput, OperationRange, RangeReport
+from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
 from lossscale_core.ranges import GRADIENT, check_loss_shape
+from lossscale_tf._attach import attached_losses_at
 from lossscale_tf._range_inputs import Inputs
 from lossscale_tf._range_recorder import Recorder, Variables
+from lossscale_tf._range_unscaled import unscaled_gradients
+from lossscale_tf._step import is_overwritten
 from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
 
 _SEED = 1441151881  # a seed that is unlikely to be set
@@ -23,9 +26,11 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
     The report runs `loss_fn` once, eagerly, and a few backward passes (usually up to four) at different loss scales. It
-    measures every computed float16, bfloat16 and float8 tensor. Each `tf.function` runs as its Python code; a concrete
-    function, or a function of a SavedModel, is one operation. Afterwards all variables and the states of random number
-    generators are bit for bit as before, also if `loss_fn` raises. Synchronises with the host after every operation.
+    measures every computed float16, bfloat16 and float8 tensor. Three more passes, one of them with a loss times zero,
+    find gradients that do not follow the loss scale; losses that `attach` adds follow it. Each `tf.function` runs as
+    its Python code; a concrete function, or a function of a SavedModel, is one operation. Afterwards all variables and
+    the states of random number generators are bit for bit as before, also if `loss_fn` raises. Synchronises with the
+    host after every operation.
 
     Args:
         model: A Keras 3 or tf_keras model, or a `tf.Module`, for the names: an operation is named by the innermost
@@ -44,8 +49,13 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
     if not tf.executing_eagerly():
         raise RuntimeError("range_report reads numbers, which a graph has not; call it outside of tf.function")
     with _functions_run_eagerly(), _seeds_kept(), Variables() as variables:
-        passes = _Passes(model, loss_fn, Recorder(model, variables, Inputs(model, loss_fn)))
-        report = RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
+        passes = _Passes(model, loss_fn, variables)
+        report = RangeReport.measure(
+            passes.forward,
+            passes.backward,
+            nonfinite_inputs=lambda: passes.nonfinite_inputs,
+            unscaled_gradients=passes.unscaled_gradients,
+        )
     # The first infinity of the forward pass may be that of a mask, which is harmless; the recorder finds the cause.
     return report if math.isfinite(report.loss) else dataclasses.replace(report, overflows_first=passes.cause)
 
@@ -53,8 +63,9 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
 class _Passes:
     """The forward pass, and backward passes for the search; the tape keeps the forward pass for all of them."""
 
-    def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor], recorder: Recorder) -> None:
-        self._model, self._loss_fn, self._recorder = model, loss_fn, recorder
+    def __init__(self, model: Any, loss_fn: Callable[[], tf.Tensor], variables: Variables) -> None:
+        self._model, self._loss_fn, self._variables = model, loss_fn, variables
+        self._recorder = Recorder(model, variables, Inputs(model, loss_fn))
         self._tape = tf.GradientTape(persistent=True)
         self._loss: tf.Tensor
         self.cause: OperationRange | None = None
@@ -70,12 +81,10 @@ class _Passes:
         return float(tf.reshape(self._loss, [])), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
-        seed = tf.fill(self._loss.shape, tf.constant(loss_scale, self._loss.dtype))
-        variables = self._tape.watched_variables()
+        seed = self._seed(loss_scale)
         self._recorder.begin_backward(seed)
         with self._recorder:
-            gradients = self._tape.gradient(self._loss, variables, output_gradients=seed)
-        found = [(grad, variable) for grad, variable in zip(gradients, variables, strict=True) if grad is not None]
+            found = self._gradients(seed)
         records = self._recorder.take(values_of(grad) for grad, _ in found)
         if not found:
             raise ValueError(
@@ -83,11 +92,34 @@ class _Passes:
             )
         return [*records, *self._measured(found)]
 
+    def unscaled_gradients(self, loss_scale: float) -> list[UnscaledGradient]:
+        names = _Names(self._model)
+
+        def gradients(factor: float) -> list[tuple[str, Gradient]]:
+            # A forward pass that is recomputed then draws the random numbers of the first one.
+            self._variables.put_back()
+            with self._variables.watched():
+                found = self._gradients(self._seed(factor))
+            return [
+                (names.of(variable), gradient) for gradient, variable in found if not names.is_overwritten(variable)
+            ]
+
+        return unscaled_gradients(gradients, loss_scale)
+
+    def _seed(self, loss_scale: float) -> tf.Tensor:
+        return tf.fill(self._loss.shape, tf.constant(loss_scale, self._loss.dtype))
+
+    def _gradients(self, seed: tf.Tensor) -> list[tuple[Gradient, Any]]:
+        variables = self._tape.watched_variables()
+        with attached_losses_at(seed):
+            gradients = self._tape.gradient(self._loss, variables, output_gradients=seed)
+        return [(grad, variable) for grad, variable in zip(gradients, variables, strict=True) if grad is not None]
+
     def _measured(self, found: list[tuple[Gradient, Any]]) -> Iterator[OperationRange]:
-        names = _names(self._model)
+        names = _Names(self._model)
         for gradient, variable in found:
-            name = names.get(id(variable), variable.name.partition(":")[0])
-            yield OperationRange.of(summed_values(gradient).numpy(), GRADIENT, name)._replace(scaled=True)
+            measured = OperationRange.of(summed_values(gradient).numpy(), GRADIENT, names.of(variable))
+            yield measured._replace(scaled=True)
 
 
 def _checked(loss: Any) -> tf.Tensor:
@@ -98,10 +130,21 @@ def _checked(loss: Any) -> tf.Tensor:
     return tf.convert_to_tensor(loss)
 
 
-def _names(model: Any) -> dict[int, str]:
-    """Return the Keras path of each variable of a Keras 3 model, by the id of TensorFlow's variable."""
-    paths = [each for each in getattr(model, "trainable_variables", ()) if hasattr(each, "path")]
-    return {id(each.value): each.path for each in paths}
+class _Names:
+    """The names of variables, which are Keras paths for those of a Keras 3 model."""
+
+    def __init__(self, model: Any) -> None:
+        # A variable of Keras 3 holds one of TensorFlow.
+        weights = [each for each in getattr(model, "trainable_variables", ()) if hasattr(each, "path")]
+        self._of_keras = {id(each.value): each for each in weights}
+
+    def of(self, variable: Any) -> str:
+        of_keras = self._of_keras.get(id(variable))
+        name: str = variable.name.partition(":")[0] if of_keras is None else of_keras.path
+        return name
+
+    def is_overwritten(self, variable: Any) -> bool:
+        return is_overwritten(self._of_keras.get(id(variable)))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """The recorder of `range_report`: it measures the result of each operation, and restores variables."""
 
+import contextlib
 import gc
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -55,8 +56,26 @@ class Variables:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Restore the variables that were written so far."""
         for handle, value in [self._values[each] for each in self._written if each in self._values]:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note which variables the operations write to, where no recorder does."""
+
+        def see(op_type: Any, inputs: Any, *_: Any, graph: Any = None, **__: Any) -> None:
+            if graph is None:
+                self.see(tf.compat.as_str(op_type), inputs)
+
+        op_callbacks.add_op_callback(see)
+        try:
+            yield
+        finally:
+            op_callbacks.remove_op_callback(see)
 
     def see(self, operation: str, inputs: Iterable[Any]) -> None:
         """Note which variables an operation has written to."""

@@ -136,10 +136,11 @@ PLAN = {
         _calls: _verbs
         _norm: _verbs
         _range_recorder: _range_inputs _verbs
+        _range_unscaled: _verbs
         _report: _verbs
-        _range: _range_inputs _range_recorder _verbs
         _step: _guard _norm _state _verbs _warning
         _protect: _verbs
+        _range: _attach _range_inputs _range_recorder _range_unscaled _step _verbs
         _retries: _protect _step
         _wrapper: _step
         keras: _attach _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper
