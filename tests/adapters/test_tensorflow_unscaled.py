@@ -91,7 +91,12 @@ def _tied():
 
 def _several_terms():
     model, loss_fn = _of(X, layers.Dense(8, kernel_regularizer="l2"))
-    return model, lambda: loss_fn() + 1e-4 * tf.reduce_sum(tf.abs(model.weights[0])) + tf.add_n(model.losses)
+
+    def terms():
+        sparse = 1e-4 * tf.reduce_sum(tf.abs(tf.convert_to_tensor(model.weights[0])))
+        return [loss_fn(), *(tf.cast(each, tf.float32) for each in (sparse, *model.losses))]
+
+    return model, lambda: tf.add_n(terms())
 
 
 def _attached():
@@ -123,7 +128,7 @@ def _recomputed_dropout():
 
 def _recomputed_random_numbers():
     model, _ = _of(X, layers.Dense(2))
-    dropped = tf.recompute_grad(lambda x: tf.nn.dropout(model(x), 0.9))
+    dropped = tf.recompute_grad(lambda x: tf.nn.dropout(model(x), 0.5))
     return model, lambda: _square(dropped(X))
 
 
@@ -176,19 +181,30 @@ def _straight_through():
     return model, lambda: _square(rounded(model(X)))
 
 
-def _float8():
-    policy = keras.config.dtype_policy().name
-    keras.config.set_dtype_policy("mixed_bfloat16" if policy == "mixed_float16" else policy)
-    model, loss_fn = _of(ROWS, layers.Dense(16))
-    model.quantize("float8")
-    return model, loss_fn
+class _ScaleOfInputs(layers.Layer):
+    """A weight whose gradient is its new value, as the scales of float8 layers in Keras."""
+
+    def build(self, _):
+        self.amount = self.add_weight(shape=(), initializer="ones", name="amount")
+        self.amount.overwrite_with_gradient = True
+
+    def call(self, x):
+        @tf.custom_gradient
+        def noted(x, amount):
+            return x / tf.cast(amount, x.dtype), lambda upstream: (upstream, tf.reduce_max(tf.abs(x)))
+
+        return noted(x, tf.cast(self.amount, x.dtype))
+
+
+def _weight_that_is_overwritten():
+    return _of(X, layers.Dense(8), _ScaleOfInputs(), layers.Dense(8))
 
 
 RIGHT = [
     *(_plain, _dropout, _conv_with_batch_norm, _embedding, _recurrent, _frozen, _spectral_norm, _attention, _tf_keras),
     *(_tied, _several_terms, _attached, _attached_and_recomputed, _recomputed_dropout, _recomputed_random_numbers),
     *(_loop, _penalty, _mask_of_infinity, _infinite_slope_of_an_unused_branch, _gradients_that_flush),
-    *(_straight_through, _float8),
+    *(_straight_through, _weight_that_is_overwritten),
 ]
 
 
@@ -304,8 +320,9 @@ def test_a_report_leaves_the_scale_of_attached_losses():
     before = [each.numpy() for each in model.variables]
     for _ in range(2):
         with tf.GradientTape() as tape:
-            out = OPTIMIZER.attach(model.layers[0].kernel, tf.reduce_sum(model.layers[0].kernel))
-        grad = tape.gradient(0.0 * out, model.layers[0].kernel.value)
+            kernel = tf.convert_to_tensor(model.layers[0].kernel)
+            loss = tf.reduce_sum(0.0 * OPTIMIZER.attach(kernel, kernel))
+        grad = tape.gradient(loss, model.layers[0].kernel.value)
         np.testing.assert_array_equal(grad, np.full((8, 8), OPTIMIZER.initial_scale))
         assert range_report(model, loss_fn).unscaled_gradients == ()
     for variable, value in zip(model.variables, before, strict=True):
