@@ -73,7 +73,7 @@ class _Passes:
         self.nonfinite_inputs: list[NonfiniteInput] = []
 
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
-        with self._recorder, self._tape:
+        with self._recorder, self._tape, attached_losses_at(tf.zeros([])):
             loss = _checked(self._loss_fn())
             self._loss = lifted(loss)
         self.cause = self._recorder.cause(self._loss)

@@ -1,13 +1,15 @@
 """Losses attached within the graph have gradients at the loss scale, wherever the graph runs."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import copy
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from lossscale_core import DynamicScaling, FixedScaling
-from lossscale_tf import LossScaleOptimizer
+from lossscale_tf import LossScaleOptimizer, range_report
 
 SCALES = [1.0, 2.0**8, 2.0**16]
 X = tf.constant(np.random.default_rng(0).normal(size=(8, 4)), tf.float32)
@@ -351,14 +353,47 @@ def half():
     return _optimizer(8.0), tf.Variable(1.0)
 
 
-def test_a_discarded_or_detached_result_loses_the_loss(half):
-    """Without an error."""
+def _discarded(optimizer, weight):
+    optimizer.attach(weight, 2.0 * weight)
+    return 3.0 * weight
+
+
+def _detached(optimizer, weight):
+    return 3.0 * weight + tf.stop_gradient(optimizer.attach(weight, 2.0 * weight))
+
+
+@pytest.mark.parametrize("loss", [_discarded, _detached])
+def test_a_result_that_is_not_used_loses_the_loss(half, loss):
+    """Eagerly the step warns, once; in a graph nothing can be noticed."""
     optimizer, weight = half
+    optimizer.build([weight])
+    with pytest.warns(UserWarning, match="attached got no backward pass.* use the result of attach"):
+        optimizer.minimize(lambda: loss(optimizer, weight), [weight])
+    optimizer.minimize(lambda: loss(optimizer, weight), [weight])
+    tf.function(lambda: optimizer.minimize(lambda: loss(optimizer, weight), [weight]), autograph=False)()
+    assert float(weight) == 1.0 - 3 * 3.0
+
+
+def test_only_what_is_lost_is_warned_of(half):
+    """Not a pass without a tape, nor one that is recomputed, retried or reported on, nor a copy of the optimizer."""
+    optimizer, weight = half
+    optimizer.build([weight])
+
+    def loss():
+        return 3.0 * optimizer.attach(weight, 2.0 * weight)
+
+    for _ in range(2):
+        loss()
+        range_report(None, loss)
+        range_report(None, lambda: float("inf") * loss())
+        optimizer.minimize(loss, [weight], retries=2)
+        optimizer.minimize(tf.recompute_grad(loss), [weight])
     with tf.GradientTape() as tape:
-        optimizer.attach(weight, 2.0 * weight)
-        detached = optimizer.attach(weight, 2.0 * weight)
-        scaled = optimizer.get_scaled_loss(3.0 * weight + tf.stop_gradient(detached))
-    assert float(tape.gradient(scaled, weight)) / 8.0 == 3.0
+        waiting = optimizer.get_scaled_loss(loss())
+    copy.deepcopy(optimizer).compute_gradients(loss, [weight])
+    optimizer.minimize(lambda: 1.0 * weight, [weight])
+    assert float(tape.gradient(waiting, weight)) / 8.0 == 5.0
+    assert float(weight) == 1.0 - 4 * 5.0 - 1.0
 
 
 def test_two_backward_passes_through_one_tensor_count_the_loss_twice(half):

@@ -297,8 +297,21 @@ def _stored_gradient():
     return model, lambda: _square(high(predicted_twice(low(X))))
 
 
+def _clamped_above_recomputed_dropout():
+    """Clamp the gradients of a layer that draws the same random numbers when it is computed again."""
+    model, _ = _of(X, layers.Dense(8, name="low"))
+    below = keras.Sequential([model.layers[0], layers.Dropout(0.5)])
+
+    @tf.custom_gradient
+    def clamped(x):
+        return x, lambda upstream: tf.clip_by_value(upstream, -1e-3, 1e-3)
+
+    recomputed = tf.recompute_grad(lambda x: below(x, training=True))
+    return model, lambda: _square(clamped(recomputed(X)))
+
+
 INSIDE = [_router_loss, _constant, _weight_decay, _by_hand_with_a_fixed_scale, _stored_gradient]
-NONLINEAR = [_clamped, _clipped_by_norm, _normalised, _signs]
+NONLINEAR = [_clamped, _clipped_by_norm, _normalised, _signs, _clamped_above_recomputed_dropout]
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "float16", "mixed_bfloat16"])

@@ -131,7 +131,7 @@ PLAN = {
         _verbs:
         _versions:
         _warning:
-        _attach: _verbs
+        _attach: _verbs _warning
         _guard: _state
         _calls: _verbs
         _norm: _verbs

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling, OnFloor, ScaleWatch, SpikeGuard
 from lossscale_core.messages import shown
-from lossscale_tf._attach import attach
+from lossscale_tf._attach import Attached
 from lossscale_tf._guard import Guard
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
@@ -120,6 +120,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         self._used_scale = _variable_of_each_replica(0.0)
         self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
         self._scaling = Scaling(self._step, self._used_scale)
+        self._attached = Attached()
         self._updates = Updates(inner, jit_compile)
         self._slots = Slots(inner)
         self._saved = SavedLikeInner.of(self, inner, self._step)
@@ -165,7 +166,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         For a loss that a layer computes and that is not a part of the loss that is returned, such as the router loss
         of a mixture of experts: `out = attach(out, aux_loss)`. Its gradients are then those of `loss + aux_loss`. A
         layer needs no optimizer, only this method: `MoE(attach=optimizer.attach)`. Use the result: if it is discarded,
-        `aux_loss` is lost, without an error.
+        `aux_loss` is lost. Eagerly the next `apply_gradients` warns of that; in a graph it cannot be noticed.
 
         Nothing is normalised: divide `aux_loss` by micro-batches, tokens and replicas as you divide the loss. The scale
         is the loss scale at the time of this call, or of its repetition by `tf.recompute_grad`. Does not synchronise
@@ -182,7 +183,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             TypeError: `x` or `aux_loss` is not a tensor of floats.
 
         """
-        return attach(x, aux_loss, tf.convert_to_tensor(self._step.state.loss_scale))
+        return self._attached.attach(x, aux_loss, tf.convert_to_tensor(self._step.state.loss_scale))
 
     @unconverted
     def get_unscaled_gradients(self, grads: Tree) -> Tree:
@@ -516,6 +517,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         build_once(self, variables)
         if not self._step.has_begun:
             outside_of_replicas(self._warn_if_resumed)
+        self._attached.warn_if_lost()
         grads, loss_scale = self._scaling.to_apply(grads, variables, may_be_scaled)
         if not is_summed:
             grads, loss_scale = self._updates.summed(grads, variables, loss_scale)
