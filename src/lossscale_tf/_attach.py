@@ -35,7 +35,8 @@ class Attached:
         def attached(x: tf.Tensor, aux_loss: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             def gradients(upstream: Any) -> tuple[Any, tf.Tensor]:
                 runs.append("backward")
-                seed = _SEED.get()
+                # The graph of a concrete function would keep the seed after the report.
+                seed = _SEED.get() if tf.executing_eagerly() else None
                 factor = loss_scale if seed is None else tf.reshape(seed, [])
                 return upstream, tf.fill(tf.shape(aux_loss), tf.cast(factor, aux_loss.dtype))
 

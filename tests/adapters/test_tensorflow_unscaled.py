@@ -340,3 +340,14 @@ def test_a_report_leaves_the_scale_of_attached_losses():
         assert range_report(model, loss_fn).unscaled_gradients == ()
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+def test_a_concrete_function_keeps_the_scale_of_its_attached_losses():
+    """It is one operation to the report, which cannot tell its attached losses from others that miss the scale."""
+    weight = tf.Variable(2.0, name="weight")
+    traced = tf.function(lambda: OPTIMIZER.attach(3.0 * weight, weight * weight))
+    assert range_report(None, traced).unscaled_gradients == ()
+    concrete = traced.get_concrete_function()
+    found = range_report(None, concrete).unscaled_gradients
+    assert [(each.name, each.cause) for each in found] == [("weight", "inside")]
+    assert OPTIMIZER.get_gradients(concrete, [weight]) == [3.0 + 4.0]
