@@ -344,6 +344,24 @@ def test_in_fit(policy, options):
         np.testing.assert_allclose(weight, expected, rtol=1e-5 if "jit_compile" in options else 0.0)
 
 
+def test_in_fit_on_two_replicas():
+    """Keras divides the losses of `add_loss` by the replicas; the user divides an attached loss."""
+
+    def fit(attaches):
+        keras.utils.set_random_seed(0)
+        with STRATEGY.scope():
+            optimizer = _optimizer(DynamicScaling(init_scale=256.0, growth_interval=1), rate=0.5)
+            attach = lambda x, aux_loss: optimizer.attach(x, aux_loss / STRATEGY.num_replicas_in_sync)  # noqa: E731
+            inputs = keras.Input((4,))
+            model = keras.Model(inputs, keras.layers.Dense(1)(Router(attach if attaches else None)(inputs)))
+            model.compile(optimizer, "mse")
+        data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(4)
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    _assert_same(fit(attaches=True), fit(attaches=False))
+
+
 # -- what cannot hold --------------------------------------------------------------------------------------------------
 
 
