@@ -4,7 +4,9 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does not need
     from lossscale.cli._run_file import RecordedRun
@@ -31,10 +33,10 @@ def as_picture(figure: Figure, suffix: str = "png") -> bytes:
     return picture.getvalue()
 
 
-def draw_scale(axes: Any, loss_scale: Any, skipped: Any, colour: str, label: str) -> None:
+def draw_scale(axes: Any, loss_scale: Any, skipped: Any, label: str, **line: Any) -> None:
     """Draw a loss scale over steps, with a cross at each skipped step."""
     steps = np.arange(len(loss_scale))
-    axes.step(steps, loss_scale, where="post", color=colour, label=label)
+    axes.step(steps, loss_scale, where="post", label=label, **line)
     _mark(axes, steps, np.asarray(loss_scale), skipped, "skipped step", marker="x", color="#cc0000")
     _label_scale(axes)
 
@@ -48,13 +50,25 @@ def draw_run(figure: Figure, run: "RecordedRun") -> None:
     # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
     window = max(_SMOOTHING, len(skipped) // 50)
     panels[1].fill_between(run.step, _running_mean(skipped, window) * 100.0, step="post", color="#999999")
-    panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"over {window} rows at a time")
+    panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"share of skipped steps, mean of {window}")
     if run.norm is not None:
-        known = np.isfinite(run.norm)
-        panels[2].plot(run.step[known], run.norm[known], color="#009e73", linewidth=1.0)
-        panels[2].set(ylabel="gradient norm", yscale="log")
+        _draw_norms(panels[2], run.step, run.norm)
     panels[0].set_xlabel("")
     panels[-1].set_xlabel("step")
+
+
+def _draw_norms(axes: Any, steps: Any, norms: Any) -> None:
+    """Draw gradient norms; those that are infinite are crosses at the upper edge."""
+    known, infinite = np.isfinite(norms), np.isinf(norms)
+    axes.plot(steps[known], norms[known], color="#009e73", linewidth=1.0)
+    axes.set(ylabel="gradient norm", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(numticks=5))
+    axes.yaxis.set_minor_locator(NullLocator())
+    if infinite.any():
+        at_edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        mark = {"marker": "x", "color": "#cc0000", "markersize": 5, "linestyle": "none"}
+        axes.plot(steps[infinite], np.ones(int(infinite.sum())), label="infinite", **mark, **at_edge)
+        axes.legend(loc="upper right")
 
 
 def _draw_marked_scale(axes: Any, run: "RecordedRun") -> None:
@@ -98,16 +112,22 @@ def _label_scale(axes: Any) -> None:
 
 def experiment_as_png(experiment: "Experiment") -> bytes:
     """Return the experiment's three panels as a PNG."""
-    figure = new_figure(15, 4.6)
-    losses, scales, weights = figure.subplots(1, 3)
-    _draw_losses(losses, experiment)
-    _draw_scales(scales, experiment)
-    _draw_sweep(weights, experiment)
-    settings = experiment.settings
-    figure.suptitle(
-        f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
-    )
-    return as_picture(figure)
+    return as_picture(experiment_figure(experiment))
+
+
+def experiment_figure(experiment: "Experiment") -> Figure:
+    """Return the experiment's three panels; each regime has the same line in all of them."""
+    with rc_context({"font.size": 13, "legend.fontsize": 11}):  # no text below 9 pixels on a page of 800
+        figure = new_figure(13.5, 4.8)
+        losses, scales, weights = figure.subplots(1, 3)
+        _draw_losses(losses, experiment)
+        _draw_scales(scales, experiment)
+        _draw_sweep(weights, experiment)
+        settings = experiment.settings
+        figure.suptitle(
+            f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
+        )
+    return figure
 
 
 def _draw_losses(axes: Any, experiment: "Experiment") -> None:
@@ -118,18 +138,17 @@ def _draw_losses(axes: Any, experiment: "Experiment") -> None:
 
 
 def _draw_scales(axes: Any, experiment: "Experiment") -> None:
-    scaled = list(experiment.runs.items())[2:]
-    for (name, run), colour in zip(scaled, _COLOURS[2:], strict=True):
-        draw_scale(axes, [step.loss_scale for step in run.steps], [step.skipped for step in run.steps], colour, name)
+    for (name, run), line in list(zip(experiment.runs.items(), _LINES, strict=True))[2:]:
+        draw_scale(axes, [step.loss_scale for step in run.steps], [step.skipped for step in run.steps], name, **line)
     axes.set_title("Loss scale")
 
 
 def _draw_sweep(axes: Any, experiment: "Experiment") -> None:
     for (name, accuracy), line in zip(experiment.sweep.items(), _LINES, strict=True):
         axes.plot(list(accuracy), list(accuracy.values()), marker="o", markersize=4, label=name, **line)
-    axes.axvline(experiment.settings.weight, color="#999999", linewidth=0.8)
+    axes.axvline(experiment.settings.weight, color="#666666", linewidth=0.8, label="the other panels")
     axes.set(xscale="log", ylim=(0.0, 1.02), ylabel="test accuracy", title="How small a loss survives")
-    axes.set_xlabel("weight of the loss (the grey line marks the weight of the other panels)")
+    axes.set_xlabel("weight of the loss")
     axes.invert_xaxis()
     axes.legend(loc="lower left")
 

@@ -82,6 +82,8 @@ def command(
     for path in results:
         write_whole(path, contents[path.name], overwrite=overwrite)
     terminal.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
+    # Another policy on the same gradients, without training again.
+    terminal.print(f"next: lossscale simulate dynamic --gradient-max {out / 'trace.json'}", soft_wrap=True)
 
 
 def _is_same_file(path: Path | None, other: Path) -> bool:

@@ -145,5 +145,5 @@ def _picture(trace: testing.Trace, suffix: str) -> bytes:
     from lossscale.cli._pictures import as_picture, draw_scale, new_figure  # imported late: matplotlib takes a second
 
     figure = new_figure(8, 4)
-    draw_scale(figure.subplots(), trace.loss_scale_used, trace.skipped, "#0072b2", "loss scale")
+    draw_scale(figure.subplots(), trace.loss_scale_used, trace.skipped, "loss scale", color="#0072b2")
     return as_picture(figure, suffix)
