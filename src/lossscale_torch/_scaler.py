@@ -16,6 +16,7 @@ from torch import Tensor
 from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
 from lossscale_core.errors import CallOrderError
 from lossscale_core.messages import explain_arguments, shown
+from lossscale_torch._attach import attach
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
 from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
@@ -86,6 +87,8 @@ class GradScaler(TorchNames):
         ValueError: For the name of a device type that is unknown to torch.
 
     """
+
+    _lost_losses = 0  # attached losses without a backward pass since the last update
 
     @explain_arguments
     def __init__(
@@ -164,6 +167,35 @@ class GradScaler(TorchNames):
 
     def _scale_leaf(self, leaf: Any) -> Any:
         return GradScaler.scale(self, leaf)  # a subclass's `scale` is called once for the whole structure
+
+    def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
+        """Return `x`, whose backward pass adds the gradients of `aux_loss` times the loss scale.
+
+        For a loss that a layer computes inside the model, such as a router loss. The gradients are those of
+        `scale(loss + aux_loss.sum())`. The backward pass reads the loss scale of that time. `attach` divides by no
+        number of tokens, ranks or micro-batches: weight `aux_loss` as you weight the main loss. A layer needs no
+        scaler: give it `attach=scaler.attach`. Does not synchronise; can be compiled, after `place_on` also with
+        `fullgraph=True`.
+
+        `update` warns if the graph of an attached loss was freed without a backward pass, because the result was not
+        used or was detached. It does not notice this in compiled code, in a replayed graph, in a reentrant checkpoint
+        and if the scaler is disabled. Two backward passes through the result count the loss twice, and
+        `torch.autograd.grad` for a penalty counts it, too. If the main loss is not scaled, the gradients of `aux_loss`
+        are too large. The result cannot be changed in place.
+
+        Args:
+            x: A tensor of floats through which the main loss flows, of any shape and dtype.
+            aux_loss: A tensor of floats of any shape; it means its sum. float16 and bfloat16 are converted to float32
+                before the sum. Its gradient in float16 is infinite from a scale of 2**16 on, as that of a main loss is;
+                compute it in float32.
+
+        Returns:
+            `x`, with the same values, shape and dtype.
+
+        Raises:
+            TypeError: For what is not a tensor of floats.
+        """
+        return attach(self, x, aux_loss)
 
     @not_compiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

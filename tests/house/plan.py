@@ -71,6 +71,7 @@ PLAN = {
         _members: _gradients _state
         _guard: _members _state
         _ranks: _gradients _members _versions
+        _attach: _gradients _versions
         _random: _versions
         _rescue: _checkpoint _gradients _members _random _step_info _versions
         _waiting: _gradients _members _state
@@ -80,8 +81,8 @@ PLAN = {
         _clip: _gradients _norm _ranks _state
         _report: _gradients _verbs
         range: _gradients _random _verbs _versions
-        _scaler: _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types _versions
-            _waiting _watch (_rescue)
+        _scaler: _attach _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types
+            _versions _waiting _watch (_rescue)
         __init__: _report _scaler _step_info _verbs range
         testing: _rescue _scaler _step_info _types _versions
     """,

@@ -1,0 +1,106 @@
+"""`attach`: a loss that the model computes inside its graph; its gradients take the loss scale in the backward pass."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossscale_torch._gradients import is_dtensor, lifted
+from lossscale_torch._versions import not_compiled
+
+_INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
+
+
+def attach(scaler: Any, x: Tensor, aux_loss: Tensor) -> Tensor:
+    """Return `x`; its backward pass adds the gradients of the sum of `aux_loss` times the loss scale of `scaler`."""
+    _require_floats(x, "x")
+    _require_floats(aux_loss, "aux_loss")
+    loss = lifted(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
+    is_eager = not torch.compiler.is_compiling()
+    scale = _INSTEAD.get() if is_eager else None
+    # A backward pass that computes a checkpoint again runs the backward pass of one of the two results only.
+    is_counted = is_eager and scale is None and loss.requires_grad and torch._C._current_graph_task_id() == -1
+    mark = _Mark(scaler) if is_counted and torch.is_grad_enabled() else None
+    return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, mark)
+
+
+class _Attach(torch.autograd.Function):
+    """The identity of `x`. It reads the scale in the backward pass, from the tensor that the scaler writes in place."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, loss: Tensor, scale: Tensor, mark: "_Mark | None") -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _, loss, ctx.scale, ctx.mark = inputs  # saved by autograd, the scale would be refused after an update
+        ctx.kind = loss.device, loss.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.mark is not None:
+            ctx.mark.has_run = True
+        device, dtype = ctx.kind
+        return grad, ctx.scale.to(device, dtype, copy=True), None, None
+
+
+class _Mark:
+    """It counts an attached loss whose graph is freed without a backward pass."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self.has_run = scaler, False
+        if _warn_of_lost not in scaler._observers:
+            scaler._observers.append(_warn_of_lost)
+
+    def __del__(self) -> None:
+        if not self.has_run:
+            self._scaler._lost_losses += 1
+
+
+def _warn_of_lost(scaler: Any, _: object) -> None:
+    """Warn at an update if attached losses got no backward pass since the last one."""
+    if scaler._lost_losses:
+        scaler._lost_losses = 0
+        warnings.warn(
+            "a loss was attached and got no backward pass, so it trains nothing; continue with what attach returned, "
+            "x = scaler.attach(x, aux_loss), and run an evaluation under torch.no_grad()",
+            stacklevel=3,  # past this function and `GradScaler.update`
+        )
+
+
+@contextlib.contextmanager
+def attached_with(scale: Tensor) -> Iterator[None]:
+    """Let each `attach` inside read `scale`, float32 of shape `()`, whatever the scaler."""
+    token = _INSTEAD.set(scale)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
+def _scale_of(scaler: Any, loss: Tensor) -> Tensor:
+    if not scaler._enabled:
+        return torch.ones((), device=loss.device)
+    if scaler._state.tensors is None:
+        _place(scaler, loss.device)
+    return scaler._state.tensors.loss_scale
+
+
+@not_compiled
+def _place(scaler: Any, device: torch.device) -> None:
+    scaler.place_on(device)
+
+
+def _require_floats(value: Any, name: str) -> None:
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"{type(value).__name__}"
+        raise TypeError(
+            f"{name} is {given}, through which no gradient flows; attach takes tensors of floats; pass an activation, "
+            "and a loss that the model computes: x = scaler.attach(x, aux_loss)"
+        )

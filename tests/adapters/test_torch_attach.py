@@ -1,0 +1,515 @@
+"""`GradScaler.attach`: the gradients of losses inside the graph are those of `loss + aux_loss`, bit for bit."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lossscale_core import FixedScaling
+from lossscale_torch import GradScaler
+from tests.adapters.recorded_graph import RecordedGraph
+from tests.adapters.test_torch_distributed import _on_ranks
+from tests.torch_versions import FSDP2
+
+pytestmark = [  # Dynamo's own
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+SCALES = (1.0, 2.0**8, 2.0**16)
+AT_EACH_SCALE = pytest.mark.parametrize("loss_scale", SCALES)
+SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1), "(tokens, experts)": lambda each: each}
+
+
+class MoE(nn.Module):
+    """A layer of experts with a router, whose loss it attaches, or keeps in `aux_loss` for the one who adds it."""
+
+    def __init__(self, attach=None, width=8, experts=4, shape="()"):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.attach, self.shape = attach, shape
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        out = torch.stack([expert(x) for expert in self.experts], -1) @ shares.unsqueeze(-1).to(x.dtype)
+        out, self.aux_loss = x + out.squeeze(-1), SHAPES[self.shape](shares.float().square() * 0.1)
+        return out if self.attach is None else self.attach(out, self.aux_loss)
+
+
+def _model(attach=None, shape="()"):
+    torch.manual_seed(0)
+    layers = (nn.Linear(4, 8), MoE(attach, shape=shape), nn.ReLU(), MoE(attach, shape=shape), nn.Linear(8, 1))
+    return nn.Sequential(*layers)
+
+
+def _batch(seed=0):
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def _loss(model, x):
+    return (model(x) - 1).float().square().mean()
+
+
+def _scaler(loss_scale, **settings):
+    return GradScaler("cpu", policy=FixedScaling(loss_scale), **settings)
+
+
+def _gradients(model, scaler):
+    """Return the unscaled gradients of a model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler.unscale_(optimizer)
+    return {name.replace("_orig_mod.", ""): param.grad.clone() for name, param in model.named_parameters()}
+
+
+def _added(shape="()", scaler=None, micro_batches=1):
+    """Return the gradients of the loss with the auxiliary losses added to it, unscaled."""
+    model = _model(shape=shape)
+    scaler = _scaler(1.0) if scaler is None else scaler
+    for part in _batch().chunk(micro_batches):
+        loss = _loss(model, part)
+        for layer in model:
+            loss = loss + layer.aux_loss.sum() if isinstance(layer, MoE) else loss
+        scaler.scale(loss / micro_batches).backward()
+    return _gradients(model, scaler)
+
+
+def _require_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
+
+
+@AT_EACH_SCALE
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_sum(loss_scale, shape):
+    """Two attached losses of any shape, at each scale; the first `attach` places the scale."""
+    scaler = _scaler(loss_scale)
+    model = _model(scaler.attach, shape)
+    scaler.scale(_loss(model, _batch())).backward()
+    _require_same(_gradients(model, scaler), _added(shape))
+
+
+@AT_EACH_SCALE
+def test_micro_batches(loss_scale):
+    """The user divides an attached loss by the number of micro-batches, as the main loss."""
+    scaler = _scaler(loss_scale)
+    model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / 4))
+    for part in _batch().chunk(4):
+        scaler.scale(_loss(model, part) / 4).backward()
+    _require_same(_gradients(model, scaler), _added(micro_batches=4))
+
+
+@AT_EACH_SCALE
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_counts_it_once(loss_scale, use_reentrant):
+    """The forward pass runs twice, and the attached loss counts once, without a warning."""
+    scaler = _scaler(loss_scale)
+    model = _model(scaler.attach)
+
+    def run(x):
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
+
+    scaler.scale(_loss(run, _batch().requires_grad_())).backward()
+    _require_same(_gradients(model, scaler), _added())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.update()
+
+
+@AT_EACH_SCALE
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(loss_scale, backend):
+    """The whole model is one graph once the scale is placed, and a new scale compiles nothing again."""
+    torch._dynamo.reset()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.place_on("cpu")
+    model = torch.compile(_model(scaler.attach), backend=backend, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for scale in (4.0, loss_scale):
+            scaler.update(scale) if scale != 4.0 else None
+            model.zero_grad()
+            scaler.scale(_loss(model, _batch())).backward()
+            inverse = 1.0 / scale
+            found = {name.replace("_orig_mod.", ""): p.grad * inverse for name, p in model.named_parameters()}
+            _require_same(found, _added())
+
+
+def test_compiled_before_the_scale_is_placed():
+    """The first `attach` places the scale outside of the compiled graph."""
+    torch._dynamo.reset()
+    scaler = _scaler(256.0)
+    model = torch.compile(_model(scaler.attach), backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        scaler.scale(_loss(model, _batch())).backward()
+        _require_same({name: grad / 256 for name, grad in _scaled(model).items()}, _added())
+
+
+def _scaled(model):
+    return {name.replace("_orig_mod.", ""): param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8])
+def test_autocast(dtype, loss_scale):
+    """The gradients under autocast are those of the sum under autocast, at the same scale."""
+    found = []
+    for is_attached in (True, False):
+        scaler = _scaler(loss_scale)
+        model = _model(scaler.attach if is_attached else None)
+        with torch.autocast("cpu", dtype):
+            loss = _loss(model, _batch())
+            if not is_attached:
+                loss = loss + model[1].aux_loss + model[3].aux_loss
+        scaler.scale(loss).backward()
+        found.append(_gradients(model, scaler))
+    _require_same(*found)
+
+
+def test_float16_is_lifted():
+    """The sum of a float16 loss is made in float32; its gradient is float16, and equal at each scale where it fits."""
+    weight = torch.full((600,), 256.0, dtype=torch.float16, requires_grad=True)
+    found = []
+    for loss_scale in (1.0, 2.0**8, 2.0**15):
+        weight.grad, scaler = None, _scaler(loss_scale)
+        x = scaler.attach(torch.ones(3, requires_grad=True), weight)  # the sum is above 65504
+        scaler.scale(x.sum()).backward()
+        assert weight.grad.dtype is torch.float16
+        found.append(weight.grad.float() / loss_scale)
+    assert all(torch.equal(each, torch.ones(600)) for each in found)
+
+
+def test_float16_beyond_its_range_skips_the_step():
+    """A float16 loss gets an infinite gradient at 2**16, as a main loss in float16 does."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaler, optimizer = _scaler(2.0**16), torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(scaler.attach(weight * 2, weight.half() * weight.half()).sum()).backward()
+    scaler.step(optimizer)
+    assert not scaler.update().applied
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_float64_and_other_activations():
+    """A float64 loss keeps its dtype; the activation may be float16 or complex."""
+    for dtype in (torch.float16, torch.complex64):
+        weight, x = torch.tensor([1.0 / 3.0], dtype=torch.float64, requires_grad=True), torch.ones(2, dtype=dtype)
+        scaler = _scaler(4.0)
+        out = scaler.attach(x, weight.square())
+        assert out.dtype is dtype
+        assert torch.equal(out, x)
+        scaler.scale(out.abs().sum()).backward()
+        assert weight.grad.item() == 8.0 / 3.0
+
+
+def test_disabled():
+    """A disabled scaler adds the loss as it is, and never makes a scale."""
+    scaler = GradScaler("cpu", enabled=False)
+    model = _model(scaler.attach)
+    scaler.scale(_loss(model, _batch())).backward()
+    _require_same(_scaled(model), _added())
+    assert scaler.get_scale() == 1.0
+
+
+@AT_EACH_SCALE
+def test_func_transforms(loss_scale):
+    """`grad`, `vmap` and `jacrev` see the attached loss."""
+    scaler = _scaler(loss_scale)
+    main, aux = torch.sin, torch.square
+
+    def attached(w):
+        return scaler.scale(main(scaler.attach(w * 2, aux(w))).sum())
+
+    def added(w):
+        return main(w * 2).sum() + aux(w).sum()
+
+    w = _batch()
+    for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f))):
+        assert torch.equal(transform(attached)(w) / loss_scale, transform(added)(w))
+    of_vmap = torch.func.grad(lambda w: torch.func.vmap(attached)(w).sum())
+    assert torch.equal(of_vmap(w) / loss_scale, torch.func.grad(added)(w))
+
+
+def test_functional_call():
+    """A module that holds `scaler.attach` is called with other weights."""
+    scaler = _scaler(256.0)
+    model = _model(scaler.attach)
+    weights = dict(model.named_parameters())
+
+    def loss(weights):
+        return scaler.scale(_loss(functools.partial(torch.func.functional_call, model, weights), _batch()))
+
+    found = torch.func.grad(loss)(weights)
+    _require_same({name: grad / 256 for name, grad in found.items()}, _added())
+
+
+def test_a_replayed_graph_reads_the_present_scale():
+    """The recorded backward pass reads the tensor that updates write in place."""
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
+    scaler.place_on("cpu")
+    with RecordedGraph() as graph:
+        scaler.scale(scaler.attach(weight * 2, 3 * weight).sum()).backward()
+    assert torch.equal(weight.grad, torch.full((3,), 20.0))
+    scaler.update(1024.0)
+    graph.replay()
+    assert torch.equal(weight.grad, torch.full((3,), 5 * 1024.0))
+
+
+def test_the_scale_is_read_in_the_backward_pass():
+    """A forward pass before an update takes the scale after it, as its main loss does."""
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
+    x = scaler.attach(weight * 2, 3 * weight)
+    scaler.update(1024.0)
+    scaler.scale(x.sum()).backward()
+    assert torch.equal(weight.grad, torch.full((3,), 5 * 1024.0))
+
+
+def test_fused_optimizers_leave_the_state_on_the_device():
+    """The tensor of the scale stays the same when the state goes to the device."""
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(scaler.attach(weight * 2, 3 * weight).sum()).backward()
+        used = float(scaler.get_scale())
+        assert torch.equal(weight.grad, torch.full((3,), 5 * used))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_skip_the_step(bad):
+    """An overflow in an attached loss alone skips the step and lowers the scale."""
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loss = scaler.attach(weight * 2, weight * bad).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert loss.isfinite()
+    assert (bool(info.applied), scaler.get_scale()) == (False, 2.0)
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_minimize_runs_it_again():
+    """A retry runs the forward pass again, and the applied step is that of the lower scale."""
+    model_of = {}
+    for init_scale in (2.0**10, 2.0**120):
+        scaler = GradScaler("cpu", init_scale=init_scale, backoff_factor=2.0**-110)
+        model = model_of[init_scale] = _model(lambda x, aux, scaler=scaler: scaler.attach(x, aux * 1e9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            info = scaler.minimize(optimizer, lambda model=model: _loss(model, _batch()), retries=2)
+        assert (bool(info.applied), info.loss_scale_used) == (True, 2.0**10)
+    _require_same(*({name: p.detach() for name, p in each.named_parameters()} for each in model_of.values()))
+
+
+def _train_on_ranks(rank, world_size, kind):
+    """Compare the gradients of a wrapped model at each scale with those of the sum."""
+    found = []
+    for loss_scale in (None, *SCALES):
+        scaler = _scaler(1.0 if loss_scale is None else loss_scale)
+        model = _model(None if loss_scale is None else scaler.attach)
+        layers = list(model)
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            for layer in layers:
+                fully_shard(layer, mp_policy=MixedPrecisionPolicy())
+            fully_shard(model)
+        loss = _loss(model, _batch(rank))
+        if loss_scale is None:
+            loss = loss + layers[1].aux_loss + layers[3].aux_loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+        grads = [p.grad.full_tensor() if kind == "fsdp2" else p.grad for p in model.parameters()]
+        found.append({str(n): grad for n, grad in enumerate(grads)})
+    for each in found[1:]:
+        _require_same(each, found[0])
+
+
+@pytest.mark.parametrize("kind", ["ddp", FSDP2])
+def test_on_ranks(kind):
+    """DDP and FSDP2 average the gradients of attached losses as those of the main loss."""
+    _on_ranks(2, functools.partial(_train_on_ranks, kind=kind))
+
+
+def _shard_the_loss(rank, world_size):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    scaler = _scaler(256.0)
+    weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+    x = torch.ones(2, requires_grad=True)
+    scaler.scale(scaler.attach(x, weight * weight).sum()).backward()
+    assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
+
+
+def test_a_loss_on_a_device_mesh():
+    """A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does."""
+    _on_ranks(2, _shard_the_loss)
+
+
+# What cannot hold
+
+
+def _twice(scaler, weight):
+    loss = scaler.scale(scaler.attach(weight * 2, 3 * weight).sum())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return 4 + 6
+
+
+def _with_a_penalty(scaler, weight):
+    x = scaler.attach(weight * 2, 3 * weight)
+    (grad,) = torch.autograd.grad(scaler.scale(x.sum()), weight, create_graph=True)
+    assert torch.equal(grad, torch.full((3,), 20.0))  # 2 of the loss, and 3 of the attached one
+    scaler.scale(x.sum()).backward()
+    return 2 + 3
+
+
+def _not_scaled(scaler, weight):
+    scaler.attach(weight * 2, 3 * weight).sum().backward()
+    return 2 / 4 + 3
+
+
+def _discarded(scaler, weight):
+    x = weight * 2
+    scaler.attach(x, 3 * weight)
+    scaler.scale(x.sum()).backward()
+    return 2
+
+
+def _detached(scaler, weight):
+    x = weight * 2
+    x = x + scaler.attach(x, 3 * weight).detach() * 0
+    scaler.scale(x.sum()).backward()
+    return 2
+
+
+def _not_used(scaler, weight):
+    x = scaler.attach(weight * 2, 3 * weight)
+    scaler.scale((weight * 2).sum()).backward()
+    del x
+    return 2
+
+
+@pytest.mark.parametrize("program", [_twice, _with_a_penalty, _not_scaled, _discarded, _detached, _not_used])
+def test_what_cannot_hold(program):
+    """Each program's gradients are other than 2 + 3, as documented; a loss that is lost is a warning at `update`."""
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    expected = program(scaler, weight)
+    assert torch.equal(weight.grad, torch.full((3,), 4.0 * expected))
+    scaler.step(optimizer)
+    if expected == 2:
+        with pytest.warns(UserWarning, match="attached and got no backward pass") as record:
+            scaler.update()
+        assert record[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.update(4.0)  # once
+
+
+def test_a_compiled_step_cannot_warn():
+    """In a compiled graph a discarded result is gone without a trace."""
+    torch._dynamo.reset()
+    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
+    scaler.place_on("cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss():
+        scaler.attach(weight * 2, 3 * weight)
+        return (weight * 2).sum()
+
+    scaler.scale(loss()).backward()
+    scaler.step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.update()
+
+
+def test_forward_mode_is_refused():
+    """`torch.func.jvp` raises, since a tangent has no scale."""
+    scaler = _scaler(4.0)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda w: scaler.attach(w, w.square()), (torch.ones(3),), (torch.ones(3),))
+
+
+def test_a_change_in_place_is_refused():
+    """The result is a view made by a function of autograd, which torch lets nothing write to."""
+    x = _scaler(4.0).attach(torch.ones(3, requires_grad=True) * 2, torch.ones(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        x += 1
+
+
+def test_nothing_is_counted_without_gradients():
+    """An evaluation under `no_grad` and a frozen router make no warning, and change nothing."""
+    scaler, weight = _scaler(4.0), torch.ones(3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = scaler.attach(weight, torch.ones(3, requires_grad=True) * 2)
+        assert torch.equal(x, weight)
+        scaler.attach(weight, torch.ones(3))
+        scaler.update(4.0)
+
+
+@pytest.mark.parametrize(
+    ("x", "aux_loss", "named"),
+    [
+        (torch.ones(3), 0.5, "aux_loss is float"),
+        (torch.ones(3), None, "aux_loss is NoneType"),
+        (torch.ones(3), torch.ones((), dtype=torch.int64), "aux_loss is a torch.int64 tensor"),
+        (torch.ones(3, dtype=torch.int32), torch.ones(()), "x is a torch.int32 tensor"),
+        ((torch.ones(3),), torch.ones(()), "x is tuple"),
+    ],
+)
+def test_other_values_are_refused(x, aux_loss, named):
+    """What no gradient flows through is an error that names it."""
+    with pytest.raises(TypeError, match=named):
+        _scaler(4.0).attach(x, aux_loss)
+
+
+def test_copies_and_pickles():
+    """A scaler that has attached a loss is copied and pickled as before, and a copy warns of its own losses only."""
+    scaler = GradScaler("cpu", init_scale=4.0)
+    weight = torch.ones(3, requires_grad=True)
+    scaler.scale(scaler.attach(weight * 2, 3 * weight).sum()).backward()
+    for other in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        weight.grad = None
+        other.scale(other.attach(weight * 2, 3 * weight).sum()).backward()
+        assert torch.equal(weight.grad, torch.full((3,), 20.0))
+        other.attach(weight * 2, 3 * weight)
+        with pytest.warns(UserWarning, match="got no backward pass"):
+            other.update(4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.update(4.0)
+
+
+def test_subclasses_may_replace_it():
+    """A subclass sees each call, also that of a layer which holds its `attach`."""
+
+    class Counting(GradScaler):
+        calls = 0
+
+        def attach(self, x, aux_loss):
+            self.calls += 1
+            return super().attach(x, aux_loss)
+
+    scaler = Counting("cpu", init_scale=4.0)
+    _loss(_model(scaler.attach), _batch()).backward()
+    assert scaler.calls == 2
