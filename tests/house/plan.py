@@ -80,7 +80,7 @@ PLAN = {
         _verbs: _gradients _ranks _types
         _clip: _gradients _norm _ranks _state
         _report: _gradients _verbs
-        range: _gradients _random _verbs _versions
+        range: _attach _gradients _random _verbs _versions
         _scaler: _attach _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types
             _versions _waiting _watch (_rescue)
         __init__: _report _scaler _step_info _verbs range

@@ -165,6 +165,8 @@ class Recorder(TorchDispatchMode):
         self._scaled: set[int] = set()
         self._nonfinite: set[int] = set()
         self._progress = Progress()
+        self.measures = True
+        """Whether to measure results; writes are undone in any case."""
 
     def take(self) -> list[OperationRange]:
         """Return the records of the pass that has ended."""
@@ -172,11 +174,11 @@ class Recorder(TorchDispatchMode):
         records, self._records = self._records, []
         return records
 
-    def begin_backward(self, seed: Tensor) -> None:
-        """Begin a backward pass from `seed`, which holds the loss scale."""
+    def begin_backward(self, *seeds: Tensor) -> None:
+        """Begin a backward pass from `seeds`, which hold the loss scale."""
         self._paths.begin_backward()
         self._look = None
-        self._scaled = {storage_of(seed)}
+        self._scaled = set(map(storage_of, seeds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
@@ -192,7 +194,7 @@ class Recorder(TorchDispatchMode):
         is_scaled = not self._scaled.isdisjoint(call.storages)
         for result in call.results(out):
             self._note(call, result, is_scaled)
-            if call.facts.computes and result.dtype in _LOW_PRECISION and result.numel():
+            if self.measures and call.facts.computes and result.dtype in _LOW_PRECISION and result.numel():
                 self._record(call, place, result, is_scaled, was_finite)
         return out
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,22 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lossscale_core import OperationRange, RangeReport
+from lossscale_core import OperationRange, RangeReport, UnscaledGradient
 from lossscale_core.ranges import GRADIENT, check_loss_shape
+from lossscale_torch._attach import attached_with
+from lossscale_torch._gradients import values_of
 from lossscale_torch._random import RandomState
 from lossscale_torch._verbs import scaled
 from lossscale_torch._versions import fsdp2_explained
 from lossscale_torch.range._inputs import Inputs
-from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name
+from lossscale_torch.range._recorder import Changes, ModulePaths, Recorder, measure, plain_name, widened
 
 
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
     The report runs `loss_fn` once and a few backward passes (usually up to four) at different loss scales, and measures
-    every computed float16, bfloat16 and float8 tensor. Afterwards parameters, gradients, buffers and the states of
-    random number generators are bit for bit as before, also if `loss_fn` raises. Compiled code runs uncompiled.
-    Synchronises with the host after every operation.
+    every computed float16, bfloat16 and float8 tensor. Three more passes find gradients that do not follow the loss
+    scale; during a report `GradScaler.attach` multiplies by the scale of each pass. Afterwards parameters, gradients,
+    buffers and the states of random number generators are bit for bit as before, also if `loss_fn` raises. Compiled
+    code runs uncompiled. Synchronises with the host after every operation.
 
     Args:
         model: A module, for the names: an operation is named by its innermost module, a gradient by its parameter.
@@ -54,7 +58,9 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
         paths,
         inputs,
     ):
-        return RangeReport.measure(run.forward, run.backward, nonfinite_inputs=inputs.found)
+        return RangeReport.measure(
+            run.forward, run.backward, nonfinite_inputs=inputs.found, unscaled_gradients=run.unscaled_gradients
+        )
 
 
 class _Run:
@@ -67,9 +73,12 @@ class _Run:
         self._kept = contextlib.ExitStack()
         self._leaves: list[Tensor] = []
         self._loss: Tensor
+        self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
+        self._early: list[str] = []
 
     def __enter__(self) -> "_Run":
         self._keep(self._names)
+        self._kept.enter_context(attached_with(self._attached_with))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,25 +87,66 @@ class _Run:
     def forward(self) -> tuple[float, Iterable[OperationRange]]:
         with self._recorder:
             loss = _checked(self._loss_fn())
+        self._early = [self._names[leaf] for leaf, _ in self._take_gradients()]
         self._loss = scaled(loss, 1.0)
         self._keep(leaf for leaf in _leaves_of(self._loss) if leaf not in self._names)
         return float(loss.detach()), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
         seed = torch.full_like(self._loss, loss_scale)
-        self._recorder.begin_backward(seed)
-        with self._recorder:
+        self._attached_with.fill_(loss_scale)
+        self._recorder.begin_backward(seed, self._attached_with)
+        with self._recorder, self._early_explained():
             # The graph is kept for the next scale, so that loss_fn, which may draw another batch, is called once.
             torch.autograd.backward(self._loss, seed, retain_graph=True)
-        return [*self._recorder.take(), *self._gradients()]
+        gradients = [*self._gradient_records()] if self._recorder.measures else []
+        return [*self._recorder.take(), *gradients]
 
-    def _gradients(self) -> Iterator[OperationRange]:
-        """Yield a record of each gradient, and drop it."""
+    def unscaled_gradients(self, loss_scale: float) -> Iterator[UnscaledGradient]:
+        """Yield the gradients that do not follow the loss scale, by passes at this scale, at zero and at half of it."""
+        yield from (UnscaledGradient(name, "early") for name in self._early)
+        self._recorder.measures = False
+        random_state = RandomState()
+        norms = {leaf: _norm(grad) / loss_scale for leaf, grad in self._run_again(loss_scale, random_state)}
+        added, divided = set(), set()
+        for leaf, grad in self._run_again(0.0, random_state):
+            is_nan = grad.isnan()  # 0 / 0, from a hook that divides by the gradient, which is finite at the scale
+            divided |= {leaf} if is_nan.any() else set()
+            added |= {leaf} if grad.masked_fill(is_nan, 0.0).any() else set()
+        for leaf, grad in self._run_again(loss_scale / 2, random_state):
+            at_half = math.inf if leaf in divided else _norm(grad) / loss_scale * 2
+            is_zero, name = leaf not in added, self._names.get(leaf, "an input")
+            norm = norms.get(leaf, math.inf)
+            found = UnscaledGradient.of(name, is_zero_without_loss=is_zero, norm=norm, norm_at_half=at_half)
+            if found is not None and name not in self._early:
+                yield found
+
+    def _run_again(self, loss_scale: float, random_state: RandomState) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the backward pass once more, and return the leaves with the values of their gradients."""
+        random_state.put_back()
+        self.backward(loss_scale)
+        return ((leaf, widened(values_of(grad.detach()))) for leaf, grad in self._take_gradients())
+
+    def _gradient_records(self) -> Iterator[OperationRange]:
+        for leaf, grad in self._take_gradients():
+            yield measure(grad, GRADIENT, self._names.get(leaf, "an input"))._replace(scaled=True)
+
+    def _take_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each leaf with its gradient, and drop it."""
         for leaf in self._leaves:
             if leaf.grad is not None and leaf.grad.numel():
-                name = self._names.get(leaf, "an input")
-                yield measure(leaf.grad, GRADIENT, name)._replace(scaled=True)
+                yield leaf, leaf.grad
                 leaf.grad = None
+
+    @contextlib.contextmanager
+    def _early_explained(self) -> Iterator[None]:
+        """Add to an error of the backward pass that `loss_fn` has run one itself, which frees the graph."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._early:
+                error.add_note("loss_fn calls backward itself; return the loss, and leave that to range_report.")
+            raise
 
     def _keep(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
@@ -182,6 +232,12 @@ def _checked(loss: object) -> Tensor:
     if not loss.requires_grad:
         raise ValueError("the loss has no graph; run the forward pass with gradients, and return the loss undetached")
     return loss
+
+
+def _norm(values: Tensor) -> float:
+    """Return the 2-norm of real, dense values, also where their squares are too large for their dtype."""
+    largest = float(values.abs().amax()) if values.numel() else 0.0
+    return largest * float((values / largest).norm()) if 0.0 < largest < math.inf else largest
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
