@@ -1,5 +1,6 @@
 """A check for training loops: a step that is skipped must leave everything that follows the steps as it was."""
 
+import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -8,7 +9,19 @@ import torch
 from torch import Tensor
 
 from lossscale_core import DynamicScaling, tree
-from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same, scales_differ
+from lossscale_core.testing.loops import (
+    BAD_STEPS,
+    CLOSE,
+    SCALES,
+    change,
+    listed,
+    not_from_the_loss,
+    not_skipped,
+    same,
+    scales_differ,
+)
+from lossscale_torch._gradients import params_of, values_of
+from lossscale_torch._members import READY
 from lossscale_torch._rescue import protect_modules
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
@@ -54,7 +67,8 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     rank alone. After each such step, parameters, buffers, the optimizer's state, schedule and average must be as
     before; after each other step these and the optimizer's settings, such as `lr`, must be bit for bit those of a run
     without the infinite losses. It also requires that the loss scale makes no difference to the gradients that the
-    optimizer sees, and that a run which is saved and loaded continues as one that is not.
+    optimizer sees, that gradients are zero before they are unscaled if each loss is multiplied by zero (an attached
+    one, too), and that a run which is saved and loaded continues as one that is not.
 
     ```python
     def build(scaler):
@@ -90,27 +104,46 @@ def _check(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[str]:
             yield f"with {kind}: a step is skipped as a whole where {where} of it is infinite"
         _check_scale(build, fused)
         yield f"with {kind}: the loss scale makes no difference to the gradients"
+        if not fused:
+            _check_source(build)
+            yield "all gradients come from losses that are scaled or attached"
         if _check_resumes(build, fused):
             yield f"with {kind}: a run that is saved and loaded continues exactly"
 
 
 class _PlantingScaler(GradScaler):
-    """A scaler that makes losses infinite, and counts the updates of a step."""
+    """A scaler that makes losses infinite or zero, and counts the updates of a step."""
 
-    is_armed = False
+    is_armed = is_silent = False
     only_first = False
     updates = 0
+    left: dict[Tensor, float]
+    """The largest element of each gradient in a step whose losses are zero."""
     _scaled_after: Any = "nothing so far"
 
     @not_compiled
     def scale(self, outputs: Tree) -> Tree:
-        """Scale, and multiply by infinity where an overflow is planned: all losses, or those of the first call.
+        """Scale, and multiply by zero, or by infinity where an overflow is planned: all losses, or those of one call.
 
         The first call is the first after an update, so that a loss that `minimize` runs again is infinite again.
         """
         is_first, self._scaled_after = self.last_step is not self._scaled_after, self.last_step
         scaled = super().scale(outputs)  # may call this method for each loss; infinite twice is no other than once
-        return _infinite(scaled) if self.is_armed and (is_first or not self.only_first) else scaled
+        if self.is_silent:
+            return _times(0.0, scaled)
+        return _times(torch.inf, scaled) if self.is_armed and (is_first or not self.only_first) else scaled
+
+    def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
+        """Attach a loss, times zero where the others are."""
+        return super().attach(x, aux_loss * 0.0 if self.is_silent else aux_loss)
+
+    def _open(self, optimizer: Any, caller: str) -> Any:
+        record = super()._open(optimizer, caller)
+        if self.is_silent and record["stage"] is READY:
+            for param in params_of(optimizer):
+                if param.grad is not None and (values := values_of(param.grad)).numel():
+                    self.left[param] = float(values.abs().max())
+        return record
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
@@ -161,6 +194,9 @@ class _Run:
                 "one update, in each step(batch)"
             )
 
+    def set_scale(self, loss_scale: float) -> None:
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": loss_scale, "loss_scale": loss_scale})
+
     def everything(self) -> dict[str, Any]:
         """Return all that follows the steps, as copies by name."""
         found: dict[str, Any] = {}
@@ -171,11 +207,12 @@ class _Run:
         return found
 
 
-def _infinite(scaled: Any) -> Any:
-    """Return scaled losses times infinity, in the structure that holds them."""
+def _times(factor: float, scaled: Any) -> Any:
+    """Return scaled losses times a factor, in the structure that holds them."""
     if isinstance(scaled, Tensor):
-        return scaled * torch.inf
-    return map(_infinite, scaled) if isinstance(scaled, Iterator) else tree.map_leaves(_infinite, scaled)
+        return scaled * factor
+    times = functools.partial(_times, factor)
+    return map(times, scaled) if isinstance(scaled, Iterator) else tree.map_leaves(times, scaled)
 
 
 def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: bool) -> None:
@@ -188,7 +225,7 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
         if is_bad:
             _require_skipped(number, run, before)
             continue
-        clean.scaler.load_state_dict({**clean.scaler.state_dict(), "scale": scale, "loss_scale": scale})
+        clean.set_scale(scale)
         clean.step(number)
         how = "without the skipped steps; follow applied steps only (info.applied)"
         _require_equal(f"after step {number}", run.everything(), clean.everything(), how)
@@ -210,6 +247,45 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
             norms_seen = f"the optimizer gradients of norm {small:g} and {large:g}"
             hint = "scale every loss, and unscale before you clip or change gradients (unscale_and_clip_ does both)"
             raise LoopError(scales_differ(number, norms_seen, hint))
+
+
+def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
+    """Require that no gradient is left if all losses are multiplied by zero."""
+    runs = [_Run(build, fused=False) for _ in SCALES]
+    for run, loss_scale in zip(runs, SCALES, strict=True):
+        run.set_scale(loss_scale)  # after `build`, which may have kept the first scale
+    for number in range(2):
+        small, large = (_left_at(run, number, by) for run, by in zip(runs, SCALES, strict=True))
+        # Code of a user may multiply an inner loss by get_scale(), which is right; then it grows with the scale.
+        names = [name for name, size in small.items() if size > 2.0 * large.get(name, 0.0)]
+        if names:
+            hint = "add a loss inside the graph with scaler.attach, and change gradients after they are unscaled"
+            raise LoopError(not_from_the_loss(number, names, hint))
+
+
+def _left_at(run: _Run, number: int, loss_scale: float) -> dict[str, float]:
+    """Take a step of losses times zero; return the size of what is left of each gradient, unscaled, on any rank."""
+    run.scaler.is_silent, run.scaler.left = True, {}
+    run.step(number)
+    names = _names_of(run.loop)
+    everyone = [{names.get(param, "a parameter"): size / loss_scale for param, size in run.scaler.left.items()}]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        everyone *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, everyone[0])
+    return {name: max(each.get(name, 0.0) for each in everyone) for own in everyone for name in own}
+
+
+def _names_of(loop: Any) -> dict[Tensor, str]:
+    """Return the names of parameters in the loop's model, or in its optimizer."""
+    model, groups = getattr(loop, "model", None), loop.optimizer.param_groups
+    names = {
+        param: f"parameter {n} of group {g}"
+        for g, group in enumerate(groups)
+        for n, param in enumerate(group["params"])
+    }
+    if isinstance(model, torch.nn.Module):
+        names.update((param, name) for name, param in model.named_parameters())
+    return names
 
 
 def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:

@@ -1,5 +1,6 @@
 """`check_training_loop` passes loops that follow their scaler, and names what the others move on a skipped step."""
 
+import copy
 import re
 
 import pytest
@@ -109,7 +110,7 @@ class Minimal:
 def test_a_loop_that_follows_passes(build):
     """With its own optimizer and with the fused kernel; the answer says what was checked."""
     checked = check_training_loop(build)
-    assert len(checked) == 8
+    assert len(checked) == 9
     assert sum("fused" in sentence for sentence in checked) == 4
     assert sum("saved and loaded" in sentence for sentence in checked) == 2
 
@@ -117,7 +118,7 @@ def test_a_loop_that_follows_passes(build):
 def test_what_a_loop_lacks_is_not_claimed():
     """Without save and load, and with an optimizer that has no fused kernel, the answer is shorter."""
     checked = check_training_loop(Minimal)
-    assert len(checked) == 3
+    assert len(checked) == 4
     assert not any("saved" in sentence or "fused" in sentence for sentence in checked)
 
 
@@ -172,7 +173,7 @@ class ScalesListsInTurn(Loop):
 @pytest.mark.parametrize("build", [ScalesAList, ScalesATuple, ScalesADict, ScalesAnIterator, ScalesListsInTurn])
 def test_losses_may_be_scaled_together(build):
     """A list, tuple, dict or iterator of losses is made infinite once, in each call and in the first alone."""
-    assert len(check_training_loop(build)) == 8
+    assert len(check_training_loop(build)) == 9
 
 
 class SetsTheRate(Loop):
@@ -213,7 +214,7 @@ class CountsAttempts(SetsTheRate):
 
 def test_a_rate_set_at_the_head_of_a_step_passes():
     """A skipped step sets the rate of the applied steps before it, which the step before did not know of yet."""
-    assert len(check_training_loop(SetsTheRate)) == 8
+    assert len(check_training_loop(SetsTheRate)) == 9
 
 
 class StepsSchedule(Loop):
@@ -293,13 +294,13 @@ class Retries(ProtectsBatchNorm):
 
 def test_a_loop_with_retries_passes():
     """A loss that is run again is infinite again, and all tries together are one update."""
-    assert len(check_training_loop(Retries)) == 8
+    assert len(check_training_loop(Retries)) == 9
 
 
 def test_loops_with_protected_buffers_pass():
     """With `protect=`, and with `minimize`."""
-    assert len(check_training_loop(ProtectsBatchNorm)) == 8
-    assert len(check_training_loop(Minimizes)) == 8
+    assert len(check_training_loop(ProtectsBatchNorm)) == 9
+    assert len(check_training_loop(Minimizes)) == 9
 
 
 class StepsByItself(Loop):
@@ -425,6 +426,167 @@ def test_what_is_not_a_loop_is_refused():
         check_training_loop(lambda scaler: None)
 
 
+class _Router(torch.autograd.Function):
+    """Adds the gradients of a loss within the graph, times a seed."""
+
+    @staticmethod
+    def forward(ctx, x, aux_loss, seed):
+        ctx.seed = seed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.as_tensor(ctx.seed), None
+
+
+class Attaches(Loop):
+    """Adds the loss of a router within the graph."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.model = torch.nn.ModuleDict({"main": torch.nn.Linear(4, 1), "router": torch.nn.Linear(4, 2)})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler, self.ema = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9), AveragedModel(self.model)
+
+    def losses(self, batch):
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(batch))
+        shares = self.model["router"](data).softmax(-1)
+        x = self.attach(shares[:, :1] * data, 0.1 * shares.square().mean())
+        yield (self.model["main"](x) - 1).square().mean()
+
+    def attach(self, x, aux_loss):
+        """Attach, as the documentation says."""
+        return self.scaler.attach(x, aux_loss)
+
+
+class CompilesAttach(Attaches):
+    """Compiles the forward pass."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        torch._dynamo.reset()
+        self.forward = torch.compile(self.compute, backend="aot_eager")
+
+    def compute(self, data):
+        shares = self.model["router"](data).softmax(-1)
+        return self.model["main"](self.scaler.attach(shares[:, :1] * data, 0.1 * shares.square().mean()))
+
+    def losses(self, batch):
+        yield (self.forward(torch.randn(8, 4, generator=torch.Generator().manual_seed(batch))) - 1).square().mean()
+
+
+class AsksForTheScale(Attaches):
+    """Sets the seed by hand, from the scale of the step."""
+
+    def attach(self, x, aux_loss):
+        return _Router.apply(x, aux_loss, self.scaler.get_scale())
+
+
+class AsMegatron(Attaches):
+    """Sets the seed as Megatron does: what `scale` makes of one."""
+
+    def attach(self, x, aux_loss):
+        return _Router.apply(x, aux_loss, self.scaler.scale(torch.ones(())))
+
+
+class AddsNoise(Loop):
+    """Changes gradients after unscaling: noise, and a decay."""
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        for param in self.model.parameters():
+            param.grad.add_(torch.randn_like(param) * 1e-3).add_(param.detach(), alpha=1e-2)
+
+
+class Decays(Loop):
+    """Lets the optimizer decay the weights."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+
+
+class UnscaledRouter(Attaches):
+    def attach(self, x, aux_loss):
+        return _Router.apply(x, aux_loss, 1.0)
+
+
+class CopiesTheModel(Attaches):
+    """Trains a copy of its model, whose `attach` is that of a copy of the scaler."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.of_copy = copy.deepcopy(scaler).attach
+
+    def attach(self, x, aux_loss):
+        return self.of_copy(x, aux_loss)
+
+
+class DecaysByAHook(Loop):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        weight = self.model[0].weight
+        weight.register_hook(lambda grad: grad + 1e-3 * weight.detach())
+
+
+class UnscaledSecondToken(Loop):
+    """Runs the backward pass of a small loss of another head without the scaler."""
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        for loss in self.losses(batch):
+            self.scaler.scale(loss).backward()
+        (1e-6 * self.model(torch.ones(2, 4)).mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("build", [Attaches, CompilesAttach, AsksForTheScale, AsMegatron, AddsNoise, Decays])
+def test_gradients_that_follow_the_scale_pass(build):
+    """Losses that are attached, or scaled by hand; noise and decay after unscaling, and decay in the optimizer."""
+    assert "all gradients come from losses that are scaled or attached" in check_training_loop(build)
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (UnscaledRouter, "router.weight, router.bias have gradients"),
+        (CopiesTheModel, "router.weight, router.bias have gradients"),
+        (DecaysByAHook, "0.weight has a gradient"),
+        (UnscaledSecondToken, "0.weight, 0.bias, 2.weight, 2.bias have gradients"),
+    ],
+)
+def test_gradients_that_miss_the_scale_fail(build, names):
+    """The parameters are named, however small the weight of the loss is."""
+    message = f"at step 0 the loss was multiplied by zero, and {names} other than zero; .*scaler.attach"
+    with pytest.raises(LoopError, match=message):
+        check_training_loop(build)
+
+
+class UnscaledWithoutAModel(Minimal):
+    """Keeps its model to itself, and takes steps without a fused kernel."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.inner, self.model = self.model, None
+        self.inner.bias.register_hook(lambda grad: grad + 1e-6)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.inner(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def test_parameters_without_a_name_are_numbered():
+    """The number in the optimizer's group names a parameter of a loop without a model."""
+    with pytest.raises(LoopError, match="and parameter 1 of group 0 has a gradient"):
+        check_training_loop(UnscaledWithoutAModel)
+
+
 class _OnRanks(Loop):
     def __init__(self, scaler):
         super().__init__(scaler)
@@ -469,12 +631,31 @@ class _FollowsRankZero(_OnRanks):
 
 
 def _passes(rank, world_size):
-    assert len(check_training_loop(_OnRanks)) == 8
+    assert len(check_training_loop(_OnRanks)) == 9
 
 
 def test_loops_on_ranks_pass():
     """The last rank alone sees the infinite loss, and both skip."""
     _on_ranks(2, _passes)
+
+
+class _WrongOnOneRank(_OnRanks):
+    """Adds something to a gradient of the last rank alone, after the reduction."""
+
+    def clip(self):
+        if dist.get_rank() == 1:
+            self.model[0].weight.grad.add_(1e-6)
+        super().clip()
+
+
+def _one_rank_is_wrong(rank, world_size):
+    with pytest.raises(LoopError, match=r"multiplied by zero, and 0\.weight has a gradient other than zero"):
+        check_training_loop(_WrongOnOneRank)
+
+
+def test_what_one_rank_adds_fails_on_all():
+    """No rank waits for another that has raised its error."""
+    _on_ranks(2, _one_rank_is_wrong)
 
 
 def _rank_zero_decides(rank, world_size):

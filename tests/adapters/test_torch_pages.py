@@ -108,4 +108,4 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
 @pytest.mark.usefixtures("_one_process")
 def test_the_loop_of_fsdp2_passes():
     """The same for parameters that are sharded, over one rank here."""
-    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 6
+    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 7

@@ -84,7 +84,7 @@ PLAN = {
         _scaler: _attach _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names _types
             _versions _waiting _watch (_rescue)
         __init__: _report _scaler _step_info _verbs range
-        testing: _rescue _scaler _step_info _types _versions
+        testing: _gradients _members _rescue _scaler _step_info _types _versions
     """,
     "lossscale_torch.range": """
         _recorder:
