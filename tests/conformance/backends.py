@@ -48,11 +48,18 @@ def _default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
+def _attach_torch(main, aux, x, loss_scale):
+    scaler = lossscale_torch.GradScaler("cpu", policy=lossscale_core.FixedScaling(loss_scale))
+    x = x.clone().requires_grad_()
+    scaler.scale(main(scaler.attach(x, aux(x))).sum()).backward()
+    return x.grad
+
+
 def torch_adapter(name="torch", **settings):
     """Return torch's adapter with eager, compiled and meta tensors."""
     ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_meta, has_values=False))
-    described = {"verbs": lossscale_torch, "dtypes": ALL_DTYPES, "xp": torch, "ways": ways, **settings}
-    return Adapter(name=name, asarray=_tensor, to_numpy=_from_torch, **described)
+    described = {"verbs": lossscale_torch, "dtypes": ALL_DTYPES, "xp": torch, "ways": ways, "attach": _attach_torch}
+    return Adapter(name=name, asarray=_tensor, to_numpy=_from_torch, **{**described, **settings})
 
 
 def _in_scan(function):
