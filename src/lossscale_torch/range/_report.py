@@ -25,7 +25,7 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
     """Report which operations overflow, forward or backward, how much flushes to zero, and which loss scale fits.
 
     The report runs `loss_fn` once and a few backward passes (usually up to four) at different loss scales, and measures
-    every computed float16, bfloat16 and float8 tensor. Three more passes find gradients that do not follow the loss
+    every computed float16, bfloat16 and float8 tensor. Two more passes find gradients that do not follow the loss
     scale; during a report `GradScaler.attach` multiplies by the scale of each pass. Afterwards parameters, gradients,
     buffers and the states of random number generators are bit for bit as before, also if `loss_fn` raises. Compiled
     code runs uncompiled. Synchronises with the host after every operation.
@@ -75,6 +75,7 @@ class _Run:
         self._loss: Tensor
         self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
         self._early: list[str] = []
+        self._norms: dict[float, dict[Tensor, float]] = {}
 
     def __enter__(self) -> "_Run":
         self._keep(self._names)
@@ -88,48 +89,48 @@ class _Run:
         with self._recorder:
             loss = _checked(self._loss_fn())
         self._early = [self._names[leaf] for leaf, _ in self._take_gradients()]
-        self._loss = scaled(loss, 1.0)
+        self._loss, self._random_state = scaled(loss, 1.0), RandomState()
         self._keep(leaf for leaf in _leaves_of(self._loss) if leaf not in self._names)
         return float(loss.detach()), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
+        self._random_state.put_back()  # so that the gradients of two passes can be compared
         seed = torch.full_like(self._loss, loss_scale)
         self._attached_with.fill_(loss_scale)
         self._recorder.begin_backward(seed, self._attached_with)
         with self._recorder, self._early_explained():
             # The graph is kept for the next scale, so that loss_fn, which may draw another batch, is called once.
             torch.autograd.backward(self._loss, seed, retain_graph=True)
-        gradients = [*self._gradient_records()] if self._recorder.measures else []
-        return [*self._recorder.take(), *gradients]
+        norms, records = self._norms.setdefault(loss_scale, {}), self._recorder.take()
+        for leaf, grad in self._take_gradients():
+            norms[leaf] = _norm(widened(values_of(grad.detach())))
+            if self._recorder.measures:
+                records.append(measure(grad, GRADIENT, self._name_of(leaf))._replace(scaled=True))
+        return records
 
     def unscaled_gradients(self, loss_scale: float) -> Iterator[UnscaledGradient]:
         """Yield the gradients that do not follow the loss scale, by passes at this scale, at zero and at half of it."""
         yield from (UnscaledGradient(name, "early") for name in self._early)
         self._recorder.measures = False
-        random_state = RandomState()
-        norms = {leaf: _norm(grad) / loss_scale for leaf, grad in self._run_again(loss_scale, random_state)}
-        added, divided = set(), set()
-        for leaf, grad in self._run_again(0.0, random_state):
-            is_nan = grad.isnan()  # 0 / 0, from a hook that divides by the gradient, which is finite at the scale
-            divided |= {leaf} if is_nan.any() else set()
-            added |= {leaf} if grad.masked_fill(is_nan, 0.0).any() else set()
-        for leaf, grad in self._run_again(loss_scale / 2, random_state):
-            at_half = math.inf if leaf in divided else _norm(grad) / loss_scale * 2
-            is_zero, name = leaf not in added, self._names.get(leaf, "an input")
-            norm = norms.get(leaf, math.inf)
-            found = UnscaledGradient.of(name, is_zero_without_loss=is_zero, norm=norm, norm_at_half=at_half)
+        norms, norms_at_zero, norms_at_half = map(self._norms_at, (loss_scale, 0.0, loss_scale / 2))
+        for leaf, norm in norms.items():
+            name, at_zero, at_half = self._name_of(leaf), norms_at_zero[leaf], norms_at_half[leaf] / loss_scale * 2
+            if math.isnan(at_zero):  # 0 / 0, from a hook that divides by the gradient: it does not grow with the scale
+                at_zero, at_half = 0.0, math.inf
+            found = UnscaledGradient.of(
+                name, is_zero_without_loss=at_zero == 0.0, norm=norm / loss_scale, norm_at_half=at_half
+            )
             if found is not None and name not in self._early:
                 yield found
 
-    def _run_again(self, loss_scale: float, random_state: RandomState) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the backward pass once more, and return the leaves with the values of their gradients."""
-        random_state.put_back()
-        self.backward(loss_scale)
-        return ((leaf, widened(values_of(grad.detach()))) for leaf, grad in self._take_gradients())
+    def _norms_at(self, loss_scale: float) -> dict[Tensor, float]:
+        """Return the 2-norms of the gradients at a scale, which a pass of the search may have computed."""
+        if loss_scale not in self._norms:
+            self.backward(loss_scale)
+        return self._norms[loss_scale]
 
-    def _gradient_records(self) -> Iterator[OperationRange]:
-        for leaf, grad in self._take_gradients():
-            yield measure(grad, GRADIENT, self._names.get(leaf, "an input"))._replace(scaled=True)
+    def _name_of(self, leaf: Tensor) -> str:
+        return self._names.get(leaf, "an input")
 
     def _take_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each leaf with its gradient, and drop it."""
