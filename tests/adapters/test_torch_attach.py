@@ -352,13 +352,14 @@ def _shard_the_loss(rank, world_size):
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     scaler = _scaler(256.0)
     weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-    x = torch.ones(2, requires_grad=True)
-    scaler.scale(scaler.attach(x, weight * weight).sum()).backward()
-    assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
+    for x in (torch.ones(2, requires_grad=True), distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()):
+        weight.grad = None
+        scaler.scale(scaler.attach(x, weight * weight).sum()).backward()
+        assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
 
 
 def test_a_loss_on_a_device_mesh():
-    """A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does."""
+    """A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does; the activation may be one, too."""
     _on_ranks(2, _shard_the_loss)
 
 

@@ -14,6 +14,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     """Take one step with the drop-in."""
     scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500))
     prediction: Tensor = model(x)
+    prediction = assert_type(scaler.attach(prediction, prediction.square()), Tensor)
     loss = assert_type(scaler.scale((prediction - y).square().mean()), Tensor)
     loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types here
     norm = assert_type(scaler.unscale_and_clip_(optimizer, max_norm=1.0), Tensor)
