@@ -88,8 +88,6 @@ class GradScaler(TorchNames):
 
     """
 
-    _lost_losses = 0  # attached losses without a backward pass since the last update
-
     @explain_arguments
     def __init__(
         self,
@@ -127,6 +125,7 @@ class GradScaler(TorchNames):
         self._last: StepInfo | None = None
         self._watch = Watch(on_floor)
         self._observers: list[Callable[[Any, StepInfo], None]] = []
+        self._lost_losses = 0  # attached ones without a backward pass since the last update
         if protect and self._enabled:
             from lossscale_torch._rescue import protect_modules
 
