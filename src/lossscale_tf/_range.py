@@ -97,7 +97,7 @@ class _Passes:
 
         def gradients(factor: float) -> list[tuple[str, Gradient]]:
             # A forward pass that is recomputed then draws the random numbers of the first one.
-            self._variables.put_back()
+            self._variables.restore()
             with self._variables.watched():
                 found = self._gradients(self._seed(factor))
             return [

@@ -56,9 +56,9 @@ class Variables:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.put_back()
+        self.restore()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the variables that were written so far."""
         for handle, value in [self._values[each] for each in self._written if each in self._values]:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)

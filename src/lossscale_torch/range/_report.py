@@ -94,7 +94,7 @@ class _Run:
         return float(loss.detach()), self._recorder.take()
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
-        self._random_state.put_back()  # so that the gradients of two passes can be compared
+        self._random_state.restore()  # so that the gradients of two passes can be compared
         seed = torch.full_like(self._loss, loss_scale)
         self._attached_with.fill_(loss_scale)
         self._recorder.begin_backward(seed, self._attached_with)
