@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lossscale_core import GradientReport
+from lossscale_jax._attach import attach
 from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._decide import select
 from lossscale_jax._export import register_state_types as _register_state_types
@@ -33,6 +34,7 @@ __all__ = [
     "RetriedGradients",
     "ScaledGradients",
     "all_finite",
+    "attach",
     "get_scale_state",
     "init_state",
     "load_scale_state",

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from lossscale_core.messages import shown_names
 from lossscale_jax._leaves import is_array
@@ -25,6 +26,16 @@ def loss_scale_of(state: HasLossScale, call: str) -> Any:
         f"{type(state).__name__} is not a scale state, since it has no loss_scale; call {call}, with a state that "
         "init_state or get_scale_state returned"
     )
+
+
+def number(loss: Any) -> Array:
+    """Return `loss` as an array; raise `TypeError` if it is not a number."""
+    if isinstance(loss, str | bytes):  # JAX would read it as the name of a dtype
+        raise TypeError(f"the loss {loss!r} is not a number; pass what the model computes")
+    array = jnp.asarray(loss)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"a loss of dtype {array.dtype} is not a number; pass what the model computes, not a PRNG key")
+    return array
 
 
 def require_function(fun: Any, call: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
-from lossscale_core import NonfiniteInput, OperationRange, RangeReport
+from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
 from lossscale_core.ranges import GRADIENT, name_of
 from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_array, named_gradients
-from lossscale_jax._range_interpreter import Interpreter, Tracked, is_finite, live_equations, measure
+from lossscale_jax._range_interpreter import Interpreter, Tracked, attaches, is_finite, live_equations, measure
 from lossscale_jax._verbs import scale
 
 
@@ -51,7 +52,12 @@ def range_report(
     require_function(fun, "range_report(fun, *args)")
     passes = _Passes(fun, args, argnums, has_aux)
     with _mesh_of(args):
-        return RangeReport.measure(passes.forward, passes.backward, nonfinite_inputs=lambda: passes.nonfinite_inputs)
+        return RangeReport.measure(
+            passes.forward,
+            passes.backward,
+            nonfinite_inputs=lambda: passes.nonfinite_inputs,
+            unscaled_gradients=passes.unscaled_gradients,
+        )
 
 
 def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
@@ -122,12 +128,34 @@ class _Passes:
 
     def backward(self, loss_scale: float) -> Iterable[OperationRange]:
         seed = Tracked(jnp.float32(loss_scale), True)
-        results, records = self._interpreter.run(self._late, [seed, *self._given])
-        return [*records, *self._gradients(each.array for each in results)]
+        results, records = self._interpreter.run(self._late, [seed, *self._given], loss_scale)
+        gradients = (measure(leaf, GRADIENT, name)._replace(scaled=True) for name, leaf in self._named(results))
+        return [*records, *gradients]
 
-    def _gradients(self, leaves: Iterable[Any]) -> Iterator[OperationRange]:
-        for name, gradient in named_gradients(jax.tree.unflatten(self._structure, leaves)):
-            yield measure(gradient, GRADIENT, name)._replace(scaled=True)
+    def unscaled_gradients(self, loss_scale: float) -> Iterator[UnscaledGradient]:
+        """Yield the gradients that do not follow the loss scale; at this scale, all of them are finite."""
+        norms = {name: _norm(leaf) for name, leaf in self._gradients_at(loss_scale)}
+        at_half = {name: 2.0 * _norm(leaf) for name, leaf in self._gradients_at(loss_scale / 2.0)}
+        for name, leaf in self._gradients_at(0.0):
+            is_zero = not jnp.any(leaf)
+            found = UnscaledGradient.of(
+                name, is_zero_without_loss=is_zero, norm=norms[name], norm_at_half=at_half[name]
+            )
+            if found:
+                yield found
+
+    def _gradients_at(self, loss_scale: float) -> list[tuple[str, Any]]:
+        seed = Tracked(jnp.float32(loss_scale), True)
+        return self._named(self._interpreter.compute(self._late, [seed, *self._given], loss_scale))
+
+    def _named(self, results: Iterable[Tracked]) -> list[tuple[str, Any]]:
+        return named_gradients(jax.tree.unflatten(self._structure, [each.array for each in results]))
+
+
+def _norm(array: Any) -> float:
+    """Return the 2-norm of an array; it may be larger than float32 can hold. Synchronises with the host."""
+    values = abs(jax.device_get(array)).astype("float64")
+    return math.sqrt((values * values).sum())
 
 
 def _argument_names(fun: Callable[..., Any], args: Any) -> list[str]:
@@ -144,14 +172,17 @@ def _argument_names(fun: Callable[..., Any], args: Any) -> list[str]:
 def _split(jaxpr: Jaxpr) -> tuple[Jaxpr, Jaxpr]:
     """Return the equations of a gradient that do not depend on the loss scale, its first input, and those that do.
 
-    The first equations compute the loss and the inputs of the second. JAX's own partial evaluation is private.
+    The first equations compute the loss and the inputs of the second. JAX's own partial evaluation is private. An
+    attached loss depends on the loss scale, unless the loss needs it, as in the penalty of a gradient.
     """
     (seed, *inputs), (*gradients, loss) = jaxpr.invars, jaxpr.outvars
     depending: set[Any] = {seed}
     early: list[JaxprEqn] = []
     late: list[JaxprEqn] = []
+    forward = {id(eqn) for eqn in live_equations(jaxpr.replace(outvars=[loss]))}
     for eqn in live_equations(jaxpr):
         is_late = any(isinstance(each, Var) and each in depending for each in eqn.invars)
+        is_late |= id(eqn) not in forward and attaches(eqn)
         (late if is_late else early).append(eqn)
         depending.update(eqn.outvars if is_late else ())
     used = (each for group in (*(eqn.invars for eqn in late), gradients) for each in group)

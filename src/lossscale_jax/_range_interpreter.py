@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lossscale_core import OperationRange
 from lossscale_core.ranges import Progress
+from lossscale_jax._attach import ATTACHED
 
 _INSTALLED = str(Path(jax.__file__).parents[1])
 _LIBRARIES = tuple(str(folder) for folder in (Path(jax.__file__).parent, Path(__file__).parent))
@@ -60,7 +61,8 @@ class Interpreter:
     """Run equations eagerly, track which values the loss scale multiplies, and record those of low precision."""
 
     def __init__(self) -> None:
-        self._records: list[OperationRange] = []
+        self._records: list[OperationRange] | None = []
+        self._loss_scale: float | None = None
         self._progress = Progress()
         self._loops: dict[str, Callable[[JaxprEqn, list[Tracked], _Place], list[Tracked]]] = {
             "scan": self._scan,
@@ -68,12 +70,27 @@ class Interpreter:
             "cond": self._cond,
         }
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Tracked]) -> tuple[list[Tracked], list[OperationRange]]:
-        """Return the outputs of the equations, and the records of their operations."""
-        self._records = []
+    def run(
+        self, jaxpr: Jaxpr, inputs: Sequence[Tracked], loss_scale: float | None = None
+    ) -> tuple[list[Tracked], list[OperationRange]]:
+        """Return the outputs of the equations, and the records of their operations.
+
+        Attached losses are scaled by `loss_scale`; in the forward pass, for which it is None, by their own states.
+        """
+        records: list[OperationRange] = []
+        return self._run(jaxpr, inputs, loss_scale, records), records
+
+    def compute(self, jaxpr: Jaxpr, inputs: Sequence[Tracked], loss_scale: float) -> list[Tracked]:
+        """Return the outputs of the equations as `run` does, and record nothing."""
+        return self._run(jaxpr, inputs, loss_scale, None)
+
+    def _run(
+        self, jaxpr: Jaxpr, inputs: Sequence[Tracked], loss_scale: float | None, records: list[OperationRange] | None
+    ) -> list[Tracked]:
+        self._records, self._loss_scale = records, loss_scale
         outputs = self._evaluate(jaxpr, inputs, _Place())
         self._progress.end()
-        return outputs, self._records
+        return outputs
 
     def _evaluate(self, jaxpr: Any, inputs: Sequence[Tracked], place: _Place) -> list[Tracked]:
         consts: list[Any] = []
@@ -93,6 +110,9 @@ class Interpreter:
 
     def _equation(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
         name = eqn.primitive.name
+        if self._loss_scale is not None and _reads_scale(eqn):
+            aval: Any = eqn.outvars[0].aval
+            return [Tracked(jnp.full(aval.shape, self._loss_scale, aval.dtype), True)]
         if name in self._loops:
             return self._loops[name](eqn, given, place)
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
@@ -145,6 +165,8 @@ class Interpreter:
         return results
 
     def _record(self, operation: str, given: list[Tracked], result: Tracked, place: _Place) -> None:
+        if self._records is None:
+            return
         record = measure(result.array, operation, place.name)
         overflowed = bool(record.nonfinite) and all(is_finite(each.array) for each in given)
         self._records.append(record._replace(overflowed=overflowed, scaled=result.is_scaled))
@@ -174,6 +196,17 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
             needed |= {each for each in eqn.invars if isinstance(each, Var)}
             equations.append(eqn)
     return equations[::-1]
+
+
+def attaches(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or one within it, reads the loss scale for an attached loss."""
+    inner = (each for param in eqn.params.values() for each in (param if isinstance(param, tuple) else (param,)))
+    jaxprs = (each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in inner)
+    return _reads_scale(eqn) or any(any(map(attaches, each.eqns)) for each in jaxprs if isinstance(each, Jaxpr))
+
+
+def _reads_scale(eqn: JaxprEqn) -> bool:
+    return ATTACHED in _scopes(eqn)
 
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
 from lossscale_jax import _axes
-from lossscale_jax._arguments import loss_scale_of
+from lossscale_jax._arguments import loss_scale_of, number
 from lossscale_jax._debug import unchecked
 from lossscale_jax._finite import finite_when_unscaled
 from lossscale_jax._leaves import multiply, times
@@ -66,7 +66,7 @@ def scale(loss: Any, state: HasLossScale) -> Any:
         TypeError: A leaf of `loss` is not a number, or `state` is not a state.
     """
     loss_scale = loss_scale_of(state, "scale(loss, state)")
-    return jax.tree.map(lambda leaf: times(_number(leaf), jnp.asarray(loss_scale)), loss)
+    return jax.tree.map(lambda leaf: times(number(leaf), jnp.asarray(loss_scale)), loss)
 
 
 def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
@@ -107,12 +107,3 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     """
     # XLA fuses a product into the operation that reads it, but would store a quotient first.
     return multiply(grads, 1.0 / jnp.asarray(loss_scale_of(state, "unscale(grads, state)")))
-
-
-def _number(leaf: Any) -> Array:
-    if isinstance(leaf, str | bytes):  # JAX would read it as the name of a dtype
-        raise TypeError(f"the loss {leaf!r} is not a number; pass what the model computes")
-    array = jnp.asarray(leaf)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        raise TypeError(f"a loss of dtype {array.dtype} is not a number; pass what the model computes, not a PRNG key")
-    return array

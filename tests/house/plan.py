@@ -100,13 +100,14 @@ PLAN = {
     """,
     "lossscale_jax": """
         _debug:
-        _range_interpreter:
+        _range_interpreter: _attach
         _types:
         _versions:
         _axes: _types _versions
         _placement: _types
         _leaves: _types
         _arguments: _leaves _types
+        _attach: _arguments _leaves _types
         _decide: _axes _debug _leaves _types
         _finite: _axes _debug _decide _leaves _types
         _late: _decide _types
@@ -123,7 +124,7 @@ PLAN = {
         _export: _accumulation _autodiff _state
         _optimizer: _accumulation _arguments _axes _debug _decide _late _leaves _placement _stages _state _types
             _updates _verbs
-        __init__: _autodiff _decide _export _optimizer _range _report _retries _state _verbs
+        __init__: _attach _autodiff _decide _export _optimizer _range _report _retries _state _verbs
     """,
     "lossscale_tf": """
         _documented:

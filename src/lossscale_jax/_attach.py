@@ -1,0 +1,90 @@
+"""A loss that is added within the graph, such as the router loss of a mixture of experts."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from lossscale_jax._arguments import loss_scale_of, number
+from lossscale_jax._leaves import is_array, lift
+from lossscale_jax._types import HasLossScale, PyTree, Tree
+
+ATTACHED = "lossscale.attach"
+"""The scope of the operation by which the backward pass reads the loss scale; `range_report` finds it by this name."""
+
+
+def attach(x: Tree, aux_loss: ArrayLike, state: HasLossScale) -> Tree:
+    """Return `x`, and add the gradients of `aux_loss`, times the loss scale, to the backward pass through `x`.
+
+    A layer adds a loss of its own in this way, such as the router loss of a mixture of experts, without returning it:
+
+    ```python
+    hidden = attach(hidden, 0.01 * router_loss, state)
+    ```
+
+    The gradients are those of `loss + sum(aux_loss)`, each call counted once, also under `jit`, `checkpoint`, `scan`,
+    `vmap` and `shard_map`. Nothing is divided by the number of tokens, examples, micro-batches or devices: divide
+    `aux_loss` as you divide the loss. Under `vmap` and `shard_map` each example and each device adds its own `aux_loss`;
+    where the gradients are then averaged over the devices, the attached losses are averaged, too.
+
+    The loss is lost, without a warning, if no gradient passes through the result: use it in place of `x`. It is too
+    large by the loss scale if the main loss is not scaled, as in evaluation or in a gradient penalty that is computed
+    within the loss, and it counts twice if a function that `jax.vjp` returned is called twice. `jax.jvp` and
+    `jax.jacfwd` raise an error. Does not synchronise with the host.
+
+    Args:
+        x: An array of floats, or a pytree that holds one.
+        aux_loss: A real array of any shape and dtype, or a Python number; a shape other than `()` means its sum, which
+            is computed in float32 or wider.
+        state: The scale state that scales the loss; with `loss_scaled`, `get_scale_state(opt_state)`.
+
+    Returns:
+        `x`, with the same values and dtypes.
+
+    Raises:
+        TypeError: `x` holds no float, `aux_loss` is not a real number, or `state` is not a state.
+    """
+    loss_scale = jnp.asarray(loss_scale_of(state, "attach(x, aux_loss, state)"))
+    aux_loss = number(aux_loss)
+    if jnp.iscomplexobj(aux_loss):
+        raise TypeError(f"an attached loss of dtype {aux_loss.dtype} is not real; attach its real part or magnitude")
+    if not _floats(x):
+        raise TypeError("x holds no array of floats, through which a gradient could pass; attach the loss to one")
+    total = jnp.sum(lift(aux_loss))
+    zero = _zero_of((x, total, loss_scale)).astype(total.dtype)
+    return _attached(x, lax.broadcast(total + zero, (1,)), loss_scale.astype(total.dtype) + zero)
+
+
+@jax.custom_vjp
+def _attached(x: Tree, aux_loss: Array, loss_scale: Array) -> Tree:
+    return x
+
+
+def _forward(x: Tree, aux_loss: Array, loss_scale: Array) -> tuple[Tree, Array]:
+    return x, loss_scale
+
+
+def _backward(loss_scale: Array, cotangent: PyTree) -> tuple[PyTree, Array, None]:
+    with jax.named_scope(ATTACHED):
+        of_aux_loss = lax.broadcast(loss_scale, (1,))
+    return cotangent, of_aux_loss, None
+
+
+_attached.defvjp(_forward, _backward)
+
+
+def _zero_of(tree: PyTree) -> Array:
+    """Return a False with the batch axes of `vmap` and the mesh axes of `shard_map` of all floats in `tree`.
+
+    Added as a zero, it lets a loss that is the same for all examples or devices count for each of them, as a loss that
+    is returned does. XLA reads nothing for it.
+    """
+    return functools.reduce(jnp.logical_or, (jnp.any(leaf != leaf, where=False) for leaf in _floats(tree)))
+
+
+def _floats(tree: PyTree) -> list[Any]:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    return [leaf for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
