@@ -55,22 +55,23 @@ def attach(x: Tree, aux_loss: ArrayLike, state: HasLossScale) -> Tree:
         raise TypeError("x holds no array of floats, through which a gradient could pass; attach the loss to one")
     total = jnp.sum(lift(aux_loss))
     zero = _zero_of((x, total, loss_scale)).astype(total.dtype)
-    return _attached(x, lax.broadcast(total + zero, (1,)), loss_scale.astype(total.dtype) + zero)
+    return _attached(x, lax.broadcast(total + zero, (1,)), loss_scale.astype(total.dtype), zero)
 
 
 @jax.custom_vjp
-def _attached(x: Tree, aux_loss: Array, loss_scale: Array) -> Tree:
+def _attached(x: Tree, aux_loss: Array, loss_scale: Array, zero: Array) -> Tree:
     return x
 
 
-def _forward(x: Tree, aux_loss: Array, loss_scale: Array) -> tuple[Tree, Array]:
-    return x, loss_scale
+def _forward(x: Tree, aux_loss: Array, loss_scale: Array, zero: Array) -> tuple[Tree, tuple[Array, Array]]:
+    return x, (loss_scale, zero)
 
 
-def _backward(loss_scale: Array, cotangent: PyTree) -> tuple[PyTree, Array, None]:
+def _backward(residuals: tuple[Array, Array], cotangent: PyTree) -> tuple[PyTree, Array, None, None]:
+    loss_scale, zero = residuals
     with jax.named_scope(ATTACHED):
         of_aux_loss = lax.broadcast(loss_scale, (1,))
-    return cotangent, of_aux_loss, None
+    return cotangent, of_aux_loss + zero, None, None
 
 
 _attached.defvjp(_forward, _backward)

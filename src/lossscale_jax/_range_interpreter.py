@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,8 @@ class Interpreter:
 
     def _apply(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
         """Run an equation without inner equations, and record its result."""
+        if self._loss_scale is not None and attaches(eqn):  # such as a `shard_map`, which runs as a whole
+            eqn = _with_scale(eqn, self._loss_scale)
         inputs = {var: each.array for var, each in zip(eqn.invars, given, strict=True) if not isinstance(var, Literal)}
         alone = jaxpr.replace(constvars=[], invars=[*inputs], outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
         is_scaled = any(each.is_scaled for each in given)
@@ -200,9 +202,28 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 def attaches(eqn: JaxprEqn) -> bool:
     """Return whether an equation, or one within it, reads the loss scale for an attached loss."""
-    inner = (each for param in eqn.params.values() for each in (param if isinstance(param, tuple) else (param,)))
-    jaxprs = (each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in inner)
-    return _reads_scale(eqn) or any(any(map(attaches, each.eqns)) for each in jaxprs if isinstance(each, Jaxpr))
+    inner = [each for param in eqn.params.values() for each in (param if isinstance(param, tuple) else (param,))]
+    return _reads_scale(eqn) or any(any(map(attaches, each.eqns)) for each in inner if _is_jaxpr(each))
+
+
+def _with_scale(eqn: JaxprEqn, loss_scale: float) -> JaxprEqn:
+    """Return an equation in which attached losses are scaled by `loss_scale`."""
+    if _reads_scale(eqn):
+        avals: list[Any] = [each.aval for each in eqn.invars]
+        return eqn.replace(invars=[Literal(jnp.full(a.shape, loss_scale, a.dtype), a) for a in avals])
+
+    def replaced(param: Any) -> Any:
+        if isinstance(param, tuple):
+            return tuple(map(replaced, param))
+        if isinstance(param, ClosedJaxpr):
+            return ClosedJaxpr(replaced(param.jaxpr), param.consts)
+        return param.replace(eqns=[_with_scale(each, loss_scale) for each in param.eqns]) if _is_jaxpr(param) else param
+
+    return eqn.replace(params={name: replaced(param) for name, param in eqn.params.items()}) if attaches(eqn) else eqn
+
+
+def _is_jaxpr(param: Any) -> TypeGuard[Jaxpr | ClosedJaxpr]:
+    return isinstance(param, Jaxpr | ClosedJaxpr)
 
 
 def _reads_scale(eqn: JaxprEqn) -> bool:
