@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 from lossscale_jax._arguments import loss_scale_of, number
@@ -27,18 +28,18 @@ def attach(x: Tree, aux_loss: ArrayLike, state: HasLossScale) -> Tree:
 
     The gradients are those of `loss + sum(aux_loss)`, each call counted once, also under `jit`, `checkpoint`, `scan`,
     `vmap` and `shard_map`. Nothing is divided by the number of tokens, examples, micro-batches or devices: divide
-    `aux_loss` as you divide the loss. Under `vmap` and `shard_map` each example and each device adds its own `aux_loss`;
-    where the gradients are then averaged over the devices, the attached losses are averaged, too.
+    `aux_loss` as you divide the loss. Under `vmap` and `shard_map` each example and each device adds its own
+    `aux_loss`; where the gradients are then averaged over the devices, the attached losses are averaged, too.
 
-    The loss is lost, without a warning, if no gradient passes through the result: use it in place of `x`. It is too
-    large by the loss scale if the main loss is not scaled, as in evaluation or in a gradient penalty that is computed
-    within the loss, and it counts twice if a function that `jax.vjp` returned is called twice. `jax.jvp` and
-    `jax.jacfwd` raise an error. Does not synchronise with the host.
+    The loss is lost, without a warning, if no gradient passes through the result: use it in place of `x`. Its gradients
+    are too large by the loss scale if the main loss is not scaled, as in the penalty of a gradient that the loss itself
+    computes, and they count twice if a function that `jax.vjp` returned is called twice. `jax.jvp` and `jax.jacfwd`
+    raise an error, and so does `retrying_value_and_grad`. Does not synchronise with the host.
 
     Args:
         x: An array of floats, or a pytree that holds one.
-        aux_loss: A real array of any shape and dtype, or a Python number; a shape other than `()` means its sum, which
-            is computed in float32 or wider.
+        aux_loss: A real array of any shape and dtype, or a Python number; a shape other than `()` means its sum, in
+            float32 or wider. Compute it in float32: in a float16 one, a loss scale of 2**16 is infinite, as in `scale`.
         state: The scale state that scales the loss; with `loss_scaled`, `get_scale_state(opt_state)`.
 
     Returns:
@@ -89,3 +90,22 @@ def _zero_of(tree: PyTree) -> Array:
 def _floats(tree: PyTree) -> list[Any]:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     return [leaf for leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+
+
+def attaches(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or one within it, reads the loss scale for an attached loss."""
+    inner = [each for param in eqn.params.values() for each in (param if isinstance(param, tuple) else (param,))]
+    return reads_scale(eqn) or any(
+        any(map(attaches, each.eqns)) for each in inner if isinstance(each, Jaxpr | ClosedJaxpr)
+    )
+
+
+def reads_scale(eqn: JaxprEqn) -> bool:
+    """Return whether the result of an equation is the loss scale of an attached loss."""
+    return ATTACHED in scopes(eqn)
+
+
+def scopes(eqn: JaxprEqn) -> list[str]:
+    """Return the names from `jax.named_scope` or flax modules, without those of transformations."""
+    stack: Any = eqn.source_info.name_stack
+    return [each.name for each in stack.stack if type(each).__name__ != "Transform"]

@@ -13,6 +13,7 @@ from lossscale_core.messages import explain_arguments
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import explain_structures, require_optimizer
+from lossscale_jax._arrivals import show
 from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide, select
 from lossscale_jax._late import update_or_skip
@@ -243,6 +244,7 @@ class _Wrapper(NamedTuple):
     def _attempt(self, grads: PyTree, state: LossScaledState) -> Attempt:
         """Run the stages on the gradients."""
         self._require_own(state)
+        show(grads, state.scale_state.loss_scale)
         attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state)
         for stage in self.stages:
             attempt = stage(attempt, self.settings)

@@ -15,9 +15,10 @@ from jax.sharding import AxisType
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
 from lossscale_core.ranges import GRADIENT, name_of
 from lossscale_jax._arguments import loss_and_aux, require_function
+from lossscale_jax._attach import attaches
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_array, named_gradients
-from lossscale_jax._range_interpreter import Interpreter, Tracked, attaches, is_finite, live_equations, measure
+from lossscale_jax._range_interpreter import Interpreter, Tracked, is_finite, live_equations, measure
 from lossscale_jax._verbs import scale
 
 

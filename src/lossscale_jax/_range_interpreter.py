@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from lossscale_core import OperationRange
 from lossscale_core.ranges import Progress
-from lossscale_jax._attach import ATTACHED
+from lossscale_jax._attach import attaches, reads_scale, scopes
 
 _INSTALLED = str(Path(jax.__file__).parents[1])
 _LIBRARIES = tuple(str(folder) for folder in (Path(jax.__file__).parent, Path(__file__).parent))
@@ -44,9 +44,9 @@ class _Place(NamedTuple):
     line: str = ""
 
     def of(self, eqn: JaxprEqn) -> "_Place":
-        scopes = _scopes(eqn)
-        path = "/".join([self.path, *scopes] if self.path else scopes)
-        has_scope = self.has_scope or bool(scopes)
+        names = [each for each in scopes(eqn) if each != _REMATTED]
+        path = "/".join([self.path, *names] if self.path else names)
+        has_scope = self.has_scope or bool(names)
         return _Place(path, has_scope, "" if has_scope else _line(eqn) or self.line)
 
     def iteration(self, index: int) -> "_Place":
@@ -110,7 +110,7 @@ class Interpreter:
 
     def _equation(self, jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Tracked], place: _Place) -> list[Tracked]:
         name = eqn.primitive.name
-        if self._loss_scale is not None and _reads_scale(eqn):
+        if self._loss_scale is not None and reads_scale(eqn):
             aval: Any = eqn.outvars[0].aval
             return [Tracked(jnp.full(aval.shape, self._loss_scale, aval.dtype), True)]
         if name in self._loops:
@@ -200,15 +200,9 @@ def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return equations[::-1]
 
 
-def attaches(eqn: JaxprEqn) -> bool:
-    """Return whether an equation, or one within it, reads the loss scale for an attached loss."""
-    inner = [each for param in eqn.params.values() for each in (param if isinstance(param, tuple) else (param,))]
-    return _reads_scale(eqn) or any(any(map(attaches, each.eqns)) for each in inner if _is_jaxpr(each))
-
-
 def _with_scale(eqn: JaxprEqn, loss_scale: float) -> JaxprEqn:
     """Return an equation in which attached losses are scaled by `loss_scale`."""
-    if _reads_scale(eqn):
+    if reads_scale(eqn):
         avals: list[Any] = [each.aval for each in eqn.invars]
         return eqn.replace(invars=[Literal(jnp.full(a.shape, loss_scale, a.dtype), a) for a in avals])
 
@@ -217,17 +211,11 @@ def _with_scale(eqn: JaxprEqn, loss_scale: float) -> JaxprEqn:
             return tuple(map(replaced, param))
         if isinstance(param, ClosedJaxpr):
             return ClosedJaxpr(replaced(param.jaxpr), param.consts)
-        return param.replace(eqns=[_with_scale(each, loss_scale) for each in param.eqns]) if _is_jaxpr(param) else param
+        if isinstance(param, Jaxpr):
+            return param.replace(eqns=[_with_scale(each, loss_scale) for each in param.eqns])
+        return param
 
     return eqn.replace(params={name: replaced(param) for name, param in eqn.params.items()}) if attaches(eqn) else eqn
-
-
-def _is_jaxpr(param: Any) -> TypeGuard[Jaxpr | ClosedJaxpr]:
-    return isinstance(param, Jaxpr | ClosedJaxpr)
-
-
-def _reads_scale(eqn: JaxprEqn) -> bool:
-    return ATTACHED in _scopes(eqn)
 
 
 def measure(array: jax.Array, operation: str, module: str) -> OperationRange:
@@ -284,12 +272,6 @@ def _stack(elements: list[Tracked], var: Any) -> Tracked:
     if not elements:
         return Tracked(jnp.zeros(var.aval.shape, var.aval.dtype), is_scaled)
     return Tracked(jnp.stack([each.array for each in elements]), is_scaled)
-
-
-def _scopes(eqn: JaxprEqn) -> list[str]:
-    """Return the names from `jax.named_scope` or flax modules, without those of transformations."""
-    stack: Any = eqn.source_info.name_stack
-    return [each.name for each in stack.stack if type(each).__name__ != "Transform" and each.name != _REMATTED]
 
 
 def _line(eqn: JaxprEqn) -> str:

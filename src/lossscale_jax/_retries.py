@@ -10,6 +10,7 @@ from jax import lax
 from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy, check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, require_function
+from lossscale_jax._attach import attaches
 from lossscale_jax._autodiff import ScaledGradients, presented_as, value_and_grad
 from lossscale_jax._types import PyTree
 
@@ -63,6 +64,7 @@ def retrying_value_and_grad(
 
     Raises:
         TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
+        ValueError: When called: `fun` calls `attach`, whose state would keep the scale of the first try.
         PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
     """
     require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
@@ -86,7 +88,12 @@ def retrying_value_and_grad(
             return (tries <= most) & ~result.grads_finite
 
         # Placeholder gradients, so that `fun` is traced once, in the body of the loop.
-        like = jax.eval_shape(lambda: differentiate(state, *args, **kwargs))
+        closed, like = jax.make_jaxpr(lambda: differentiate(state, *args, **kwargs), return_shape=True)()
+        if most and any(map(attaches, closed.jaxpr.eqns)):
+            raise ValueError(
+                "fun attaches a loss, and a retry lowers the loss scale without changing the state that attach was "
+                "given; return the sum of both losses instead, or use value_and_grad"
+            )
         nothing = _axes.matching(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), like)
         _, state, result = lax.while_loop(goes_on, attempt, (jnp.int32(0), state, nothing))
         return RetriedGradients(result, state)

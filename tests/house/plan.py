@@ -103,6 +103,7 @@ PLAN = {
         _range_interpreter: _attach
         _types:
         _versions:
+        _arrivals: _types
         _axes: _types _versions
         _placement: _types
         _leaves: _types
@@ -112,18 +113,18 @@ PLAN = {
         _finite: _axes _debug _decide _leaves _types
         _late: _decide _types
         _updates: _leaves _types
-        _verbs: _arguments _axes _debug _finite _leaves _types
+        _verbs: _arguments _arrivals _axes _debug _finite _leaves _types
         _report: _debug _leaves _types _verbs
-        testing: _leaves _types
+        testing: _arrivals _leaves _types
         _stages: _axes _decide _finite _leaves _types _verbs
         _accumulation: _decide _finite _leaves _stages _types _verbs
         _autodiff: _arguments _axes _types _verbs
-        _range: _arguments _debug _leaves _range_interpreter _verbs
-        _retries: _arguments _autodiff _axes _types
+        _range: _arguments _attach _debug _leaves _range_interpreter _verbs
+        _retries: _arguments _attach _autodiff _axes _types
         _state: _accumulation _placement _types
         _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _axes _debug _decide _late _leaves _placement _stages _state _types
-            _updates _verbs
+        _optimizer: _accumulation _arguments _arrivals _axes _debug _decide _late _leaves _placement _stages _state
+            _types _updates _verbs
         __init__: _attach _autodiff _decide _export _optimizer _range _report _retries _state _verbs
     """,
     "lossscale_tf": """
