@@ -223,6 +223,20 @@ def test_no_gradient_of_a_right_model_in_float16_is_named(name, weight):
     assert report.unscaled_gradients == ()
 
 
+@pytest.mark.parametrize("weight", 2.0 ** np.linspace(-42, -36, 25))
+@pytest.mark.parametrize("size", [1, 64])
+def test_gradients_near_the_smallest_number_of_float16(weight, size):
+    """Rounding makes some of them larger at half the scale."""
+    factors = jnp.ones(1) if size == 1 else jax.random.normal(KEYS[1], (size,))
+
+    def loss(params):
+        tiny = (_half(params["tiny"]).astype(jnp.float32) * factors).sum() * weight
+        return tiny + _half(params["other"]).astype(jnp.float32).sum()
+
+    params = {"tiny": jnp.ones(size), "other": jnp.ones(3)}
+    assert range_report(loss, params).unscaled_gradients == ()
+
+
 def test_sparse_gradients_of_a_right_model():
     """Of which only the elements are compared."""
     weights = sparse.BCOO.fromdense(jnp.eye(WIDTH))
