@@ -35,6 +35,9 @@ def range_report(
     left out. The arguments are not changed. Each measured array is copied to the host, so that every operation
     synchronises with it.
 
+    If a scale fits, three more backward passes, at this scale, at half of it and at zero, find the gradients that do
+    not follow the loss scale. `attach` uses the scale of each pass, whatever state it is given.
+
     Args:
         fun: Returns the loss, unscaled, a scalar of any float dtype; with `has_aux`, a pair of the loss and anything
             else. It is traced with the arrays in `args` as inputs, and with anything else in `args` as it is.
