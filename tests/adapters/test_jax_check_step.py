@@ -144,7 +144,7 @@ def test_an_overflow_that_the_policy_never_hears_of():
 
 @jax.custom_vjp
 def _unscaled(x, aux_loss):
-    """Add the gradients of a loss as they are, as a router does that knows of no loss scale."""
+    """Add the gradients of a loss as they are, without the loss scale."""
     return x
 
 

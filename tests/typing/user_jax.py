@@ -20,6 +20,7 @@ from lossscale_jax import (
     LossScaledTransformation,
     ScaledGradients,
     all_finite,
+    attach,
     get_scale_state,
     init_state,
     load_scale_state,
@@ -106,6 +107,8 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
     """Train by `value_and_grad` and the verbs."""
     state = init_state(POLICY)
     assert_type(state, ScaleState)
+    assert_type(attach(batch.inputs, jnp.float32(0.1), state), jax.Array)
+    assert_type(attach(params, 0.1, state), Params)
     out = value_and_grad(loss)(state, params, batch)
     assert_type(out, ScaledGradients[jax.Array, None, Params])
     assert_type(out.grads_finite, jax.Array)
