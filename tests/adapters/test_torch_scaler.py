@@ -810,7 +810,14 @@ def test_every_state_is_the_policys(events, policy):
             scaler.step(optimizer)
             before, expected = expected, policy.update(expected, event)
             info = scaler.update()
-            assert info[:6] == (event, before.loss_scale, expected.loss_scale, expected.overflow_streak, not event, False)
+            assert info[:6] == (
+                event,
+                before.loss_scale,
+                expected.loss_scale,
+                expected.overflow_streak,
+                not event,
+                False,
+            )
         policy = scaler.policy
     assert state_from_dict(scaler.state_dict(), policy) == expected
 

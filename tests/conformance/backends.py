@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
+import keras
 import tensorflow as tf
 import torch
 
@@ -102,10 +103,20 @@ def _jax_array(values, dtype):
     return jnp.asarray(on_numpy(values, dtype))
 
 
+def _attach_jax(main, aux, x, loss_scale):
+    state = lossscale_jax.init_state(lossscale_core.FixedScaling(loss_scale))
+
+    def scaled_loss(x):
+        return lossscale_jax.scale(main(lossscale_jax.attach(x, aux(x), state)).sum(), state)
+
+    return jax.grad(scaled_loss)(x)
+
+
 def jax_adapter(name="jax", **settings):
     """Return JAX's adapter under every transform."""
     described = {"verbs": lossscale_jax, "dtypes": ("float16", "bfloat16", "float32", "complex64"), "xp": jnp}
-    return Adapter(name=name, asarray=_jax_array, **{**described, "ways": JAX_WAYS, **settings})
+    described |= {"ways": JAX_WAYS, "attach": _attach_jax}
+    return Adapter(name=name, asarray=_jax_array, **{**described, **settings})
 
 
 def _graph(**options):
@@ -122,6 +133,14 @@ def _from_tensorflow(tensor):
     return (tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor).numpy()
 
 
+def _attach_tensorflow(main, aux, x, loss_scale):
+    optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), lossscale_core.FixedScaling(loss_scale))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = optimizer.get_scaled_loss(tf.reduce_sum(main(optimizer.attach(x, aux(x)))))
+    return tape.gradient(loss, x)
+
+
 def tf_adapter(name="tensorflow", **settings):
     """Return TensorFlow's adapter, eagerly, in a graph and under XLA."""
     ways = (
@@ -130,8 +149,8 @@ def tf_adapter(name="tensorflow", **settings):
         Way("xla", _graph(jit_compile=True)),
         Way("trace", _traced, has_values=False),
     )
-    described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways, **settings}
-    return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **described)
+    described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways, "attach": _attach_tensorflow}
+    return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **{**described, **settings})
 
 
 EAGERLY = (Way("eager"),)
