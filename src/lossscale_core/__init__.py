@@ -50,7 +50,8 @@ from lossscale_core._watch import OnFloor, ScaleWatch
 if _typing.TYPE_CHECKING:
     from lossscale_core import ranges, testing
     from lossscale_core._range import RangeReport
-    from lossscale_core._range_records import NonfiniteInput, OperationRange, UnscaledGradient
+    from lossscale_core._range_records import NonfiniteInput, OperationRange
+    from lossscale_core._range_unscaled import UnscaledGradient
 
 __version__ = "0.1.0"
 
@@ -128,7 +129,8 @@ def __getattr__(name: str) -> _typing.Any:
         import lossscale_core.ranges  # noqa: F401
     elif name in ("NonfiniteInput", "OperationRange", "RangeReport", "UnscaledGradient"):
         from lossscale_core._range import RangeReport
-        from lossscale_core._range_records import NonfiniteInput, OperationRange, UnscaledGradient
+        from lossscale_core._range_records import NonfiniteInput, OperationRange
+        from lossscale_core._range_unscaled import UnscaledGradient
 
         for each in (NonfiniteInput, OperationRange, RangeReport, UnscaledGradient):
             globals()[each.__name__] = each

@@ -16,7 +16,6 @@ from lossscale_core._range_records import (
     GRADIENT,
     NonfiniteInput,
     OperationRange,
-    UnscaledGradient,
     by_module,
     first_overflow,
     from_plain,
@@ -27,6 +26,7 @@ from lossscale_core._range_records import (
     to_plain,
 )
 from lossscale_core._range_search import recommended_floor, recommended_scale, search
+from lossscale_core._range_unscaled import UnscaledGradient
 from lossscale_core.files import write_whole
 
 _MOST_INPUTS = 3

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,10 +94,6 @@ class OperationRange(NamedTuple):
         return math.log2(_FORMATS[self.dtype].largest / self.largest) if self.largest else math.inf
 
 
-_ROUNDING = 1.1
-"""The ratio of two norms up to which the difference may come from rounding."""
-
-
 class NonfiniteInput(NamedTuple):
     """An input, a weight or a label that holds NaN or infinity before the forward pass computes anything."""
 
@@ -142,38 +138,6 @@ class NonfiniteInput(NamedTuple):
         count = self.nans + self.infinities + self.negative_infinities
         elements = f"in {count} of its {self.size} elements" if self.size > 1 else "in its one element"
         return f"{self.name} holds {' and '.join(kinds)} {elements}"
-
-
-class UnscaledGradient(NamedTuple):
-    """A parameter's gradient that does not follow the loss scale, so that unscaling makes it wrong."""
-
-    name: str
-    """The name of the parameter."""
-    cause: Literal["inside", "nonlinear", "early"]
-    """`"inside"`: it is not zero for a loss times zero, so that something within the graph adds to it.
-
-    `"nonlinear"`: it does not grow with the loss scale, as with a hook that clamps or normalises it. `"early"`: it was
-    there when the forward pass ended, since the function calls the backward pass itself.
-    """
-
-    @classmethod
-    def of(cls, name: str, *, is_zero_without_loss: bool, norm: float, norm_at_half: float) -> Self | None:
-        """Compare three gradients of one parameter: of the loss times zero, times a scale, and times half the scale.
-
-        Args:
-            name: The name of the parameter.
-            is_zero_without_loss: Whether the gradient of the loss times zero is zero, in each element that is finite at
-                the scale. Then an element comes from the loss alone, without any tolerance.
-            norm: The 2-norm of the gradient at the scale, unscaled.
-            norm_at_half: The 2-norm of the gradient at half the scale, unscaled.
-
-        Returns:
-            The gradient with its cause, or None if it follows the loss scale.
-        """
-        if not is_zero_without_loss:
-            return cls(name, "inside")
-        # A clamp makes the second norm up to twice the first. Elements that flush to zero only make it smaller.
-        return cls(name, "nonlinear") if norm_at_half > _ROUNDING * norm else None
 
 
 def _exponents(magnitudes: Any) -> dict[int, int]:
@@ -246,5 +210,5 @@ def from_plain(plain: dict[str, Any]) -> OperationRange:
     return OperationRange(**plain | {"exponents": dict(plain["exponents"])})
 
 
-for _public in (OperationRange, NonfiniteInput, UnscaledGradient):
+for _public in (OperationRange, NonfiniteInput):
     _public.__module__ = "lossscale_core"  # a pickle stores it, and the private module may change

@@ -8,8 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lossscale_core._range_records import CHUNK, GRADIENT, NonfiniteInput
+from lossscale_core._range_unscaled import unscaled_gradients
 
-__all__ = ["CHUNK", "GRADIENT", "OUTSIDE", "Progress", "check_loss_shape", "name_of", "named_leaves", "named_values"]
+__all__ = [
+    "CHUNK",
+    "GRADIENT",
+    "OUTSIDE",
+    "Progress",
+    "check_loss_shape",
+    "name_of",
+    "named_leaves",
+    "named_values",
+    "unscaled_gradients",
+]
 
 OUTSIDE = "loss_fn"
 """The place of operations that belong to no module."""

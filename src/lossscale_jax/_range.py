@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, name_of
+from lossscale_core.ranges import GRADIENT, name_of, unscaled_gradients
 from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._attach import attaches
 from lossscale_jax._debug import unchecked
@@ -70,10 +70,6 @@ def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
     meshes: set[Any] = {each.mesh for each in shardings if isinstance(each, jax.NamedSharding)}
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     return jax.set_mesh(explicit[0]) if len(explicit) == 1 else contextlib.nullcontext()
-
-
-_FAR_SMALLER = 2.0**-5
-"""A number that rounding to a multiple of the smallest number changes by a tenth becomes zero times this factor."""
 
 
 class _Seed(NamedTuple):
@@ -142,22 +138,10 @@ class _Passes:
 
     def unscaled_gradients(self, loss_scale: float) -> list[UnscaledGradient]:
         """Return the gradients that do not follow the loss scale; at this scale, all of them are finite."""
-        norms, at_half = self._norms_at(loss_scale), self._norms_at(loss_scale / 2.0)
-        is_zero = {name: not jnp.any(leaf) for name, leaf in self._gradients_at(0.0)}
-        compared = (
-            UnscaledGradient.of(name, is_zero_without_loss=is_zero[name], norm=norms[name], norm_at_half=at_half[name])
-            for name in norms
-        )
-        found = [each for each in compared if each]
-        if not any(each.cause == "nonlinear" for each in found):
-            return found
-        # Near the smallest number of a dtype, rounding may make a gradient at half the scale up to twice as large. Such
-        # a gradient flushes to zero at a far smaller scale; one that is clamped or normalised becomes larger.
-        lowest = self._norms_at(loss_scale * _FAR_SMALLER)
-        return [each for each in found if each.cause != "nonlinear" or lowest[each.name] > at_half[each.name] / 2.0]
+        return unscaled_gradients(self._norms_at, loss_scale)
 
     def _norms_at(self, loss_scale: float) -> dict[str, float]:
-        return {name: _norm(leaf) / loss_scale for name, leaf in self._gradients_at(loss_scale)}
+        return {name: _norm(leaf) for name, leaf in self._gradients_at(loss_scale)}
 
     def _gradients_at(self, loss_scale: float) -> list[tuple[str, Any]]:
         seed = Tracked(jnp.float32(loss_scale), True)

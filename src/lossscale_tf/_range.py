@@ -11,11 +11,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # tf.random.set_seed sets the seed; no public API reads it
 
 from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, check_loss_shape
+from lossscale_core.ranges import GRADIENT, check_loss_shape, unscaled_gradients
 from lossscale_tf._attach import attached_losses_at
 from lossscale_tf._range_inputs import Inputs
 from lossscale_tf._range_recorder import Recorder, Variables
-from lossscale_tf._range_unscaled import unscaled_gradients
 from lossscale_tf._step import is_overwritten
 from lossscale_tf._verbs import Gradient, lifted, summed_values, values_of
 
@@ -95,16 +94,18 @@ class _Passes:
     def unscaled_gradients(self, loss_scale: float) -> list[UnscaledGradient]:
         names = _Names(self._model)
 
-        def gradients(factor: float) -> list[tuple[str, Gradient]]:
+        def norms_at(factor: float) -> dict[str, float]:
             # A forward pass that is recomputed then draws the random numbers of the first one.
             self._variables.restore()
             with self._variables.watched():
                 found = self._gradients(self._seed(factor))
-            return [
-                (names.of(variable), gradient) for gradient, variable in found if not names.is_overwritten(variable)
-            ]
+            return {
+                names.of(variable): float(tf.norm(tf.cast(tf.abs(summed_values(gradient)), tf.float64)))
+                for gradient, variable in found
+                if not names.is_overwritten(variable)
+            }
 
-        return unscaled_gradients(gradients, loss_scale)
+        return unscaled_gradients(norms_at, loss_scale)
 
     def _seed(self, loss_scale: float) -> tf.Tensor:
         return tf.fill(self._loss.shape, tf.constant(loss_scale, self._loss.dtype))

@@ -36,13 +36,14 @@ PLAN = {
         _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors messages
         _placement: _arrays _base _config _policy _state
-        ranges: _range_records
-        _range: _range_picture _range_records _range_search files
+        _range_unscaled:
+        ranges: _range_records _range_unscaled
+        _range: _range_picture _range_records _range_search _range_unscaled files
         _watch: _base _config _diagnosis _settings _state errors messages
         _report: _base _config _diagnosis _guard _nonfinite _settings _state _watch errors messages
         testing: _base _checkpoint _config _guard _policy _settings _state messages tree (_strategies)
-        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _range _range_records _report
-            _schema _settings _state _watch errors files messages ranges testing tree
+        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _range _range_records
+            _range_unscaled _report _schema _settings _state _watch errors files messages ranges testing tree
     """,
     "lossscale_core.testing": """
         _simulation:
@@ -139,11 +140,10 @@ PLAN = {
         _calls: _verbs
         _norm: _verbs
         _range_recorder: _range_inputs _verbs
-        _range_unscaled: _verbs
         _report: _verbs
         _step: _guard _norm _state _verbs _warning
         _protect: _verbs
-        _range: _attach _range_inputs _range_recorder _range_unscaled _step _verbs
+        _range: _attach _range_inputs _range_recorder _step _verbs
         _retries: _protect _step
         _wrapper: _step
         keras: _attach _calls _documented _guard _retries _state _step _verbs _versions _warning _wrapper

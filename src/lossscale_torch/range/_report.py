@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lossscale_core import OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, check_loss_shape
+from lossscale_core.ranges import GRADIENT, check_loss_shape, unscaled_gradients
 from lossscale_torch._attach import attached_with
 from lossscale_torch._gradients import values_of
 from lossscale_torch._random import RandomState
@@ -75,7 +75,7 @@ class _Run:
         self._loss: Tensor
         self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
         self._early: list[str] = []
-        self._norms: dict[float, dict[Tensor, float]] = {}
+        self._norms: dict[float, dict[str, float]] = {}
 
     def __enter__(self) -> "_Run":
         self._keep(self._names)
@@ -103,31 +103,24 @@ class _Run:
             torch.autograd.backward(self._loss, seed, retain_graph=True)
         norms, records = self._norms.setdefault(loss_scale, {}), self._recorder.take()
         for leaf, grad in self._take_gradients():
-            norms[leaf] = _norm(widened(values_of(grad.detach())))
+            name = self._name_of(leaf)
+            norms[name] = math.hypot(norms.get(name, 0.0), _norm(widened(values_of(grad.detach()))))
             if self._recorder.measures:
-                records.append(measure(grad, GRADIENT, self._name_of(leaf))._replace(scaled=True))
+                records.append(measure(grad, GRADIENT, name)._replace(scaled=True))
         return records
 
-    def unscaled_gradients(self, loss_scale: float) -> Iterator[UnscaledGradient]:
-        """Yield the gradients that do not follow the loss scale, by passes at this scale, at zero and at half of it."""
-        yield from (UnscaledGradient(name, "early") for name in self._early)
+    def unscaled_gradients(self, loss_scale: float) -> list[UnscaledGradient]:
+        """Return the gradients that do not follow the loss scale."""
         self._recorder.measures = False
-        norms, norms_at_zero, norms_at_half = map(self._norms_at, (loss_scale, 0.0, loss_scale / 2))
-        for leaf, norm in norms.items():
-            name, at_zero, at_half = self._name_of(leaf), norms_at_zero[leaf], norms_at_half[leaf] / loss_scale * 2
-            if math.isnan(at_zero):  # 0 / 0, from a hook that divides by the gradient: it does not grow with the scale
-                at_zero, at_half = 0.0, math.inf
-            found = UnscaledGradient.of(
-                name, is_zero_without_loss=at_zero == 0.0, norm=norm / loss_scale, norm_at_half=at_half
-            )
-            if found is not None and name not in self._early:
-                yield found
+        found = unscaled_gradients(self._norms_at, loss_scale)
+        early = [UnscaledGradient(name, "early") for name in self._early]
+        return [*early, *(each for each in found if each.name not in self._early)]
 
-    def _norms_at(self, loss_scale: float) -> dict[Tensor, float]:
-        """Return the 2-norms of the gradients at a scale, which a pass of the search may have computed."""
+    def _norms_at(self, loss_scale: float) -> dict[str, float]:
+        """Return the 2-norms of the gradients at a scale, once from a pass of the search if there was one."""
         if loss_scale not in self._norms:
             self.backward(loss_scale)
-        return self._norms[loss_scale]
+        return self._norms.pop(loss_scale)
 
     def _name_of(self, leaf: Tensor) -> str:
         return self._names.get(leaf, "an input")
