@@ -43,9 +43,9 @@ class _Power(InlineProcessor):
 
 
 def on_config(config: Any) -> Any:
-    """Let pages and docstrings have powers, and list the page of each tool under Migrating, by its title."""
+    """Let pages and docstrings have powers, and list the page of each tool under Coming from another tool, by its title."""
     config.markdown_extensions.append(Powers())
-    (migrating,) = (entries for each in config.nav for name, entries in each.items() if name == "Migrating")
+    (migrating,) = (entries for each in config.nav for name, entries in each.items() if name.startswith("Coming from"))
     migrating.remove("migrating/*.md")
     migrating += [{_tool_of(path): f"migrating/{path.name}"} for path in sorted(ROOT.glob("docs/migrating/*.md"))]
     return config

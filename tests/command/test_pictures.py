@@ -1,5 +1,6 @@
 """The pictures: their text is inside the figure and large enough, and the committed one is what the code draws."""
 
+import re
 from pathlib import Path
 
 import matplotlib.image
@@ -11,7 +12,8 @@ from lossscale.cli._pictures import draw_run, draw_scale, experiment_as_png, exp
 from lossscale.cli._run_file import RecordedRun
 from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, run_experiment
 
-COMMITTED = Path(__file__).parents[2] / "docs/images/demo.png"
+DOCS = Path(__file__).parents[2] / "docs"
+COMMITTED = DOCS / "images/demo.png"
 PAGE = 800
 """The width in pixels of a picture on a page."""
 
@@ -95,3 +97,16 @@ def test_the_committed_picture_is_the_one_that_the_demo_draws(experiment, tmp_pa
     committed, drawn = (matplotlib.image.imread(path) for path in (COMMITTED, tmp_path / "demo.png"))
     assert committed.shape == drawn.shape
     assert (np.abs(committed - drawn).max(axis=-1) > 0.25).mean() < 0.01
+
+
+def test_on_a_phone_the_picture_is_cut_where_it_is_blank():
+    """The stylesheet names its size and the two columns; the title above is in the middle part."""
+    style = (DOCS / "stylesheets/site.css").read_text(encoding="utf-8")
+    (numbers,) = re.findall(r"is\n +(\d+) x (\d+) px; the cuts at (\d+) and (\d+) px", style)
+    width, height, first, second = map(int, numbers)
+    picture = matplotlib.image.imread(COMMITTED)[..., :3]
+    assert picture.shape[:2] == (height, width)
+    assert (picture[:, [first, second]] > 0.95).all()
+    assert f"{first} / {height}" in style
+    assert f"{second - first} / {height}" in style
+    assert f"{width - second} / {height}" in style

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import lossscale_core
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 PROJECT = tomllib.loads(PYPROJECT)
@@ -58,3 +60,9 @@ def test_the_authors_are_named():
     """Packages name the authors as the licence's holders do, and the extras for the command are light."""
     assert PROJECT["project"]["authors"] == [{"name": "the lossscale authors"}]
     assert PROJECT["project"]["optional-dependencies"]["cli"] == ["click>=8.1", "rich>=13.7"]
+
+
+def test_the_home_page_names_the_version():
+    """Next to the command that installs it."""
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert re.findall(r"^pip install .*version (\S+),", home, flags=re.MULTILINE) == [lossscale_core.__version__]

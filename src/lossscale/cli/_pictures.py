@@ -124,9 +124,7 @@ def experiment_figure(experiment: "Experiment") -> Figure:
         _draw_scales(scales, experiment)
         _draw_sweep(weights, experiment)
         settings = experiment.settings
-        figure.suptitle(
-            f"Handwritten digits in float16 ({settings.framework}), loss × {settings.weight:g}, seed {settings.seed}"
-        )
+        figure.suptitle(f"{settings.framework}: loss × {settings.weight:g}, seed {settings.seed}")
     return figure
 
 
