@@ -1,6 +1,7 @@
 """What the site's build adds to the Markdown files, which read well in the repository without it."""
 
 import ast
+import base64
 import json
 import posixpath
 import re
@@ -43,7 +44,7 @@ class _Power(InlineProcessor):
 
 
 def on_config(config: Any) -> Any:
-    """Let pages and docstrings have powers, and list the page of each tool under Coming from another tool, by its title."""
+    """Let pages and docstrings have powers, and list the page of each tool below the last tab but one."""
     config.markdown_extensions.append(Powers())
     (migrating,) = (entries for each in config.nav for name, entries in each.items() if name.startswith("Coming from"))
     migrating.remove("migrating/*.md")
@@ -79,8 +80,11 @@ def _tool_of(path: Path) -> str:
 def _as_page(source: str, text: str) -> str:
     """Return a program as its docstring and its code, a notebook as its cells, and any other file as it is."""
     if source.endswith(".ipynb"):
-        title, *cells = map(_as_markdown, json.loads(text)["cells"])
-        return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *cells])
+        cells = json.loads(text)["cells"]
+        outputs = ROOT / f"docs/_site/notebooks/{Path(source).stem}.json"
+        shown = json.loads(outputs.read_text(encoding="utf-8")) if outputs.exists() else [{}] * len(cells)
+        title, *parts = map(_as_markdown, cells, shown)
+        return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *parts])
     if not source.endswith(".py"):
         return text
     docstring = ast.get_docstring(ast.parse(text)) or ""
@@ -89,9 +93,15 @@ def _as_page(source: str, text: str) -> str:
     return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
 
 
-def _as_markdown(cell: dict[str, Any]) -> str:
+def _as_markdown(cell: dict[str, Any], shown: dict[str, str]) -> str:
+    """Return a cell of a notebook, and what it prints or draws if that is known."""
     text = "".join(cell["source"])
-    return text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+    if cell["cell_type"] == "markdown":
+        return text
+    printed = f"\n\n```text\n{shown['text']}\n```" if shown.get("text") else ""
+    svg = base64.b64encode(shown.get("svg", "").encode()).decode()
+    drawn = f"\n\n![What the cell draws](data:image/svg+xml;base64,{svg})" if svg else ""
+    return f"```python\n{text}\n```{printed}{drawn}"
 
 
 def _target(link: str, src_uri: str) -> str:
