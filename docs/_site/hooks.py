@@ -5,6 +5,7 @@ import base64
 import json
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -49,7 +50,19 @@ def on_config(config: Any) -> Any:
     (migrating,) = (entries for each in config.nav for name, entries in each.items() if name.startswith("Coming from"))
     migrating.remove("migrating/*.md")
     migrating += [{_tool_of(path): f"migrating/{path.name}"} for path in sorted(ROOT.glob("docs/migrating/*.md"))]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    _link_to_repository(config, project["tool"]["lossscale"]["repository"])
     return config
+
+
+def _link_to_repository(config: Any, repository: str) -> None:
+    """Add links to the repository and to the source of each page; on GitHub also the addresses of the sitemap."""
+    if not repository:
+        return
+    config.repo_url, config.repo_name, config.edit_uri = repository, "lossscale", "edit/HEAD/docs/"
+    config.theme["features"].append("content.action.edit")
+    if on_github := re.fullmatch(r"https://github\.com/([^/]+)/([^/]+?)/?", repository):
+        config.site_url = f"https://{on_github[1].lower()}.github.io/{on_github[2]}/"
 
 
 def on_files(files: Any, config: Any) -> Any:
