@@ -56,7 +56,7 @@ class BaseScaling:
     __slots__ = ()
 
     kind: ClassVar[str | None] = None
-    """The name of the policy in a config; a policy whose kind is None has no config."""
+    """The name of the policy in a config; a policy without a kind has no config."""
     state_type: ClassVar[type[Any]] = ScaleState
     """The type of the policy's state: a NamedTuple that begins with the fields of `ScaleState`."""
     adapts: ClassVar[bool] = False

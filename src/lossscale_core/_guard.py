@@ -58,7 +58,7 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
 @explain_settings(_RULES)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeGuard:
-    """Skip a step whose gradient norm is far above the norms before it.
+    """Skip a step if its gradient norm is far above the norms before it.
 
     ```
     limit = mean + threshold × deviation        (the deviation counts as 3/8 of the mean at least)

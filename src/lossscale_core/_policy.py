@@ -35,7 +35,7 @@ _FULL_FLOAT32 = 2.0**24
 class NoScaling(BaseScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
 
-    Use it for bfloat16 and float32, whose gradients do not underflow but may be infinite.
+    Use it for bfloat16 and float32: their gradients do not underflow but may be infinite.
     """
 
     kind = "none"

@@ -261,7 +261,7 @@ class RangeReport:
         return f"forward: finite; largest {tightest.largest:.3g} in {tightest.module} ({room})"
 
     def _loss_line(self) -> str:
-        """Return the line about a forward pass whose loss is not finite."""
+        """Return the line about a forward pass with a loss that is not finite."""
         first = self.overflows_first
         if first is None:
             return f"forward: the loss is {self.loss:g}, and no operation in low precision has made it so"

@@ -161,7 +161,7 @@ def _draw(histograms: Histograms, width: int) -> _Drawing:
 
 
 def _legend(width: int) -> tuple[float, list[_Box | _Text]]:
-    """Return the height and the shapes of the legend, whose entries take as many lines as they need."""
+    """Return the height and the shapes of the legend; its entries take as many lines as they need."""
     shapes: list[_Box | _Text] = []
     x, y = float(_MARGIN), 20.0
     for kind, text in _LEGEND.items():

@@ -154,7 +154,7 @@ def _exponents(magnitudes: Any) -> dict[int, int]:
 
 
 def in_low_precision(records: Iterable[OperationRange]) -> list[OperationRange]:
-    """Return the records that the loss scale multiplies and whose dtype has fewer bits than float32."""
+    """Return the records that the loss scale multiplies, of dtypes with fewer bits than float32."""
     return [record for record in records if record.scaled and record.dtype not in ("float32", "float64")]
 
 

@@ -20,7 +20,7 @@ def loss_scale_of(state: Any, call: str) -> Any:
 
 
 def explain_settings(rules: Mapping[str, Rule]) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of dataclasses whose `TypeError` for a wrong argument says which setting was meant."""
+    """Return a decorator of dataclasses: their `TypeError` for a wrong argument then says which setting was meant."""
 
     def decorate(cls: type[T]) -> type[T]:
         init: Any = cls.__init__
@@ -67,7 +67,7 @@ def _wrong_argument(
 
 
 def _named(values: Iterable[Any], rules: Mapping[str, Rule], names: Iterable[str]) -> str:
-    """Return each value with the next name whose rule accepts it; an empty text if no rule does."""
+    """Return each value with the next name that accepts it by its rule; an empty text if no rule does."""
     left, parts = iter(names), []
     for value in values:
         name = next((name for name in left if rules[name].accepts(value)), None)

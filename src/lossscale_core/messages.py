@@ -47,7 +47,7 @@ class _Short(reprlib.Repr):
         # An array in a small file may have more elements than fit in memory: they may all be the same number.
         if isinstance(shape, tuple) and math.prod(shape) > 1:
             return f"{type(x).__name__} of shape {tuple(shape)}"
-        if shape is None and hasattr(x, "nbytes"):  # the storage of an array, whose text has a line for each element
+        if shape is None and hasattr(x, "nbytes"):  # an array's storage: its text has a line for each element
             return f"<{type(x).__name__} of {x.nbytes()} bytes>" if callable(x.nbytes) else f"<{type(x).__name__}>"
         return self.repr_instance(x, level)
 
@@ -207,7 +207,7 @@ def not_a_flag(value: Any, call: str) -> TypeError:
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose `TypeError` for a misspelt argument names the nearest known one.
+    """Return a function with a `TypeError` that names the nearest argument to a misspelt one.
 
     Args:
         function: A function, or the `__init__` of a class, without `**kwargs`.

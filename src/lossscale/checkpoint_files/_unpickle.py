@@ -36,7 +36,7 @@ _LARGEST_PICKLE = 2**26
 
 
 class Inert(dict[Any, Any]):
-    """An object whose class is not imported: a dict of its attributes, and of its items if it is a dict."""
+    """An object of a class that is not imported: a dict of its attributes, and of its items if it is a dict."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
@@ -65,7 +65,7 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, whose numbers are not read."""
+    """A tensor of a file; its numbers are not read."""
 
     storage: Any
     offset: int

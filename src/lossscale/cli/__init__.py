@@ -62,7 +62,7 @@ def run(arguments: list[str] | None = None) -> None:
         SystemExit: The command is done.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal whose encoding lacks × and – must not fail
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × and – in its encoding must not fail
     try:
         sys.exit(command.main(arguments, prog_name="lossscale", standalone_mode=False))
     except click.Abort:

@@ -37,7 +37,12 @@ from lossscale_core.messages import shown, shown_names
 
 _OPTIONS = (
     click.argument("file", type=FILE),
-    click.option("--from", "tool", metavar="TOOL", help=f"Whose checkpoint it is; guessed when left out. {TOOLS_HELP}"),
+    click.option(
+        "--from",
+        "tool",
+        metavar="TOOL",
+        help=f"The tool that wrote it; guessed when left out. {TOOLS_HELP}",
+    ),
     click.option("--policy", "policy_file", type=FILE, help="The policy (.toml or .json) that will continue with it."),
     click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
 )

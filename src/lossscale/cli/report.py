@@ -20,7 +20,7 @@ _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly
 @click.command("report", epilog=example("lossscale report state.json --policy policy.toml"))
 @click.argument("checkpoint", type=FILE, required=False)
 @click.option("--policy", help="The policy: a .toml or .json file, dynamic, none or a number.")
-@click.option("--from", "tool", metavar="TOOL", help=f"Whose checkpoint it is. {TOOLS_HELP}")
+@click.option("--from", "tool", metavar="TOOL", help=f"The tool that wrote the checkpoint. {TOOLS_HELP}")
 @click.option("--key", help="Where in CHECKPOINT the scaler is.")
 @AS_JSON
 def command(checkpoint: Path | None, policy: str | None, tool: str | None, key: str | None, as_json: bool) -> None:

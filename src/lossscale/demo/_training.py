@@ -76,7 +76,7 @@ class Trainer(Protocol):
 
 
 def begin(settings: Settings, dtype: str) -> Trainer:
-    """Return a new trainer of the settings' framework, whose module is imported now."""
+    """Return a new trainer of the settings' framework; its module is imported now."""
     module = importlib.import_module(f"lossscale.demo._{settings.framework}")
     return module.Trainer(settings.policy, dtype, settings.weight, init_weights(settings.seed))
 

@@ -127,6 +127,6 @@ class Tool:
     within: str = ""
     """The key of the scaler's dict in a checkpoint, or a pattern of keys."""
     saved_form: int = 0
-    """The index in `forms` of the form whose keys a checkpoint contains."""
+    """The index in `forms` of the form with the keys of a checkpoint."""
     unwrap: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Returns the part of a larger config that concerns the scale."""

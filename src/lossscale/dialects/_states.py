@@ -224,7 +224,7 @@ def _last_part(name: str) -> str:
 
 
 def _layout(tool: Tool, values: Mapping[str, Any]) -> Saved:
-    """Return the first layout whose names are all in the checkpoint. Raises `CheckpointError` if none is."""
+    """Return the first layout with all its names in the checkpoint. Raises `CheckpointError` if none is."""
     for saved in tool.saved:
         if not _missing(saved, values):
             return saved

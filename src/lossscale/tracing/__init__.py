@@ -1,6 +1,6 @@
 """The part of `lossscale run` that works in the script's processes: it replaces torch's scalers and records each step.
 
-Nothing happens on import, and nothing in a process whose environment `lossscale run` did not prepare.
+Nothing happens on import, and nothing in a process that `lossscale run` did not prepare.
 """
 
 import json

@@ -58,7 +58,7 @@ class Followers:
             self._before_update.end(overflowed)
 
     def summary(self) -> Iterator[str]:
-        """Yield a sentence for each class whose objects moved on a skipped step."""
+        """Yield a sentence for each class with objects that moved on a skipped step."""
         if self._overflowed is not None and self._after_loss is not None:
             self._after_loss.end(self._overflowed)
         for window in filter(None, (self._after_loss, self._before_update)):

@@ -53,7 +53,7 @@ def simulate(
     norms: "ArrayLike | None" = None,
     guard: SpikeGuard | None = None,
 ) -> Trace:
-    """Run `policy` over steps whose gradients are finite or not.
+    """Run `policy` over steps with gradients that are finite or not.
 
     A step takes a few microseconds and some 40 bytes; ten million steps take about a minute.
 
@@ -84,7 +84,7 @@ def simulate(
 
 
 def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
-    """Run `policy` over steps whose unscaled gradients have these largest magnitudes.
+    """Run `policy` over steps with these largest magnitudes of the unscaled gradients.
 
     A step overflows if the loss scale × `gradient_max` exceeds the largest number of `dtype`, or if `gradient_max` is
     not finite.

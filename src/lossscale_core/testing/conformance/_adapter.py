@@ -66,7 +66,7 @@ class Adapter:
     """An adapter, with the functions that make and read its arrays.
 
     `dtypes` lists the float and complex dtypes of the adapter, out of float16, bfloat16, float32, float64, complex64
-    and complex128. A check whose result may depend on the dtype runs with each of them.
+    and complex128. A check that may depend on the dtype runs with each of them.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Adapter:
     `update`.
     """
     to_numpy: Callable[[Any], Any] = np.asarray
-    """Converts an array to a NumPy array whose dtype holds the values exactly; waits for the device."""
+    """Converts an array to a NumPy array of a dtype that holds the values exactly; waits for the device."""
     dtype_of: Callable[[Any], str] = dtype_name
     """Returns the name of an array's dtype as in `dtypes`, also for an array without values."""
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")

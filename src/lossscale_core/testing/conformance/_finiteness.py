@@ -80,7 +80,7 @@ def _shown(grads: Any) -> str:
 
 
 def _clean_leaves(dtype: str) -> Iterator[Any]:
-    """Yield finite arrays: small ones, and the largest numbers of a dtype, whose squares and sums overflow."""
+    """Yield finite arrays: small ones, and the largest numbers of a dtype: their squares and sums overflow."""
     part = {"complex64": "float32", "complex128": "float64"}.get(dtype)
     largest = LARGEST_NUMBER[part or dtype]
     for shape in _SHAPES:

@@ -28,7 +28,7 @@ _SMALL = {"init_scale": 1024.0, "growth_interval": 3}
 
 
 def _of_kind(kind: str) -> ScalingPolicy:
-    """Return a policy of this kind whose scale soon grows, if it ever does."""
+    """Return a policy of this kind with a scale that soon grows, if it ever does."""
     names = {field.name for field, _ in rules_of(KINDS[kind])}
     return KINDS[kind](**{name: value for name, value in _SMALL.items() if name in names})
 

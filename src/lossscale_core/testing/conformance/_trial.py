@@ -64,7 +64,7 @@ class Trial:
         self.expect(what, actual, np.asarray(value), "bool")
 
     def expect_state(self, what: str, actual: Any, expected: Any) -> None:
-        """Require a state whose fields equal those of a host state bit for bit."""
+        """Require that the fields of a state equal those of a host state bit for bit."""
         require(actual._fields == expected._fields, f"{what} has fields {actual._fields}, not {expected._fields}")
         for name, value, right in zip(expected._fields, actual, expected, strict=True):
             self.expect(f"{name} {what}", value, right, right.dtype.name)
