@@ -44,9 +44,9 @@ class Guard:
         self.state.assign_changed(decision.before, decision.after)
         check_spike_streak(self.guard, decision.after, decision.norm)
 
-    def check_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> list[tf.Tensor]:
-        """Return whether a step is finite and its norm accepted, and the assignments of the state after it."""
+    def check_in_graph(self, finite: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, GuardState]:
+        """Return whether a step is finite and its norm accepted, and the state after it; change no variable."""
         known = tf.cast(tf.minimum(norm, _LARGEST), tf.float32)
         checked = tf.where(finite, known, float("inf"))  # infinity leaves the state unchanged
         accepted, after = self.guard.check(self.state.read(), checked, xp=tf)
-        return [accepted, *self.state.assign(after)]
+        return accepted, after

@@ -22,6 +22,11 @@ class Before:
         self._values = [(variable, _value_of(variable)) for variable in variables]
         self._trained = [(variable, _value_of(variable)) for variable in trained]
 
+    @property
+    def values(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """The pairs of each of `variables` and its value before."""
+        return self._values
+
     @unconverted
     def release_unwritten(self, operations_before: int) -> None:
         """Release the values of the trained variables that the loss has not written; call it after the loss.

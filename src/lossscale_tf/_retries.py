@@ -56,7 +56,7 @@ class Tries:
                 if not left:
                     raise
                 continue
-            if not info.overflowed:  # applied, or a spike, whose norm no other scale would reduce
+            if not info.overflowed:  # applied, or skipped for a reason that no other scale would remove
                 return
 
     def _run_in_graph(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any]) -> tf.Operation:
@@ -92,11 +92,17 @@ class Tries:
     def _apply(self, gradients: Any, apply: Callable[[Any], Any]) -> StepInfo:
         """Apply gradients, and return the outcome, from the states before and after."""
         with self._step.lock:  # another thread's step must not come between the two states
-            before, spikes_before = self._read()
+            before, counts_before = self._read()
             apply(gradients)
-            after, spikes = self._read()
-        return step_info(before, after, spiked=spikes > spikes_before)
+            after, counts = self._read()
+        return step_info(before, after, **{cause: counts[cause] > counts_before[cause] for cause in counts})
 
-    def _read(self) -> tuple[Any, tf.Tensor]:
-        guard = self._step.guard
-        return self._step.state.read(), tf.constant(0) if guard is None else tf.identity(guard.state.spikes)
+    def _read(self) -> tuple[Any, dict[str, tf.Tensor]]:
+        """Return the state, and the numbers of steps that were skipped for other reasons than an overflow."""
+        counts, guard, nonfinite = {}, self._step.guard, self._step.nonfinite
+        if guard is not None:
+            counts["spiked"] = tf.identity(guard.state.spikes)
+        if nonfinite is not None and nonfinite.counters is not None:
+            counts["nonfinite_update"] = tf.identity(nonfinite.counters.updates)
+            counts["nonfinite_loss"] = tf.identity(nonfinite.counters.losses)
+        return self._step.state.read(), counts

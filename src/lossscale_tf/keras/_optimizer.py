@@ -8,10 +8,11 @@ from typing import Any, NoReturn, Self, cast
 import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, OnFloor, ScaleWatch, SpikeGuard
+from lossscale_core import BaseScaling, OnFloor, OnNonfiniteLoss, OnNonfiniteUpdate, ScaleWatch, SpikeGuard
 from lossscale_core.messages import shown
 from lossscale_tf._attach import Attached
 from lossscale_tf._guard import Guard
+from lossscale_tf._nonfinite import Nonfinite
 from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, outside_of_replicas
@@ -76,6 +77,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there. Eager
             steps check this themselves. In `fit` and `tf.function`, `LossScaleLogger` or your own code must call
             `check_overflow_streak`.
+        on_nonfinite_update: The reaction to a step with finite gradients that makes a parameter or a variable of the
+            inner optimizer NaN or infinite; a variable that was not finite before the step does not count. `"ignore"`
+            does not look. `"raise"` reads the variables after each eager step, and raises a `NonfiniteUpdateError` that
+            names the first; in `fit` and `tf.function`, only `check_overflow_streak` reads them. `"skip"` copies the
+            variables, and undoes such a step in graphs, too: everything is as without it, the loss scale included.
+            From 20 such steps in a row on, or the policy's `max_overflow_streak`, a `NonfiniteStreakError` is raised.
+        on_nonfinite_loss: The reaction to a loss that is NaN or infinite before it is scaled. `"back_off"` treats it as
+            an overflow. `"hold"` skips the step, leaves the loss scale unchanged, and does not retry.
         name: The optimizer's name.
         **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
 
@@ -101,6 +110,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         jit_compile: bool = False,
         guard: SpikeGuard | None = None,
         on_floor: OnFloor = "warn",
+        on_nonfinite_update: OnNonfiniteUpdate = "ignore",
+        on_nonfinite_loss: OnNonfiniteLoss = "back_off",
         name: str | None = None,
         optimizer: Any = None,
         **base_arguments: Any,
@@ -113,16 +124,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         # After the checks, since Keras's constructor sets `loss_scale_factor` of the inner optimizer to None for good:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
-        # A checkpoint saves these three under the names of the attributes; without a guard it has no guard variables.
+        self._slots = Slots(inner)
+        # A checkpoint saves these four under the names of the attributes; without a guard it has no guard variables.
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
         guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
         self._guard_state = None if guarding is None else guarding.state
+        nonfinite = Nonfinite.of(on_nonfinite_update, on_nonfinite_loss, self._slots.weights, _counter)
+        self._nonfinite_state = None if nonfinite is None else nonfinite.counters
         self._used_scale = _variable_of_each_replica(0.0)
-        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch)
+        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch, nonfinite)
         self._scaling = Scaling(self._step, self._used_scale)
         self._attached = Attached()
         self._updates = Updates(inner, jit_compile)
-        self._slots = Slots(inner)
         self._saved = SavedLikeInner.of(self, inner, self._step)
         self._is_initialised = True
 
@@ -415,12 +428,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def variables(self) -> list[Any]:
         """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
 
-        Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
+        The counters of updates and losses that are not finite are last, if there are any. Around an optimizer of
+        tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         guards = [] if self._step.guard is None else self._step.guard.state.all
-        ids = set(map(id, guards))
+        last = guards if self._nonfinite_state is None else [*guards, *self._nonfinite_state.all]
+        ids = set(map(id, last))
         own = [variable for variable in self._variables if id(variable) not in ids]
-        variables = [*own, *self.weights, *guards]
+        variables = [*own, *self.weights, *last]
         return variables if is_keras_3(self.inner_optimizer) else CallableList(variables)
 
     def get_weights(self) -> list[Any]:
@@ -518,10 +533,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         if not self._step.has_begun:
             outside_of_replicas(self._warn_if_resumed)
         self._attached.warn_if_lost()
-        grads, loss_scale = self._scaling.to_apply(grads, variables, may_be_scaled)
+        grads, loss_scale, loss_finite = self._scaling.to_apply(grads, variables, may_be_scaled)
         if not is_summed:
             grads, loss_scale = self._updates.summed(grads, variables, loss_scale)
-        self._step.take(grads, variables, loss_scale, self._updates.run, self._scaling.updated_in_graph)
+        in_graph = self._scaling.updated_in_graph
+        self._step.take(grads, variables, loss_scale, self._updates.run, in_graph, loss_finite)
 
     def _warn_if_resumed(self) -> None:
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
@@ -599,6 +615,13 @@ def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str,
         # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
         aggregation="only_first_replica",
         name=f"{prefix}{name}",
+    )
+
+
+def _counter(name: str, value: Any) -> Any:
+    """Return a variable that is not in the optimizer's own list, in which a checkpoint finds variables by number."""
+    return keras.Variable(
+        value, dtype=value.dtype.name, trainable=False, aggregation="only_first_replica", name=f"nonfinite_{name}"
     )
 
 

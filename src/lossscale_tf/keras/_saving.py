@@ -14,7 +14,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, SpikeGuard, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core import (
+    BaseScaling,
+    SpikeGuard,
+    as_policy,
+    init_nonfinite_state,
+    policy_from_dict,
+    policy_to_dict,
+)
 from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._documented import policy_of_loss_scale
 from lossscale_tf._step import Step
@@ -33,7 +40,8 @@ class SavedLikeInner:
 
     The scale is saved twice: the whole state under `_scale_state`, and, if the policy grows, in the format of
     tf_keras's wrapper under `loss_scale`; restoring the latter calls `Step.restored`. A spike guard's state is under
-    `_guard_state`. An older layout, with the wrapper's own children next to `inner_optimizer`, is restored, too.
+    `_guard_state`, and the counters of updates and losses that are not finite are under `_nonfinite_state`. An older
+    layout, with the wrapper's own children next to `inner_optimizer`, is restored, too.
     """
 
     def __init__(self, inner: Any, step: Step, grows: bool) -> None:
@@ -41,6 +49,8 @@ class SavedLikeInner:
         self._own = {"_scale_state": step.state}
         if step.guard is not None:
             self._own["_guard_state"] = step.guard.state
+        if step.nonfinite is not None and step.nonfinite.counters is not None:
+            self._own["_nonfinite_state"] = step.nonfinite.counters
         if grows:
             self._own["loss_scale"] = _LossScale(step.state.loss_scale, step.state.growth_tracker, step.restored)
         self._is_nested = False
@@ -70,7 +80,8 @@ class SavedLikeInner:
 
 def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str, Any]:
     """Return the config for `arguments_of`, without the running state."""
-    on_floor = step.watch.on_floor
+    on_floor, nonfinite = step.watch.on_floor, step.nonfinite
+    update, loss = ("ignore", "back_off") if nonfinite is None else (nonfinite.on_update, nonfinite.on_loss)
     return {
         "name": name,
         "inner_optimizer": keras.saving.serialize_keras_object(inner),
@@ -80,6 +91,8 @@ def config_of(name: str, inner: Any, step: Step, is_compiled: bool) -> dict[str,
         # Left out if they have their defaults: versions without these arguments refuse them with any value.
         **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
         **({} if on_floor == "warn" else {"on_floor": on_floor}),
+        **({} if update == "ignore" else {"on_nonfinite_update": update}),
+        **({} if loss == "back_off" else {"on_nonfinite_loss": loss}),
     }
 
 
@@ -102,15 +115,24 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
 
 
 def matching(optimizer: Any, store: Any) -> Any:
-    """Return the stored values for a wrapper's variables, the guard's last; None if they are another optimizer's."""
+    """Return the stored values for a wrapper's variables; None if they are another optimizer's.
+
+    The last variables are the guard's and the counters of what is not finite, which start over if they are not stored.
+    """
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
-    start = () if optimizer.guard is None else optimizer.guard.init_state()
-    without_guard = len(shapes) - len(start)
+    guard = () if optimizer.guard is None else tuple(optimizer.guard.init_state())
+    counts = () if optimizer.nonfinite_state is None else tuple(init_nonfinite_state())
+    first = len(shapes) - len(guard) - len(counts)
     names = stored_names(store)
-    starts_guard = len(names) == without_guard < len(shapes)
-    if starts_guard:
-        fresh = {str(n): value for n, value in enumerate(start, without_guard)}
-        store, names = {name: store[name] for name in names} | fresh, names | set(fresh)
+    stored_last = len(names) - first if names == set(map(str, range(len(names)))) else None
+    starts_guard = bool(guard) and stored_last in (0, len(counts))
+    starts_counts = bool(counts) and stored_last in (0, len(guard))
+    if starts_guard or starts_counts:
+        values = [store[str(n)] for n in range(first, len(names))]
+        last = [*(guard if starts_guard else values[: len(guard)])]
+        last += counts if starts_counts else values[len(values) - len(counts) :]
+        store = {str(n): store[str(n)] for n in range(first)} | {str(n): each for n, each in enumerate(last, first)}
+        names = set(store)
     stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in names]
     # Keras compares only the number of variables, and raises at the first different shape, after setting those before:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
