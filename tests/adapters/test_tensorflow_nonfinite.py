@@ -25,7 +25,7 @@ SKIP = {"on_nonfinite_update": "skip"}
 
 
 class Muon(keras.optimizers.Optimizer):
-    """The orthogonal factor of the momentum by a Newton-Schulz iteration in float16, which a large gradient overflows."""
+    """The orthogonal factor of the momentum, by an iteration in float16 that a large gradient overflows."""
 
     def __init__(self):
         super().__init__(learning_rate=0.01, name="muon")
@@ -264,11 +264,16 @@ def test_what_was_not_finite_before_does_not_count(way):
         optimizer.check_overflow_streak()
         if reaction == "raise":
             with pytest.raises(NonfiniteUpdateError, match="_velocity became NaN or infinite in a step"):
-                step(tf.constant(HUGE))
-                optimizer.check_overflow_streak()
+                _checked(optimizer, step, HUGE)
         else:
             step(tf.constant(HUGE))
             assert int(optimizer.nonfinite_state.updates) == 1
+
+
+def _checked(optimizer, step, *sizes):
+    for size in sizes:
+        step(tf.constant(size))
+    optimizer.check_overflow_streak()
 
 
 def test_an_eager_step_raises_after_it_was_written():
@@ -278,7 +283,7 @@ def test_an_eager_step_raises_after_it_was_written():
     held = [*loop.variables, *loop.optimizer.weights]
     saved = [tf.identity(each) for each in held]
     for _ in range(2):
-        with pytest.raises(NonfiniteUpdateError, match="velocity became NaN .* on_nonfinite_update='skip' undoes"):
+        with pytest.raises(NonfiniteUpdateError, match=r"velocity became NaN .* on_nonfinite_update='skip' undoes"):
             loop.take([HUGE])
         assert _outcome(loop.optimizer.last_step) == (True, False, False, False)
         for variable, value in zip(held, saved, strict=True):
@@ -303,10 +308,8 @@ def test_a_streak_raises(way):
     """With eps=0, a gradient of zero is NaN at every step: 0 / 0."""
     loop = Loop(way, keras.optimizers.Adam(0.1, epsilon=0.0), **SKIP)
     begin = loop.bits()
-    with pytest.raises(NonfiniteStreakError, match="the last 20 updates in a row .* look for eps=0"):
-        for _ in range(20):
-            loop.take([0.0])
-        loop.optimizer.check_overflow_streak()
+    with pytest.raises(NonfiniteStreakError, match=r"the last 20 updates in a row .* look for eps=0"):
+        _checked(loop.optimizer, loop.step, *[0.0] * 20)
     assert loop.bits() == begin
 
 
@@ -317,7 +320,7 @@ def test_a_limit_of_the_policy_counts():
     with pytest.raises(NonfiniteStreakError, match="the last 2 updates"):
         loop.take([HUGE])
     loop = Loop(policy=policy, on_nonfinite_loss="hold").take([np.nan])
-    with pytest.raises(NonfiniteStreakError, match="the last 2 losses in a row .* reaches max_overflow_streak=2"):
+    with pytest.raises(NonfiniteStreakError, match=r"the last 2 losses in a row .* reaches max_overflow_streak=2"):
         loop.take([np.nan])
 
 
