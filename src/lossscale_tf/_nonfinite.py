@@ -26,7 +26,7 @@ class Nonfinite:
     """The reactions of one optimizer, and the counters of such steps in variables, if there is anything to count.
 
     `state_of` returns the variables of the wrapped optimizer. An update is checked by one read of the parameters and
-    these variables after it; a variable that was not finite before a step is not blamed on it.
+    these variables after it; a variable that was not finite before a step does not count.
     """
 
     def __init__(
