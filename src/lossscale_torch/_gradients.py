@@ -173,10 +173,8 @@ def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
     named = []
     for g, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
-        names = group.get("param_names") or []  # shorter than the list of parameters if one was added later
         named += [
-            f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} "
-            f"({param.dtype}, shape {tuple(param.shape)})"
+            parameter_name(group, g, i)
             for i, param in enumerate(group["params"])
             if param.grad is not None and param.grad.dtype is torch.float16
         ]
@@ -185,6 +183,14 @@ def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
         f"Attempting to unscale FP16 gradients. They belong to {listed}. Keep the parameters in float32 and run the "
         "forward pass under torch.autocast, or pass half_gradients=True to unscale them in float16."
     )
+
+
+def parameter_name(group: dict[str, Any], g: int, i: int) -> str:
+    """Return the name of the parameter with index `i` in a group, which has index `g`, and its dtype and shape."""
+    names = group.get("param_names") or []  # shorter than the list of parameters if one was added later
+    param = group["params"][i]
+    name = names[i] if i < len(names) else f"parameter {i} of group {g}"
+    return f"{name} ({param.dtype}, shape {tuple(param.shape)})"
 
 
 def lifted(tensor: Tensor) -> Tensor:

@@ -13,7 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lossscale_core import OnFloor, PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict, tree
+from lossscale_core import (
+    OnFloor,
+    OnNonfiniteLoss,
+    OnNonfiniteUpdate,
+    PolicyLike,
+    SpikeGuard,
+    diagnose,
+    metrics,
+    state_to_dict,
+    tree,
+)
 from lossscale_core.errors import CallOrderError
 from lossscale_core.messages import explain_arguments, shown
 from lossscale_torch._attach import attach
@@ -32,6 +42,7 @@ from lossscale_torch._members import (
     kind_of,
     takes_factor,
 )
+from lossscale_torch._nonfinite import Nonfinite
 from lossscale_torch._ranks import Ranks, require_same_on_ranks
 from lossscale_torch._state import HostState, as_flag, is_being_recorded, is_readable, number
 from lossscale_torch._step_info import StepInfo, with_optimizers
@@ -80,6 +91,12 @@ class GradScaler(TorchNames):
         protect: Modules whose buffers a skipped step leaves unchanged, such as BatchNorm's statistics. For a
             `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The hooks end
             with the scaler; a copy or a pickle of it protects nothing.
+        on_nonfinite_update: The reaction to a step that makes a parameter or a state of the optimizer NaN or infinite,
+            although the gradients are finite. `"raise"` makes `step` raise a `NonfiniteUpdateError` that names it.
+            `"skip"` undoes the step; parameters, state, settings and torch's random numbers are as before, on every
+            rank. It keeps a copy of parameters and state. A value that was not finite before the step is not checked.
+        on_nonfinite_loss: `"hold"` makes `minimize` skip a step whose loss is NaN or infinite before it is scaled, and
+            keep the loss scale; with `"back_off"` the scale is lowered as after an overflow.
 
     Raises:
         PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
@@ -105,6 +122,8 @@ class GradScaler(TorchNames):
         guard: SpikeGuard | None = None,
         on_floor: OnFloor = "warn",
         protect: Iterable[torch.nn.Module] = (),
+        on_nonfinite_update: OnNonfiniteUpdate = "ignore",
+        on_nonfinite_loss: OnNonfiniteLoss = "back_off",
     ) -> None:
         self._device, self._enabled = device_type_of(device, enabled)
         self._follows_checkpoint = policy is None
@@ -126,6 +145,9 @@ class GradScaler(TorchNames):
         self._watch = Watch(on_floor)
         self._observers: list[Callable[[Any, StepInfo], None]] = []
         self._lost_losses = 0  # attached ones without a backward pass since the last update
+        nonfinite = Nonfinite.of(on_nonfinite_update, on_nonfinite_loss)
+        if nonfinite is not None and self._enabled:
+            self._nonfinite = nonfinite
         if protect and self._enabled:
             from lossscale_torch._rescue import protect_modules
 
@@ -380,6 +402,7 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: For a closure, and when called twice between two updates.
             CallOrderError: If it is unknown which loss scale multiplied the loss of the gradients.
+            NonfiniteUpdateError: With `on_nonfinite_update="raise"`, for the first value that became NaN or infinite.
             TypeError: For what is not an optimizer.
 
         """
@@ -403,7 +426,10 @@ class GradScaler(TorchNames):
             warn_if_resumed(optimizer, self._state)
         if not self._is_ours("_maybe_opt_step"):
             self._flags_are_shared = True
-        result = kind.apply(self, optimizer, record, args, kwargs)
+        if self._nonfinite is None:
+            result = kind.apply(self, optimizer, record, args, kwargs)
+        else:
+            result = self._nonfinite.step(self, optimizer, lambda: kind.apply(self, optimizer, record, args, kwargs))
         if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and has decided by the flags
             record.forget_answer()
             record.applied = record.may_step()
@@ -502,6 +528,8 @@ class GradScaler(TorchNames):
                 `new_scale` that is not a positive number.
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
             SpikeStreakError: When the guard's `max_streak` is reached and this is known on the host.
+            NonfiniteStreakError: When too many steps in a row were undone by `on_nonfinite_update="skip"`, or had a
+                loss that was not finite under `on_nonfinite_loss="hold"`, and this is known on the host.
             ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and this is
                 known on the host.
 
@@ -529,6 +557,8 @@ class GradScaler(TorchNames):
             info = self._state.update_to(new_scale, overflowed, spiked)
         else:
             info = self._state.update(overflowed, spiked) if counted else self._state.stay()
+        if self._nonfinite is not None:
+            info = self._nonfinite.count(self, info)
         self._last = info = with_optimizers(info, self._end(info))
         for observe in self._observers:
             observe(self, info)
@@ -564,7 +594,7 @@ class GradScaler(TorchNames):
             else:
                 return overflowed, spiked
         self._waiting.is_over = self._waiting.is_over or is_recorded
-        self._state = self._state.on_device(has_spikes=self._guards.guard is not None)
+        self._state = self._state.on_device(has_spikes=self._guards.guard is not None or self._nonfinite is not None)
         if (flag := self._exact_flag(records)) is not None:
             return flag, False
         device = self._state.tensors.loss_scale.device
@@ -650,7 +680,8 @@ class GradScaler(TorchNames):
         restored, and `loss_fn` runs again. So the applied step is that of a run at the lower scale. Each try is one
         update of the policy. A policy that does not adapt never retries. If the step is not applied, parameters,
         optimizer and buffers are unchanged. Synchronises with the host as `step` does, and with `retries` once for each
-        try, also for a fused optimizer.
+        try, also for a fused optimizer; with `on_nonfinite_loss="hold"` once more for each loss, which ends the retries
+        if it is not finite.
 
         Args:
             optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, receives the unscaled loss. The
@@ -665,7 +696,8 @@ class GradScaler(TorchNames):
 
         Raises:
             CallOrderError: If the optimizer was unscaled or stepped since the last update.
-            SyncError: For a retry under `no_sync()` without `process_group`.
+            SyncError: For a retry under `no_sync()` without `process_group`, and for `on_nonfinite_loss="hold"` on
+                several ranks without one.
             OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
             ScaleFloorError: With `on_floor="raise"`, as from `update`.
             TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
@@ -697,7 +729,8 @@ class GradScaler(TorchNames):
 
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
-        numbers = metrics(self._state.snapshot(), guard=self._guards.first())
+        nonfinite = None if self._nonfinite is None else self._nonfinite.snapshot()
+        numbers = metrics(self._state.snapshot(), guard=self._guards.first(), nonfinite=nonfinite)
         return {name: number(value) for name, value in numbers.items()}
 
     def diagnose(self) -> str:
@@ -706,7 +739,8 @@ class GradScaler(TorchNames):
             return "disabled: losses and gradients are left alone."
         state = self._state.read()
         self._watch.after_read(self, raises=False)
-        answer = diagnose(self.policy, state, guard=self._guards.worst())
+        nonfinite = None if self._nonfinite is None else self._nonfinite.read()
+        answer = diagnose(self.policy, state, guard=self._guards.worst(), nonfinite=nonfinite)
         if self._had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
@@ -723,7 +757,8 @@ class GradScaler(TorchNames):
         self._ranks.check_member()
         state, group = self._state.read(), self._ranks.process_group
         guards = self._guards.saved(state) if group is None else {}  # the ranks of a group have different norms
-        require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
+        counters = {} if self._nonfinite is None else self._nonfinite.saved(state)
+        require_same_on_ranks({**state_to_dict(state, self.policy), **guards, **counters}, group)
 
 
 def require_optimizer(optimizer: Any, caller: str) -> None:

@@ -15,6 +15,7 @@ from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
 from lossscale_torch._guard import Guards
 from lossscale_torch._members import Member, Record
+from lossscale_torch._nonfinite import Nonfinite
 from lossscale_torch._ranks import JoinedScaler, Ranks, check_join
 from lossscale_torch._state import HostState, number, within_bounds
 from lossscale_torch._waiting import Waiting
@@ -46,6 +47,7 @@ class TorchNames(torch.amp.GradScaler):
     _follows_checkpoint: bool
     _begun_with: tuple[float, int]
     _interval_as_given: Any = None
+    _nonfinite: Nonfinite | None = None
 
     @property
     def policy(self) -> ScalingPolicy:
@@ -116,7 +118,8 @@ class TorchNames(torch.amp.GradScaler):
         }
         ours = state_to_dict(state, self.policy)  # without a policy that has no kind of its own, such as a subclass
         is_own = ours.get("policy", {}).get("kind") not in _checkpoint.LIBRARY_KINDS
-        return {**({} if is_own else torchs), **ours, **self._guards.saved(state)}
+        counters = {} if self._nonfinite is None else self._nonfinite.saved(state)
+        return {**({} if is_own else torchs), **ours, **self._guards.saved(state), **counters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
@@ -137,6 +140,8 @@ class TorchNames(torch.amp.GradScaler):
             policy = _checkpoint.saved_policy(saved, policy)
         state = _checkpoint.saved_state(saved, policy)
         self._guards.restore(saved)
+        if self._nonfinite is not None:
+            self._nonfinite.restore(saved)
         self._waiting.scale_changes(self._members, self._records, number(self._state.snapshot().loss_scale))
         self._state = self._state.restore(policy, state)
         if self._follows_checkpoint:
@@ -190,6 +195,7 @@ class TorchNames(torch.amp.GradScaler):
             "_guards": self._guards.copied(members),
             "_watch": deepcopy(self._watch),
             "_observers": deepcopy(self._observers),  # type: ignore[attr-defined]
+            **({} if self._nonfinite is None else {"_nonfinite": self._nonfinite.copied()}),
         }
 
     def __copy__(self) -> "TorchNames":

@@ -18,7 +18,7 @@ class Watch:
         self._limits_streaks = False
 
     def __call__(self, scaler: Any, info: Any) -> None:
-        """Raise an error if a limit of policy, guard or `on_floor` is reached; log events.
+        """Raise an error if a limit of policy, guard, counters or `on_floor` is reached; log events.
 
         An overflow that was counted before is not an error after an update that is known to count none.
         """
@@ -28,6 +28,8 @@ class Watch:
             self._limits_streaks = BaseScaling.of(state.policy).max_overflow_streak is not None
         if scaler._guards.guard is not None:
             scaler._guards.check()
+        if scaler._nonfinite is not None:
+            scaler._nonfinite.check(state.policy)
         self._left -= 1
         if self._left > 0 and not self._limits_streaks:
             return

@@ -83,7 +83,8 @@ class Emulated(TorchFunctionMode):
         if function in _READS and isinstance(args[0], OnDevice):
             return function(args[0].values)
         if function in _GUARDED and isinstance(args[0], OnDevice):
-            return OnDevice(function(*_values(args)), self.device)
+            result = function(*_values(args), **_values(kwargs))
+            return kwargs.get("out", OnDevice(result, self.device))
         if function is torch.Tensor.__setitem__ and isinstance(args[0], OnDevice):
             return function(*_values(args))
         if function in (torch.Tensor.to, torch.as_tensor) and isinstance(args[0], torch.Tensor):

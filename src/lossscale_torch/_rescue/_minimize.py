@@ -14,16 +14,25 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lossscale_core import BaseScaling, check_setting, tree
-from lossscale_core.errors import CallOrderError, OverflowStreakError, ScaleFloorError, SpikeStreakError, SyncError
+from lossscale_core import BaseScaling, check_setting
+from lossscale_core.errors import (
+    CallOrderError,
+    NonfiniteStreakError,
+    OverflowStreakError,
+    ScaleFloorError,
+    SpikeStreakError,
+    SyncError,
+)
 from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._members import READY, STEPPED
+from lossscale_torch._nonfinite import holds_lost_losses, is_lost
 from lossscale_torch._random import RandomState
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import fsdp2_explained
+from lossscale_torch._weights import WeightsAndState
 
 # torch warns at each call of a compiled module that a hook like ours fires twice for it; the second time does nothing:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
@@ -49,6 +58,7 @@ class _Minimization:
         self._protected = [module for each in self._protections for module in each.modules()]
         self._start = _Snapshot(optimizer, may_restore=self._retries > 0)
         self._error: Exception | None = None
+        self._holds = scaler._nonfinite is not None and holds_lost_losses(scaler, optimizer)
 
     def run(self) -> StepInfo:
         """Step, and run the losses again while they overflow and retries are left; return what the last try did."""
@@ -72,7 +82,7 @@ class _Minimization:
         try:
             self._scaler.update()
             self._error = None
-        except (OverflowStreakError, SpikeStreakError, ScaleFloorError) as error:
+        except (OverflowStreakError, SpikeStreakError, NonfiniteStreakError, ScaleFloorError) as error:
             self._error = error  # the update itself is complete
         info: StepInfo = self._scaler.last_step
         return info
@@ -80,7 +90,7 @@ class _Minimization:
     def _run_any(self) -> StepInfo:
         if not needs_closure(self._optimizer):
             return self._run(self._try_step)
-        weights = _WeightsAndState(self._optimizer)
+        weights = WeightsAndState(self._optimizer)
         try:
             info = self._run(functools.partial(self._try_closure, weights))
         except BaseException:  # the optimizer may have been on its way between two evaluations
@@ -98,7 +108,7 @@ class _Minimization:
                 return info
             if applied:
                 return info
-            if self._retries == 0 or info.spiked:  # another scale would not reduce the norm
+            if self._retries == 0 or info.spiked or info.nonfinite_update or info.nonfinite_loss:  # no scale helps
                 self._start.buffers.restore()
                 return info
             self._retries -= 1
@@ -113,6 +123,8 @@ class _Minimization:
         else:
             for loss_fn in self._loss_fns:
                 self._backward(loss_fn, [self._start])
+                if self._holds and self._scaler._nonfinite.has_lost_loss:
+                    return self._hold()
         if self._max_norm is None:
             self._scaler.step(self._optimizer)
         else:
@@ -128,6 +140,8 @@ class _Minimization:
             point = _Snapshot(self._optimizer, may_restore=True) if number else self._start
             sums = _GradientSums(self._optimizer, self._scaler.get_scale())
             while not self._is_finite_after(loss_fn, [self._start, point] if number else [point]):
+                if self._holds and self._scaler._nonfinite.has_lost_loss:
+                    return self._hold()
                 self._scaler.skip(self._optimizer)
                 info = self._update()
                 if self._retries == 0:
@@ -145,15 +159,29 @@ class _Minimization:
     def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> bool:
         """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
         self._backward(loss_fn, points)
+        if self._holds and self._scaler._nonfinite.has_lost_loss:
+            return False
         return all(flag.item() == 0.0 for flag in self._scaler._check_inf_per_device(self._optimizer).values())
 
-    def _try_closure(self, weights: "_WeightsAndState") -> StepInfo:
+    def _hold(self) -> StepInfo:
+        """Skip the step without a check of the gradients, so that the policy's state stays."""
+        self._scaler._records.pop(id(self._optimizer), None)
+        self._scaler.skip(self._optimizer)
+        return self._update()
+
+    def _try_closure(self, weights: WeightsAndState) -> StepInfo:
         if not self._scaler._has_begun:
             warn_if_resumed(self._optimizer, self._scaler._state, stacklevel=8)
         try:
-            self._optimizer.step(self._closure)
+            take = functools.partial(self._optimizer.step, self._closure)
+            if self._scaler._nonfinite is None:
+                take()
+            else:
+                self._scaler._nonfinite.step(self._scaler, self._optimizer, take)
         except _OverflowInClosure:
             weights.restore()
+            if self._holds and self._scaler._nonfinite.has_lost_loss:
+                return self._hold()
         if self._scaler.is_enabled():
             self._scaler._records[id(self._optimizer)]["stage"] = STEPPED
         return self._update()
@@ -163,6 +191,8 @@ class _Minimization:
         self._scaler._records.pop(id(self._optimizer), None)
         _forget_gradients(self._optimizer)
         losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
+        if self._holds and self._scaler._nonfinite.has_lost_loss:
+            raise _OverflowInClosure
         if self._max_norm is None:
             self._scaler.unscale_(self._optimizer)
         else:
@@ -178,7 +208,9 @@ class _Minimization:
         loss = self._watched(loss_fn, points) if self._scaler.is_enabled() else loss_fn()
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {loss!r}; return the loss, a tensor, without scaling it")
-        self._scaler.scale(loss).backward()
+        self._scaler.scale(loss).backward()  # also for a lost loss: other ranks wait for its gradients
+        if self._holds and is_lost(self._scaler, self._optimizer, loss):
+            self._scaler._nonfinite.has_lost_loss = True
         return loss.detach()
 
     def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> Tensor:
@@ -251,31 +283,6 @@ class _GradientSums:
             else:
                 param.grad.copy_(grad)  # in place, since the memory may be a bucket of DistributedDataParallel's
         Gradients([self._optimizer]).multiply_(loss_scale / self._loss_scale)
-
-
-class _WeightsAndState:
-    """An optimizer's parameters, state and settings before a step that calls a closure."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._params = [(param, param.detach().clone()) for param in params_of(optimizer)]
-        self._state = {key: _cloned(value) for key, value in optimizer.state.items()}
-        self._groups = [{name: _cloned(group[name]) for name in group if name != "params"} for group in self._all()]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore parameters, state and settings."""
-        for param, values in self._params:
-            param.copy_(values)
-        self._optimizer.state.clear()
-        self._optimizer.state.update((key, _cloned(value)) for key, value in self._state.items())
-        for group, settings in zip(self._all(), self._groups, strict=True):
-            params = group["params"]
-            group.clear()
-            group.update(params=params, **_cloned(settings))
-
-    def _all(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
 
 
 class _Watch:
@@ -361,10 +368,6 @@ def needs_closure(optimizer: Any) -> bool:
 def _forget_gradients(optimizer: Any) -> None:
     for param in params_of(optimizer):
         param.grad = None
-
-
-def _cloned(value: Any) -> Any:
-    return tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _as_list(loss_fn: Any) -> list[Callable[[], Tensor]]:

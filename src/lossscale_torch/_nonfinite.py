@@ -1,0 +1,401 @@
+"""Steps whose update or loss is NaN or infinite although no gradient overflowed: found, undone or skipped, counted."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lossscale_core import (
+    NonfiniteState,
+    OnNonfiniteLoss,
+    OnNonfiniteUpdate,
+    check_nonfinite_streak,
+    check_setting,
+    count_nonfinite,
+    init_nonfinite_state,
+    nonfinite_state_from_dict,
+    nonfinite_update,
+    state_to_dict,
+)
+from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_torch._gradients import buckets, moved, parameter_name
+from lossscale_torch._members import SPIKE, Record, found_inf
+from lossscale_torch._norm import has_float64
+from lossscale_torch._random import RandomState
+from lossscale_torch._ranks import meshes_of
+from lossscale_torch._state import as_flag, as_tensors, is_being_recorded, is_readable, write
+from lossscale_torch._step_info import StepInfo
+from lossscale_torch._weights import Place, WeightsAndState, tensors_of
+
+_SMALL = 4096  # elements; the norm of fewer takes about as long as copying them does
+
+
+class Nonfinite:
+    """The check of each update, the reaction to a lost loss, and the counters of both.
+
+    The counters are on the host until the first outcome that is only on the device; then in tensors, written in place.
+    """
+
+    def __init__(self, on_update: OnNonfiniteUpdate, on_loss: OnNonfiniteLoss) -> None:
+        self.on_update: OnNonfiniteUpdate = check_setting("on_nonfinite_update", on_update)
+        self.on_loss: OnNonfiniteLoss = check_setting("on_nonfinite_loss", on_loss)
+        self.has_lost_loss = False
+        """Whether a loss of the present step was NaN or infinite before it was scaled."""
+        self._state: NonfiniteState[Any] = init_nonfinite_state()
+        self._checked: dict[int, _Checked] = {}  # by the id of the optimizer
+        self._undone: dict[int, _Undone] = {}  # since the last update
+        self._failing: set[int] = set()  # the optimizers of the present streak, known on the host
+
+    @classmethod
+    def of(cls, on_update: OnNonfiniteUpdate, on_loss: OnNonfiniteLoss) -> "Nonfinite | None":
+        """Return None for settings that check nothing; raise `PolicyError` for others than the documented ones."""
+        made = cls(on_update, on_loss)
+        return None if (made.on_update, made.on_loss) == ("ignore", "back_off") else made
+
+    def step(self, scaler: Any, optimizer: Any, take: Callable[[], Any]) -> Any:
+        """Return the result of `take`, which takes the step; raise or undo if it makes a value NaN or infinite.
+
+        Waits for the device once more, unless a fused optimizer is to be undone.
+        """
+        if self.on_update == "ignore":
+            return take()
+        checked = self._checked.setdefault(id(optimizer), _Checked())
+        checked.look(optimizer)
+        before = random = None
+        if self.on_update == "skip":
+            before = WeightsAndState(optimizer, checked.memory)
+            random = None if is_being_recorded() else RandomState()  # CUDA cannot read it while it captures
+            checked.memory = before.memory if all(each.is_cpu for each in before.memory) else None
+        result = take()
+        record = scaler._records[id(optimizer)]
+        if record.applied is False or not record.flags:  # skipped, or without gradients on every rank
+            return result
+        home = scaler._state.tensors.loss_scale.device
+        bad = found_inf(scaler._ranks.combine(optimizer, checked.found(optimizer), home).values(), home)
+        is_on_device = isinstance(record.applied, Tensor) and (is_being_recorded() or not is_readable(record.applied))
+        if before is None:
+            _require_unrecorded(is_on_device)
+            if bad.item() != 0.0:
+                self._checked.pop(id(optimizer))
+                scaler._records.pop(id(optimizer))  # so that the next step begins with nothing known
+                raise nonfinite_update(checked.first_name(optimizer))
+        elif is_on_device and not before.has_other_parts():
+            before.restore_where(bad)
+            self._undo_on_device(optimizer, record, bad)
+            checked.keep_where(bad)
+            return result
+        else:
+            _require_unrecorded(is_on_device)
+            if bad.item() != 0.0:
+                before.restore()
+                if random is not None:
+                    random.restore()
+                self._undo(optimizer, record)
+                checked.keep()
+                return None
+        checked.take()
+        return result
+
+    def _undo(self, optimizer: Any, record: Any) -> None:
+        """Note on the host that a step was undone; the scale then stays as after a spike."""
+        found = record["found_inf_per_device"]
+        one = torch.ones_like(next(iter(found.values())))
+        self._undone[id(optimizer)] = _Undone(True, False)
+        record["found_inf_per_device"] = {**found, SPIKE: one}
+        record.applied, record.finite, record.spiked = False, False, True
+
+    def _undo_on_device(self, optimizer: Any, record: Any, bad: Tensor) -> None:
+        """Note the same by a flag of the device, 1.0 or 0.0."""
+        found = record["found_inf_per_device"]
+        spike = found.get(SPIKE)
+        bad = torch.where(record.applied == 0.0, bad, 0.0)
+        self._undone[id(optimizer)] = _Undone(bad, False if spike is None else spike)
+        record["found_inf_per_device"] = {**found, SPIKE: bad if spike is None else torch.maximum(bad, spike)}
+        record.applied = torch.maximum(record.applied, bad)
+        record.forget_answer()
+
+    def count(self, scaler: Any, info: StepInfo) -> StepInfo:
+        """Count a step at its update, before its records are forgotten; return its outcome with the causes."""
+        lost, self.has_lost_loss = self.has_lost_loss, False
+        undone, self._undone = self._undone, {}
+        for key in self._checked.keys() - scaler._members.keys():  # of deleted optimizers
+            del self._checked[key]
+        if isinstance(info.applied, Tensor):
+            return self._count_on_device(scaler, info, undone, lost)
+        bad = {key for key, each in undone.items() if as_flag(each.bad, _CPU).item() != 0.0}
+        if bad or lost:
+            spiked = any(Record.of(record).spiked for key, record in scaler._records.items() if key not in bad)
+            info = info._replace(applied=False, spiked=bool(info.spiked) and spiked)
+        # Of two optimizers that are updated in turns, the steps of one do not end a streak of the other.
+        ends = bool(info.applied) and (not self._failing or not self._failing.isdisjoint(scaler._records))
+        self._failing = self._failing | bad if bad else set() if ends else self._failing
+        self._set(count_nonfinite(self._state, loss_finite=not lost, stepped=bool(bad) or ends, update_finite=not bad))
+        return info._replace(nonfinite_update=bool(bad), nonfinite_loss=lost)
+
+    def _count_on_device(self, scaler: Any, info: StepInfo, undone: dict[int, "_Undone"], lost: bool) -> StepInfo:
+        applied: Any = info.applied
+        home = applied.device
+        bad = found_inf([as_flag(each.bad, home) for each in undone.values()], home) != 0.0
+        spikes = [as_flag(each.spike, home) for each in undone.values()]
+        spikes += [each["found_inf_per_device"][SPIKE] for key, each in scaler._records.items()
+                   if key not in undone and SPIKE in each["found_inf_per_device"]]  # fmt: skip
+        spiked = False if scaler._guards.guard is None else info.spiked & (found_inf(spikes, home) != 0.0)
+        applied = applied & (not lost)
+        if not isinstance(self._state.updates, Tensor):
+            self._state = as_tensors(self._state, home)
+        self._set(count_nonfinite(
+            self._state, loss_finite=not lost, stepped=applied | bad, update_finite=~bad, xp=torch
+        ))  # fmt: skip
+        return info._replace(applied=applied, spiked=spiked, nonfinite_update=bad, nonfinite_loss=lost)
+
+    def check(self, policy: Any) -> None:
+        """Raise `NonfiniteStreakError` if a streak has reached its limit, where that waits for no device."""
+        is_on_host = not isinstance(self._state.updates, Tensor)
+        if is_on_host or (is_readable(self._state.updates) and not is_being_recorded()):
+            check_nonfinite_streak(policy, _read(self._state))
+
+    def snapshot(self) -> NonfiniteState[Any]:
+        """Return the counters where they are. Does not synchronise."""
+        if not isinstance(self._state.updates, Tensor):
+            return self._state
+        return NonfiniteState(*(each.clone() for each in self._state))
+
+    def read(self) -> NonfiniteState[Any]:
+        """Return the counters on the host. Synchronises if they are on a device."""
+        return _read(self._state)
+
+    def saved(self, state: Any) -> dict[str, Any]:
+        """Return the entry of a state dict. Synchronises if the counters are on a device."""
+        return {"nonfinite": state_to_dict(state, nonfinite=self.read())["nonfinite"]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the entry of a state dict, and look at all tensors again."""
+        self._checked, self._failing = {}, set()
+        self._set(nonfinite_state_from_dict(saved))
+
+    def copied(self) -> "Nonfinite":
+        """Return a copy with counters on the host."""
+        copy = Nonfinite(self.on_update, self.on_loss)
+        copy._state = self.read()
+        return copy
+
+    def _set(self, state: NonfiniteState[Any]) -> None:
+        if not isinstance(self._state.updates, Tensor):
+            self._state = state
+            return
+        for tensor, value in zip(self._state, state, strict=True):  # a graph may hold these tensors
+            if isinstance(value, Tensor):
+                tensor.copy_(value)
+            else:
+                write(tensor, value.item())
+
+
+class _Undone(NamedTuple):
+    """A step that was undone."""
+
+    bad: bool | Tensor
+    """Whether it was, or a tensor that is not 0 if it was."""
+    spike: bool | Tensor
+    """The same for a spike that had forbidden the step before."""
+
+
+class _Part(NamedTuple):
+    """The floats of one device among an optimizer's parameters and state."""
+
+    places: list[Place]
+    tensors: list[Tensor]
+    finite: Tensor
+    """bool, of shape `(tensors,)`: whether each was finite."""
+
+
+class _Known(NamedTuple):
+    """What is kept of a `_Part` until the next step; it does not keep the tensors alive."""
+
+    references: list[Any]
+    versions: list[int]
+    finite: Tensor
+
+
+class _Checked:
+    """The tensors of an optimizer that were finite after its last step; only those are checked after the next one."""
+
+    def __init__(self) -> None:
+        self.memory: list[Tensor] | None = None
+        """The memory of the last copy, on a CPU, where allocating takes longer than copying."""
+        self._known: dict[Any, _Known] = {}
+        self._before: dict[Any, _Part] = {}
+        self._after: dict[Any, _Part] = {}
+
+    def look(self, optimizer: Any) -> None:
+        """Look at the tensors before a step; those that nobody has written since the last step are known."""
+        self._before, self._after = {}, {}
+        for device, (places, tensors) in _floats(optimizer).items():
+            known = self._known.get(device)
+            finite = known.finite if known is not None and _are_unchanged(known, tensors) else _finite(tensors)
+            self._before[device] = _Part(places, tensors, finite)
+
+    def found(self, optimizer: Any) -> dict[Any, Tensor]:
+        """Return for each device 1.0 if the step has made a tensor not finite that was finite or new, else 0.0."""
+        found = {}
+        for device, (places, tensors) in _floats(optimizer).items():
+            self._after[device] = part = _Part(places, tensors, _finite(tensors))
+            found[device] = (self._were_finite(device) & ~part.finite).any().float()
+        return found
+
+    def first_name(self, optimizer: Any) -> str:
+        """Return the name of the first parameter or state that the step has made not finite. Synchronises."""
+        bad = set()
+        for device, part in self._after.items():
+            flags = (self._were_finite(device) & ~part.finite).tolist()
+            bad |= {place for place, flag in zip(part.places, flags, strict=True) if flag}
+        for place in tensors_of(optimizer):
+            if place in bad:
+                return _name(optimizer, place)
+        return "a parameter or a state of another rank"
+
+    def take(self) -> None:
+        """Keep what was found after the step."""
+        self._keep(self._after, {device: part.finite for device, part in self._after.items()})
+
+    def keep(self) -> None:
+        """Keep what was known before the step, which was undone."""
+        self._keep(self._before, {device: part.finite for device, part in self._before.items()})
+
+    def keep_where(self, bad: Tensor) -> None:
+        """Keep what was known before the step where `bad`, shape `()`, is not 0, and what was found after it else."""
+        chosen = {}
+        for device, part in self._after.items():
+            before = self._before[device].finite
+            chosen[device] = torch.where(moved(bad, device) != 0.0, before, part.finite)
+            if is_being_recorded():  # each replay reads what the one before it has written
+                chosen[device] = before.copy_(chosen[device])
+        self._keep(self._after, chosen)
+
+    def _were_finite(self, device: Any) -> Tensor:
+        """Return whether each tensor after the step was finite before it; True for those that the step created."""
+        after, before = self._after[device], self._before.get(device)
+        if before is not None and after.places == before.places:
+            return before.finite
+        ones = torch.ones((), dtype=torch.bool, device=device)
+        flags = {} if before is None else dict(zip(before.places, before.finite.unbind(), strict=True))
+        return torch.stack([flags.get(place, ones) for place in after.places])
+
+    def _keep(self, parts: dict[Any, _Part], finite: dict[Any, Tensor]) -> None:
+        self._known = {
+            device: _Known(list(map(weakref.ref, part.tensors)), [t._version for t in part.tensors], finite[device])
+            for device, part in parts.items()
+        }
+        self._before, self._after = {}, {}
+
+
+def holds_lost_losses(scaler: Any, optimizer: Any) -> bool:
+    """Return whether `on_nonfinite_loss` is "hold"; raise `SyncError` if ranks would hold the scale alone."""
+    if scaler._nonfinite.on_loss != "hold":
+        return False
+    distributed = torch.distributed
+    is_alone = scaler._ranks.process_group is None and distributed.is_available() and distributed.is_initialized()
+    world = distributed.get_world_size() if is_alone else 1
+    if world > 1 and not any(mesh.size() == world for mesh in meshes_of([optimizer])):
+        raise SyncError(
+            "on_nonfinite_loss='hold' was given on several ranks, each of which has a loss of its own, and their "
+            "loss scales would drift apart; make the scaler with process_group=, or with 'back_off'"
+        )
+    return True
+
+
+def is_lost(scaler: Any, optimizer: Any, loss: Tensor) -> bool:
+    """Return whether a loss is NaN or infinite on any rank. Synchronises."""
+    finite = torch.isfinite(loss.detach()).all()
+    lost = (~finite).float()
+    return any(
+        each.item() != 0.0 for each in scaler._ranks.combine(optimizer, {lost.device: lost}, lost.device).values()
+    )
+
+
+_CPU = torch.device("cpu")
+
+
+def _floats(optimizer: Any) -> dict[Any, tuple[list[Place], list[Tensor]]]:
+    """Return the places and the tensors of floats for each device."""
+    found: dict[Any, tuple[list[Place], list[Tensor]]] = {}
+    for place, tensor in tensors_of(optimizer).items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            places, tensors = found.setdefault(tensor.device, ([], []))
+            places.append(place)
+            tensors.append(tensor)
+    return found
+
+
+@torch.no_grad()
+def _finite(tensors: list[Tensor]) -> Tensor:
+    """Return whether each tensor of a device is finite: bool, shape `(tensors,)`. Does not wait for the device."""
+    real = [_real(each) for each in tensors]
+    if is_readable(real[0]) and not is_being_recorded():
+        if all(_norm(bucket).isfinite() for bucket in buckets(real)):
+            return torch.ones(len(real), dtype=torch.bool)
+        return torch.stack([torch.isfinite(each).all() for each in real])  # the squares of large numbers overflow
+    flags: dict[int, Tensor] = {}
+    for bucket in buckets(each for each in real if each.numel()):
+        # In float64 no square of a float32 overflows; otherwise the largest element shows it.
+        is_wide = bucket[0].dtype is torch.float64 or not has_float64(bucket[0].device)
+        norms = (
+            torch._foreach_norm(bucket, torch.inf) if is_wide else torch._foreach_norm(bucket, 2.0, dtype=torch.float64)
+        )
+        flags.update(zip(map(id, bucket), torch.isfinite(torch.stack(norms)).unbind(), strict=True))
+    yes = torch.ones((), dtype=torch.bool, device=real[0].device)
+    return torch.stack([flags.get(id(each), yes) for each in real])
+
+
+def _norm(bucket: list[Tensor]) -> Tensor:
+    """Return the 2-norm of a bucket, float32 or float64, on a CPU; small tensors are joined."""
+    small = [each.reshape(-1) for each in bucket if each.numel() < _SMALL]
+    joined = [each for each in bucket if each.numel() >= _SMALL] + ([torch.cat(small)] if small else [])
+    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None
+    return torch.stack(torch._foreach_norm(joined, 2.0, dtype=dtype)).norm()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the values as real floats that kernels take."""
+    tensor = tensor.detach().resolve_neg().resolve_conj()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.dtype.itemsize < 2 else tensor  # float8 has no norm
+
+
+def _are_unchanged(known: _Known, tensors: list[Tensor]) -> bool:
+    return len(known.references) == len(tensors) and all(
+        reference() is tensor and version == tensor._version
+        for reference, version, tensor in zip(known.references, known.versions, tensors, strict=True)
+    )
+
+
+def _require_unrecorded(is_on_device: bool) -> None:
+    if is_on_device and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CallOrderError(
+            "the step is being captured, and this one must be read on the host, since on_nonfinite_update is 'raise' "
+            "or the optimizer has created state; capture with 'skip', after one step with this optimizer"
+        )
+
+
+def _read(state: NonfiniteState[Any]) -> NonfiniteState[Any]:
+    if not isinstance(state.updates, Tensor):
+        return state
+    return NonfiniteState(
+        *(type(zero)(value.item()) for zero, value in zip(init_nonfinite_state(), state, strict=True))
+    )
+
+
+def _name(optimizer: Any, place: Place) -> str:
+    """Return the name of a parameter, or of a state, for a message."""
+    g, i, *keys = place
+    if g is None:
+        return f"state {_path(keys)} of the optimizer"
+    name = parameter_name(optimizer.param_groups[g], g, i)
+    keys = [key for key in keys if key != "_local_tensor"]
+    return f"state {_path(keys)} of {name}" if keys else name
+
+
+def _path(keys: list[Any]) -> str:
+    return f"{keys[0]!r}" + "".join(f"[{key!r}]" for key in keys[1:])
