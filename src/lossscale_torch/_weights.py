@@ -47,10 +47,11 @@ class WeightsAndState:
         ]
         self._tensors = [each for bucket in buckets(tensors) for each in bucket]
         kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in self._tensors]
-        if memory is None or kinds != [(each.shape, each.stride(), each.dtype, each.device) for each in memory]:
-            memory = [torch.empty_like(each, requires_grad=False) for each in self._tensors]
-        self.memory = memory
-        self._copy(memory, self._tensors)
+        self.memory = [] if memory is None else memory
+        if kinds != [(each.shape, each.stride(), each.dtype, each.device) for each in self.memory]:
+            self.memory.clear()  # before the new copies are made
+            self.memory += [torch.empty_like(each, requires_grad=False) for each in self._tensors]
+        self._copy(self.memory, self._tensors)
 
     def restore(self) -> None:
         """Restore parameters, state and settings; state that was created since is removed."""
