@@ -457,6 +457,7 @@ def test_on_a_device(case, device):
     with Emulated(device):
         run = Run(case, device=device, on_nonfinite_update="skip").step(*numbers)
         assert [bool(info.nonfinite_update) for info in run.infos] == [number < 0 for number in numbers]
+        assert not any(bool(info.spiked) or bool(info.overflowed) for info in run.infos)
         assert [bool(info.applied) for info in run.infos] == [number > 0 for number in numbers]
         found = [param.detach().cpu() for param in run.params]
         metrics = {name: float(value) for name, value in run.scaler.metrics().items()}
@@ -465,6 +466,29 @@ def test_on_a_device(case, device):
     assert metrics["nonfinite_updates"] == 4
     assert metrics["steps"] == 3
     assert metrics["nonfinite_update_streak"] == 0
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_with_a_guard_on_a_device(device):
+    """Which of the two has skipped a step stays on the device, and an overflow is neither."""
+    with Emulated(device):
+        run = Run("sgd fused", device=device, on_nonfinite_update="skip", guard=SpikeGuard(warmup=2))
+        for number, rate, size in [
+            (1, 1.0, None),
+            (2, 1.0, None),
+            (3, INF, None),
+            (-4, 1.0, 9.0),
+            (-5, 1.0, INF),
+            (6, INF, None),
+            (7, 1.0, None),
+        ]:
+            run.optimizer.param_groups[0]["lr"], run.huge = rate, size
+            run.step(number)
+        found = [[bool(each) for each in (i.applied, i.nonfinite_update, i.spiked, i.overflowed)] for i in run.infos]
+        expected = ["applied", "applied", "undone", "spiked", "overflowed", "undone", "applied"]
+        assert found == [[each == name for name in ("applied", "undone", "spiked", "overflowed")] for each in expected]
+        assert all(bool(param.detach().cpu().isfinite().all()) for param in run.params)
+        assert int(run.scaler.metrics()["nonfinite_updates"]) == 2
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from lossscale_torch import GradScaler, StepInfo
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> StepInfo:
     """Take one step with the drop-in."""
-    scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500))
+    scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500), on_nonfinite_update="skip")
     prediction: Tensor = model(x)
     prediction = assert_type(scaler.attach(prediction, prediction.square()), Tensor)
     loss = assert_type(scaler.scale((prediction - y).square().mean()), Tensor)
@@ -41,5 +41,6 @@ def by_hand(params: list[Tensor], loss: Tensor) -> list[Tensor]:
 
 def wrong(scaler: GradScaler) -> None:
     """Make the mistakes that a checker finds."""
+    GradScaler("cpu", on_nonfinite_loss="stay")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     _ = scaler.update().aplied  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     scaler.clip_and_step("optimizer", 1.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
