@@ -393,7 +393,6 @@ def _name(optimizer: Any, place: Place) -> str:
     if g is None:
         return f"state {_path(keys)} of the optimizer"
     name = parameter_name(optimizer.param_groups[g], g, i)
-    keys = [key for key in keys if key != "_local_tensor"]
     return f"state {_path(keys)} of {name}" if keys else name
 
 

@@ -123,9 +123,10 @@ def _dense(tensor: Tensor, place: Place) -> Iterator[tuple[Place, Tensor]]:
     if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         yield place, tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(inner := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
-            yield from _dense(inner, (*place, name))
+    inner = [(name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    inner = [(name, each) for name, each in inner if isinstance(each, Tensor)]  # a DTensor also names its mesh
+    for name, each in inner:
+        yield from _dense(each, place if len(inner) == 1 else (*place, name))
 
 
 def _shallow(value: Any) -> Any:

@@ -374,7 +374,7 @@ def test_a_fused_optimizer_is_guarded_without_a_wait(prepare, dtype):
         scaler.scale(torch.ones((), device="meta"))
         prepare(scaler, optimizer)
         scaler.step(optimizer)
-        assert all(value.is_meta for value in scaler.update())
+        assert all(value.is_meta for value in scaler.update()[:6])
     assert scaler.metrics()["spikes"].is_meta
 
 
