@@ -34,7 +34,8 @@ def _pipeline(rank, world_size):
     assert 5 < scaler.metrics()["skipped_steps"] < 40
     assert not any(torch.equal(a, b) for a, b in zip(before, parts[rank].parameters(), strict=True))
     if rank == 1:
-        assert sum(losses[-2:]) < 0.5 * sum(losses[:2])  # two micro-batches each
+        # Two micro-batches each; before them, the schedule has called it once on memory that holds anything.
+        assert sum(losses[-2:]) < 0.5 * sum(losses[1:3])
 
 
 def _averages(rank, world_size):
