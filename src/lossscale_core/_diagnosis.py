@@ -47,6 +47,8 @@ def diagnosis(
     """Return the text of `lossscale_core.diagnose` for the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
     counts, streak = ("", "") if nonfinite is None else _nonfinite(nonfinite)
+    if counts and not numbers.steps:  # the policy's state does not count such steps
+        return f"{streak or 'no step applied yet'}:{counts}"
     # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     first = (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied)
     for verdict in (*first, fallen_below_one, _pressing):

@@ -136,6 +136,8 @@ def test_the_diagnosis_names_the_cause():
     assert diagnose(POLICY, after, nonfinite=_counted(*["bad loss"] * 5)).startswith("loss not finite")
     assert diagnose(POLICY, after, nonfinite=_counted(*["bad update"] * 5)).startswith("update not finite")
     assert diagnose(POLICY, after, nonfinite=init_nonfinite_state()) == diagnose(POLICY, after)
+    assert diagnose(POLICY, STATE, nonfinite=_counted("bad update")).startswith("no step applied yet: 1 update was")
+    assert diagnose(POLICY, STATE, nonfinite=_counted(*["bad loss"] * 5)).startswith("loss not finite: 5 losses were")
 
 
 @pytest.mark.parametrize(
