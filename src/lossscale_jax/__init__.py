@@ -16,19 +16,27 @@ except ModuleNotFoundError as error:
 
 from lossscale_core import GradientReport
 from lossscale_jax._attach import attach
-from lossscale_jax._autodiff import ScaledGradients, value_and_grad
+from lossscale_jax._autodiff import LossCheckedGradients, ScaledGradients, value_and_grad
 from lossscale_jax._decide import select
 from lossscale_jax._export import register_state_types as _register_state_types
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._range import range_report
 from lossscale_jax._report import overflow_report
 from lossscale_jax._retries import RetriedGradients, retrying_value_and_grad
-from lossscale_jax._state import GuardedLossScaledState, LossScaledState, get_scale_state, load_scale_state
+from lossscale_jax._state import (
+    CountedLossScaledState,
+    GuardedLossScaledState,
+    LossScaledState,
+    get_scale_state,
+    load_scale_state,
+)
 from lossscale_jax._verbs import all_finite, init_state, scale, unscale
 
 __all__ = [
+    "CountedLossScaledState",
     "GradientReport",
     "GuardedLossScaledState",
+    "LossCheckedGradients",
     "LossScaledState",
     "LossScaledTransformation",
     "RetriedGradients",
@@ -49,7 +57,9 @@ __all__ = [
 ]
 
 for _type in (
+    CountedLossScaledState,
     GuardedLossScaledState,
+    LossCheckedGradients,
     LossScaledState,
     LossScaledTransformation,
     RetriedGradients,

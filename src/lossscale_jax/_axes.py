@@ -80,14 +80,14 @@ def is_sharded_in_type(array: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(array).sharding.spec)
 
 
-def require_reduced(decisive: PyTree, shared: PyTree, advice: str) -> None:
+def require_reduced(decisive: PyTree, shared: PyTree, advice: str, what: str = "gradients") -> None:
     """Raise `ValueError` where, for `shard_map`, devices with the same `shared` may differ in what is `decisive`.
 
-    `advice` says what to do; `{names}` in it is replaced by the axes.
+    `advice` says what to do; `{names}` in it is replaced by the axes. `what` names that from which `decisive` is made.
     """
     axes = sorted(_varying_axes(decisive) - _varying_axes(shared))
     if axes:
         raise ValueError(
-            f"the gradients differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "
+            f"the {what} differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "
             f"devices would decide differently; {advice.format(names=repr(axes[0] if len(axes) == 1 else tuple(axes)))}"
         )

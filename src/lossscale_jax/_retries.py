@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lossscale_core import BaseScaling, PolicyLike, ScaleState, as_policy, check_setting
+from lossscale_core import BaseScaling, OnNonfiniteLoss, PolicyLike, ScaleState, as_policy, check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._attach import attaches
@@ -35,6 +35,7 @@ def retrying_value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: Hashable = None,
+    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[..., RetriedGradients[Any, Any]]:
     """Create a function that differentiates `fun` with a scaled loss, and again at a lower scale if it overflows.
 
@@ -58,6 +59,8 @@ def retrying_value_and_grad(
         argnums: As for `value_and_grad`.
         has_aux: As for `value_and_grad`.
         axis_name: As for `value_and_grad`; then all devices retry together.
+        on_nonfinite_loss: As for `value_and_grad`. With `"hold"` a loss that is NaN or infinite before it is scaled is
+            not retried, since it would be the same at any scale.
 
     Returns:
         A function `(state, *args, **kwargs)` that returns `RetriedGradients`.
@@ -65,13 +68,14 @@ def retrying_value_and_grad(
     Raises:
         TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
         ValueError: When called: `fun` calls `attach`, whose state would keep the scale of the first try.
-        PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0.
+        PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0, or `on_nonfinite_loss` is
+            another value.
     """
     require_function(fun, "retrying_value_and_grad(fun, policy, retries=3)(state, *args)")
     retries = check_setting("retries", retries)
     chosen = as_policy(policy)
     # Each overload is for one value of `has_aux`, which is not known here.
-    differentiate: Any = value_and_grad(fun, argnums, has_aux, axis_name)  # type: ignore[call-overload]
+    differentiate: Any = value_and_grad(fun, argnums, has_aux, axis_name, on_nonfinite_loss=on_nonfinite_loss)  # type: ignore[call-overload]
     most = retries if BaseScaling.of(chosen).adapts else 0
 
     def retrying(state: Any, /, *args: Any, **kwargs: Any) -> RetriedGradients[Any, Any]:
@@ -85,7 +89,8 @@ def retrying_value_and_grad(
 
         def goes_on(carry: tuple[Any, Any, Any]) -> Any:
             tries, _, result = carry
-            return (tries <= most) & ~result.grads_finite
+            again = (tries <= most) & ~result.grads_finite
+            return again if result.loss_finite is None else again & ((tries == 0) | result.loss_finite)
 
         # Placeholder gradients, so that `fun` is traced once, in the body of the loop.
         closed, like = jax.make_jaxpr(lambda: differentiate(state, *args, **kwargs), return_shape=True)()

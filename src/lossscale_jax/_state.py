@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale_core import GuardState, PolicyLike, ScaleState, guard_state_from_dict, state_from_dict
+from lossscale_core import (
+    GuardState,
+    NonfiniteState,
+    PolicyLike,
+    ScaleState,
+    guard_state_from_dict,
+    nonfinite_state_from_dict,
+    state_from_dict,
+)
 from lossscale_core.errors import ScaleStateError
 from lossscale_jax._accumulation import Window
 from lossscale_jax._placement import fixed_place
@@ -29,6 +37,11 @@ class LossScaledState(NamedTuple):
         """The state of the spike guard, which a `GuardedLossScaledState` has as a field; None here."""
         return None
 
+    @property
+    def nonfinite_state(self) -> NonfiniteState | None:
+        """The counters of losses and updates that are not finite, a field of `CountedLossScaledState`; None here."""
+        return None
+
 
 # Orbax and flax compare the names of all fields: with one field more they would refuse every state saved without it.
 class GuardedLossScaledState(NamedTuple):
@@ -43,6 +56,26 @@ class GuardedLossScaledState(NamedTuple):
     guard_state: GuardState
     """The state of the spike guard."""
 
+    @property
+    def nonfinite_state(self) -> NonfiniteState | None:
+        """The counters of losses and updates that are not finite, a field of `CountedLossScaledState`; None here."""
+        return None
+
+
+class CountedLossScaledState(NamedTuple):
+    """The optimizer state of `loss_scaled` with `on_nonfinite_update="skip"` or `on_nonfinite_loss="hold"`."""
+
+    scale_state: ScaleState
+    """The policy's state; `get_scale_state` finds it from the outside."""
+    inner_state: PyTree
+    """The wrapped optimizer's own state; a skipped step leaves it untouched."""
+    window: Window | None
+    """None without gradient accumulation."""
+    guard_state: GuardState | None
+    """The state of the spike guard; None without a guard."""
+    nonfinite_state: NonfiniteState
+    """The counters of losses and of updates that were NaN or infinite."""
+
 
 def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
     if hasattr(state.scale_state, name):
@@ -55,7 +88,8 @@ def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would accept every name
-    LossScaledState.__getattr__ = GuardedLossScaledState.__getattr__ = _explain_missing
+    for _kind in (LossScaledState, GuardedLossScaledState, CountedLossScaledState):
+        _kind.__getattr__ = _explain_missing
 
 
 def get_scale_state(opt_state: PyTree) -> ScaleState:
@@ -90,7 +124,8 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
     """Restore the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    If `loss_scaled` has a spike guard, the guard's state is restored, too. Like `lossscale_core.state_from_dict`, this
+    If `loss_scaled` has a spike guard, the guard's state is restored, too. So are the counters of losses and updates
+    that were not finite, which start at zero if `saved` has none. Like `lossscale_core.state_from_dict`, this
     function issues a `CheckpointWarning` for each difference from the policy with which the state was saved.
 
     Args:
@@ -118,9 +153,12 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
                 "pass the policy that loss_scaled was given"
             )
         node = node._replace(scale_state=_placed_as(node.scale_state, state))
-        if node.guard_state is None:
-            return node
-        return cast(Any, node)._replace(guard_state=_placed_as(node.guard_state, guard_state_from_dict(saved)))
+        more: dict[str, Any] = {}
+        if node.guard_state is not None:
+            more["guard_state"] = _placed_as(node.guard_state, guard_state_from_dict(saved))
+        if node.nonfinite_state is not None:
+            more["nonfinite_state"] = _placed_as(node.nonfinite_state, nonfinite_state_from_dict(saved))
+        return cast(Any, node)._replace(**more)
 
     return jax.tree.map(restore, opt_state, is_leaf=is_own_state)
 
@@ -140,8 +178,8 @@ def find_scale_states(opt_state: PyTree) -> dict[str, ScaleState]:
 
 
 def is_own_state(node: Any) -> TypeGuard[LossScaledState]:
-    """Return whether `node` is a state of `loss_scaled`, with a spike guard or without."""
-    return isinstance(node, LossScaledState | GuardedLossScaledState)
+    """Return whether `node` is a state of `loss_scaled`, of any of its three types."""
+    return isinstance(node, LossScaledState | GuardedLossScaledState | CountedLossScaledState)
 
 
 def _require_overflows_seen(opt_state: PyTree) -> None:

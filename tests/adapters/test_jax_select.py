@@ -26,6 +26,7 @@ SETTINGS = [
     {"keep_dtypes": True, "max_norm": 1.0, "guard": SpikeGuard()},
     {"accumulation_steps": 2, "max_norm": 1.0},
     {"accumulation_steps": 2, "drop": "micro_batch", "max_norm": 1.0, "guard": SpikeGuard()},
+    {"on_nonfinite_update": "skip"},
 ]
 
 

@@ -121,13 +121,14 @@ PLAN = {
         testing: _arrivals _leaves _types
         _stages: _axes _decide _finite _leaves _types _verbs
         _accumulation: _decide _finite _leaves _stages _types _verbs
+        _nonfinite: _arguments _axes _debug _decide _finite _leaves _stages _types
         _autodiff: _arguments _axes _types _verbs
         _range: _arguments _attach _debug _leaves _range_interpreter _verbs
         _retries: _arguments _attach _autodiff _axes _types
         _state: _accumulation _placement _types
         _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _arrivals _axes _debug _decide _late _leaves _placement _stages _state
-            _types _updates _verbs
+        _optimizer: _accumulation _arguments _arrivals _axes _debug _decide _late _leaves _nonfinite _placement
+            _stages _state _types _updates _verbs
         __init__: _attach _autodiff _decide _export _optimizer _range _report _retries _state _verbs
     """,
     "lossscale_tf": """
