@@ -3,7 +3,7 @@
 import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +28,19 @@ from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
 from lossscale_torch._versions import fsdp2_explained, not_compiled
 
-__all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
+__all__ = ["LoopCheck", "LoopError", "TrainingLoop", "certify_training_loop", "check_training_loop"]
 
 _STEPS = 8
 _SAVED_AFTER = 5
 _GROWTH_INTERVAL = 3
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
+_PARTS = {"model": "the model's buffers", "scheduler": "learning-rate schedules", "ema": "averaged weights"}
 _SETTINGS = "optimizer.param_groups."
+_RUNS = "eight steps run with the scaler, and run twice from one seed they end alike"
+_NO_SCALER = (
+    "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
+)
+_P = ParamSpec("_P")
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -57,6 +63,17 @@ class TrainingLoop(Protocol):
 
 class LoopError(AssertionError):
     """A training loop does not follow what its scaler decides; the message says at which step, and in what."""
+
+
+class LoopCheck(NamedTuple):
+    """The result of one check of a training loop."""
+
+    what: str
+    """What the check requires, a sentence."""
+    held: bool | None
+    """True if the loop has passed, False if it has failed, None if the check was not tried."""
+    reason: str
+    """What was compared if it has passed, why it has failed, or why it was not tried."""
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
@@ -89,32 +106,132 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
         LoopError: The loop fails; the message says at which step, and what has moved.
         TypeError: `build` does not return a loop.
     """
+    checked = []
     with fsdp2_explained():
-        return list(_check(build))
+        for check in _checks(build):
+            if not check.lacks:
+                check.run()
+                checked.append(check.what)
+    return checked
 
 
-def _check(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[str]:
-    """Yield what was checked."""
+def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[LoopCheck]:
+    """Run the checks of `check_training_loop` one by one, and return the result of each instead of the first error.
+
+    A first check requires that the loop uses the scaler that `build` was given, and that two runs from the same seed
+    end alike. If it fails, nothing else is tried. An error that the loop raises counts as a failure where another loss
+    than usual, or another scale, is the only difference to that first run; in a process group it is raised.
+
+    Args:
+        build: Makes the loop, with a model of its own, around the scaler that it is given. In a process group every
+            rank must call, and one rank overflows; a check that fails on any rank has failed on all.
+
+    Returns:
+        The checks in the order in which they ran. What the loop lacks, such as an `ema`, and what this machine lacks,
+        such as a GPU, is listed as not tried.
+
+    Raises:
+        TypeError: `build` does not return a loop.
+    """
+    with fsdp2_explained():
+        first = _first_check(build)
+        if not first.held:
+            lacks = "the first check has failed, or could not be tried"
+            return [first, *(LoopCheck(check.what, None, lacks) for check in _checks(build)), *_not_tried(build)]
+        return [first, *(check.result() for check in _checks(build)), *_not_tried(build)]
+
+
+class _Check(NamedTuple):
+    """One check: what it requires, how it looks, and why it cannot be run, if so."""
+
+    what: str
+    how: str
+    run: Callable[[], None]
+    lacks: str = ""
+
+    def result(self) -> LoopCheck:
+        """Run the check; one that fails on any rank has failed on all."""
+        if self.lacks:
+            return LoopCheck(self.what, None, self.lacks)
+        try:
+            _on_all_ranks(self.run)()
+        except LoopError as error:
+            return LoopCheck(self.what, False, str(error))
+        except (Exception, SystemExit) as error:
+            if _ranks() > 1:  # the other ranks may wait for this one in their step
+                raise
+            return LoopCheck(self.what, False, f"the loop raised {_named(error)}")
+        return LoopCheck(self.what, True, self.how)
+
+
+def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
+    """Yield all checks, those included that the loop lacks a part for."""
+    loop = _Run(build, fused=False).loop
+    can_save = hasattr(loop, "state_dict") and hasattr(loop, "load_state_dict")
+    on, compared = f" on the last of {_ranks()} ranks" if _ranks() > 1 else "", _compared(loop)
     for fused in (False, True):
         kind = "a fused optimizer" if fused else "its own optimizer"
-        if fused and not _has_fused_kernel(_Run(build, fused=False).loop.optimizer):
-            continue
+        lacks = "" if not fused else _why_not_fused(loop.optimizer)
         for where in ("each loss", "the first loss"):
-            _check_skips(build, fused, where == "the first loss")
-            yield f"with {kind}: a step is skipped as a whole where {where} of it is infinite"
-        _check_scale(build, fused)
-        yield f"with {kind}: the loss scale makes no difference to the gradients"
+            what = f"with {kind}: a step is skipped as a whole where {where} of it is infinite{on}"
+            run = functools.partial(_check_skips, build, fused, where == "the first loss")
+            yield _Check(what, f"steps {listed([*map(str, sorted(BAD_STEPS))])} of {_STEPS}; {compared}", run, lacks)
+        how = f"norms at loss scales of {SCALES[0]:g} and {SCALES[1]:g} differ by less than {CLOSE:.0%}"
+        what = f"with {kind}: the loss scale makes no difference to the gradients"
+        yield _Check(what, how, functools.partial(_check_scale, build, fused), lacks)
         if not fused:
-            _check_source(build)
-            yield "all gradients come from losses that are scaled or attached"
-        if _check_resumes(build, fused):
-            yield f"with {kind}: a run that is saved and loaded continues exactly"
+            what, how = "all gradients come from losses that are scaled or attached", "losses times zero in two steps"
+            yield _Check(what, how, functools.partial(_check_source, build))
+        what = f"with {kind}: a run that is saved and loaded continues exactly"
+        run, how = functools.partial(_check_resumes, build, fused), f"saved after {_SAVED_AFTER} steps; {compared}"
+        yield _Check(what, how, run, lacks or ("" if can_save else "the loop lacks state_dict or load_state_dict"))
+
+
+def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> LoopCheck:
+    """Run the loop twice as it is; what fails without a planted loss is no fault of how it skips."""
+    runs = [_Run(build, fused=False), _Run(build, fused=False)]
+    scaler = runs[0].scaler
+    try:
+        for number in range(_STEPS):
+            for run in runs:
+                run.step(number)
+    except (Exception, SystemExit) as error:
+        if _ranks() > 1 and not isinstance(error, LoopError):
+            raise
+        if not scaler.is_used:
+            reason = _NO_SCALER if isinstance(error, LoopError) else f"the loop raised {_named(error)}"
+            return LoopCheck(_RUNS, None, reason)
+        return LoopCheck(_RUNS, False, _named(error))
+    one, other = (run.everything() for run in runs)
+    differing = [name for name in one if not same(one[name], other.get(name))]
+    if any(_gathered(bool(differing))):
+        what = listed(differing) or "values on another rank"
+        reason = f"they differ in {what}, so that no comparison is exact; choose data by batch, and see \
+torch.use_deterministic_algorithms"
+        return LoopCheck(_RUNS, None, reason)
+    return LoopCheck(_RUNS, True, f"on {_device_name()}; {_compared(runs[0].loop)}")
+
+
+def _not_tried(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[LoopCheck]:
+    """Yield the parts and places that no check has tried."""
+    loop = _Run(build, fused=False).loop
+    for name, part in _PARTS.items():
+        if getattr(loop, name, None) is None:
+            yield LoopCheck(f"a skipped step leaves {part} as they were", None, f"the loop has no member `{name}`")
+    if _ranks() == 1:
+        yield LoopCheck("all ranks skip where one overflows", None, "one process; run the command under torchrun")
+    if _device_type() == "cpu":
+        yield LoopCheck("the same on a GPU", None, "torch finds no CUDA device on this machine")
+
+
+def _named(error: BaseException) -> str:
+    return str(error) if isinstance(error, LoopError) else f"{type(error).__name__}: {error}"
 
 
 class _PlantingScaler(GradScaler):
     """A scaler that makes losses infinite or zero, and counts the updates of a step."""
 
-    is_armed = is_silent = False
+    is_armed = is_silent = is_used = False
     only_first = False
     updates = 0
     left: dict[Tensor, float]
@@ -127,6 +244,7 @@ class _PlantingScaler(GradScaler):
 
         The first call is the first after an update, so that a loss that `minimize` runs again is infinite again.
         """
+        self.is_used = True
         is_first, self._scaled_after = self.last_step is not self._scaled_after, self.last_step
         scaled = super().scale(outputs)  # may call this method for each loss; infinite twice is no other than once
         if self.is_silent:
@@ -138,6 +256,7 @@ class _PlantingScaler(GradScaler):
         return super().attach(x, aux_loss * 0.0 if self.is_silent else aux_loss)
 
     def _open(self, optimizer: Any, caller: str) -> Any:
+        self.is_used = True
         record = super()._open(optimizer, caller)
         if self.is_silent and record["stage"] is READY:
             for param in params_of(optimizer):
@@ -148,7 +267,7 @@ class _PlantingScaler(GradScaler):
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update, and count it."""
-        self.updates += 1
+        self.updates, self.is_used = self.updates + 1, True
         return super().update(new_scale)
 
     @not_compiled
@@ -204,6 +323,8 @@ class _Run:
             part = getattr(self.loop, name, None)
             if part is not None:
                 found.update(_flat(name, part.state_dict()))
+        if getattr(self.loop, "model", None) is None:
+            found.update(_flat("optimizer", {name: param for param, name in _names_of(self.loop).items()}))
         return found
 
 
@@ -268,10 +389,9 @@ def _left_at(run: _Run, number: int, loss_scale: float) -> dict[str, float]:
     run.scaler.is_silent, run.scaler.left = True, {}
     run.step(number)
     names = _names_of(run.loop)
-    everyone = [{names.get(param, "a parameter"): size / loss_scale for param, size in run.scaler.left.items()}]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        everyone *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, everyone[0])
+    everyone = _gathered(
+        {names.get(param, "a parameter"): size / loss_scale for param, size in run.scaler.left.items()}
+    )
     return {name: max(each.get(name, 0.0) for each in everyone) for own in everyone for name in own}
 
 
@@ -288,18 +408,18 @@ def _names_of(loop: Any) -> dict[Tensor, str]:
     return names
 
 
-def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
-    """Require that a run continues exactly from what it saved; return False where the loop cannot save."""
+def _check_resumes(build: Callable[[Any], Any], fused: bool) -> None:
+    """Require that a run continues exactly from what it saved."""
     run = _Run(build, fused)
-    if not (hasattr(run.loop, "state_dict") and hasattr(run.loop, "load_state_dict")):
-        return False
+    loop: Any = run.loop
     for number in range(_SAVED_AFTER):
         run.step(number, number in BAD_STEPS)
     file = io.BytesIO()
-    torch.save(run.loop.state_dict(), file)
+    torch.save(loop.state_dict(), file)
     file.seek(0)
     resumed = _Run(build, fused)
-    resumed.loop.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[attr-defined]
+    loop = resumed.loop
+    loop.load_state_dict(torch.load(file, weights_only=False))
     loaded, saved = (_flat("scaler", each.scaler.state_dict()) for each in (resumed, run))
     _require_equal("after loading", loaded, saved, "what was saved; save and load the scaler, too")
     for number in range(_SAVED_AFTER, _STEPS):
@@ -307,9 +427,29 @@ def _check_resumes(build: Callable[[Any], TrainingLoop], fused: bool) -> bool:
         resumed.step(number)
         how = "without save and load; save and load whatever the steps change"
         _require_equal(f"after step {number}", resumed.everything(), run.everything(), how)
-    return True
 
 
+def _on_all_ranks(compare: Callable[_P, None]) -> Callable[_P, None]:
+    """Let a comparison that fails on one rank fail on all, so that none waits for another that has raised its error."""
+
+    @functools.wraps(compare)
+    def compare_on_all(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        own = None
+        try:
+            compare(*args, **kwargs)
+        except LoopError as error:
+            own = error
+        messages = _gathered(None if own is None else str(own))
+        if own is not None:
+            raise own
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise LoopError(f"rank {rank}: {message}")
+
+    return compare_on_all
+
+
+@_on_all_ranks
 def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
     """Require that all is as before, but for the optimizer's settings, which are compared with a run without this step.
 
@@ -350,6 +490,7 @@ def _hint(loop: Any, moved: Iterable[str]) -> str:
     return ", and ".join(hints)
 
 
+@_on_all_ranks
 def _require_equal(when: str, found: Mapping[str, Any], expected: Mapping[str, Any], how: str) -> None:
     """Require that two runs are the same; the message begins with settings, which change what follows them."""
     differing = [name for name in {**expected, **found} if not same(found.get(name), expected.get(name))]
@@ -397,18 +538,41 @@ def _norm(optimizer: Any) -> float:
     return float(norm) / (1.0 if factor is None else float(factor))
 
 
+def _compared(loop: Any) -> str:
+    return f"compared bit for bit: {', '.join(name for name in _FOLLOWERS if getattr(loop, name, None) is not None)}"
+
+
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+
+
+def _ranks() -> int:
+    """Return the number of ranks."""
+    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_group else 1
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values = [value] * _ranks()
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def _is_last_rank() -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return True
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return _ranks() == 1 or torch.distributed.get_rank() == _ranks() - 1
 
 
-def _has_fused_kernel(optimizer: Any) -> bool:
-    return type(optimizer) in _WITH_FUSED_KERNEL and not optimizer.defaults.get("fused")
+def _why_not_fused(optimizer: Any) -> str:
+    """Return why an optimizer cannot be run again with a fused kernel, or nothing if it can."""
+    if type(optimizer) not in _WITH_FUSED_KERNEL:
+        return f"{type(optimizer).__name__} has no fused kernel"
+    return "the loop's own optimizer is fused" if optimizer.defaults.get("fused") else ""
 
 
 def _make_fused(optimizer: Any) -> None:

@@ -173,6 +173,8 @@ PLAN = {
     """,
     "lossscale": """
         __init__: (dialects)
+        _certificate:
+        _certify_loop: _certificate
         _install:
         _tried:
         demo:
@@ -180,13 +182,14 @@ PLAN = {
         tracing:
         __main__: _install (cli)
         checkpoint_files: dialects
-        cli: _install _tried checkpoint_files demo dialects tracing
+        cli: _certificate _install _tried checkpoint_files demo dialects tracing (_certify_loop)
     """,
     "lossscale.cli": """
         _run_file:
         _shared:
         _trace_file:
         _pictures: _run_file
+        certify: _shared
         checkpoint: _shared
         demo: _shared (_pictures)
         plot: _run_file _shared (_pictures)
@@ -194,7 +197,7 @@ PLAN = {
         run_script: _shared
         simulate: _shared _trace_file (_pictures)
         report: _shared checkpoint
-        __init__: _shared checkpoint demo plot policy report run_script simulate
+        __init__: _shared certify checkpoint demo plot policy report run_script simulate
     """,
     "lossscale.checkpoint_files": """
         _search:

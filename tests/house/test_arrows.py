@@ -24,6 +24,7 @@ PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 COMMAND = {
     "demo": {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values()),
     "tracing": {"torch", "lossscale_torch"},
+    "_certify_loop": {"torch", "lossscale_torch"},
     "dialects": {"numpy"},
     "cli": {"click", "matplotlib", "numpy", "rich", "tensorboard"},
 }

@@ -1,4 +1,4 @@
-"""The `lossscale` command: a demo, a simulator, runs of scripts, pictures, and conversion of policies and checkpoints.
+"""The `lossscale` command: demo, simulator, runs and checks of scripts, pictures, and conversion of policies and files.
 
 The command needs the `cli` extra, its pictures need `plot`, and its demo needs `demo`. For invalid input it prints one
 sentence and exits with status 2. Each subcommand is a module of this package that is listed in `_SUBCOMMANDS`.
@@ -11,13 +11,13 @@ import sys
 
 import click
 
-from lossscale.cli import checkpoint, demo, plot, policy, report, run_script, simulate
+from lossscale.cli import certify, checkpoint, demo, plot, policy, report, run_script, simulate
 from lossscale.cli._shared import example, help_if_alone
 from lossscale_core import __version__
 from lossscale_core.errors import LossScaleError
 from lossscale_core.messages import escaped
 
-_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint, report)
+_SUBCOMMANDS = (demo, simulate, run_script, certify, plot, policy, checkpoint, report)
 
 
 @click.group(

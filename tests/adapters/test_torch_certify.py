@@ -1,0 +1,194 @@
+"""`lossscale certify` writes a page that claims what has run, and nothing else."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.adapters.pages import ROOT
+from tests.command.commanding import refused, run
+from tests.command.sessions import replay, sections
+
+LOOPS = """
+import torch
+
+
+class Held:
+    def __init__(self, scaler):
+        self.scaler, self.model = scaler, torch.nn.Linear(4, 1)
+        self.parallel = self.model
+        if torch.distributed.is_initialized():
+            self.parallel = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.parallel(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+    def follow(self, info):
+        if info.applied:
+            self.scheduler.step()
+
+
+class NotHeld(Held):
+    def follow(self, info):
+        self.scheduler.step()
+
+
+class OneRankAdds(Held):
+    "Adds something to the gradients of the last rank, where its steps are skipped or not."
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.parallel(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        if not self.scaler.update().applied and torch.distributed.get_rank() == 1:
+            self.model.bias.data.add_(1.0)
+
+
+class Disabled(Held):
+    def __init__(self, scaler):
+        super().__init__(torch.amp.GradScaler("cpu", enabled=False))
+
+    def follow(self, info):
+        pass
+
+
+class OtherData(Held):
+    def step(self, batch):
+        self.model.weight.data.add_(torch.rand(1, generator=GENERATOR))
+        super().step(batch)
+
+
+class Stops(Held):
+    def follow(self, info):
+        if not info.applied:
+            raise SystemExit("a step was skipped | the run\\nends")
+
+
+class Hidden(Held):
+    "Has no member for its model."
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.hidden, self.model = self.model, None
+
+    def step(self, batch):
+        super().step(batch)
+        self.hidden.weight.data.add_(1.0)
+
+
+def fails(scaler):
+    raise OSError("no data")
+
+
+GENERATOR = torch.Generator()
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with loops in `loops.py`, which is imported from there."""
+    (tmp_path / "loops.py").write_text(textwrap.dedent(LOOPS))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "loops", raising=False)
+    return tmp_path
+
+
+def _certified(folder, name, status):
+    done = run("certify", f"loops:{name}", "--page", "page.md", cwd=folder)
+    assert done.returncode == status, done.stdout + done.stderr
+    page, content = (folder / "page.md").read_text(), json.loads((folder / "page.json").read_text())
+    assert content["result"] == ("held", "not held", "not tried")[status]
+    assert page.startswith(f"# Loss scaling: {content['result']} (")
+    for line in content["lines"]:
+        assert any(row.startswith(f"| {line['result']} | {line['what']} |") for row in page.splitlines())
+        assert line["reason"]
+    return page, {line["what"]: line for line in content["lines"]}
+
+
+def test_a_loop_that_holds_ends_with_status_0(folder):
+    """What it lacks is not tried, with the reason; the page has the versions, the seed and the command."""
+    page, lines = _certified(folder, "Held", 0)
+    results = [line["result"] for line in lines.values()]
+    assert (results.count("held"), results.count("not held"), results.count("not tried")) == (8, 0, 5)
+    assert lines["a skipped step leaves averaged weights as they were"]["reason"] == "the loop has no member `ema`"
+    for part in ("`lossscale certify loops:Held`", "torch.manual_seed(0)", "\n- torch: ", "\n- lossscale: "):
+        assert part in page
+
+
+def test_a_loop_that_fails_ends_with_status_1(folder):
+    """The other checks run all the same, and their lines are there."""
+    _, lines = _certified(folder, "NotHeld", 1)
+    line = lines["with its own optimizer: a step is skipped as a whole where each loss of it is infinite"]
+    assert "scheduler.last_epoch went from 0 to 1" in line["reason"]
+    assert lines["all gradients come from losses that are scaled or attached"]["result"] == "held"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Disabled", "the loop did not use the scaler that build was given; a scaler that is disabled"),
+        ("OtherData", "they differ in model.weight, "),
+        ("fails", "OSError: no data"),
+    ],
+)
+def test_what_cannot_be_tried_ends_with_status_2(folder, name, reason):
+    """A scaler that is disabled, a loop that is another one each time, and one that cannot be built."""
+    page, lines = _certified(folder, name, 2)
+    assert reason in page
+    assert {line["result"] for line in lines.values()} == {"not tried"}
+
+
+def test_a_loop_that_raises_at_a_skip_has_not_held(folder):
+    """Even if it ends the process; the reason stays within its cell of the table."""
+    page, _ = _certified(folder, "Stops", 1)
+    assert r"the loop raised SystemExit: a step was skipped \| the run ends |" in page
+
+
+def test_weights_are_compared_without_a_model(folder):
+    """Those of the optimizer, by number."""
+    page, _ = _certified(folder, "Hidden", 1)
+    assert "step 0 was to be skipped, but optimizer.parameter 0 of group 0 changed" in page
+
+
+@pytest.mark.parametrize("name", ["loops", "loops:", "loops:number", "loops:absent", "absent:Held", ":Held"])
+def test_what_is_not_a_loop_is_refused(folder, name):
+    """No page is written."""
+    assert "name" in refused(run("certify", name, cwd=folder))
+    assert not (folder / "certificate.md").exists()
+
+
+def test_a_page_is_not_overwritten(folder):
+    """Neither is its JSON; with `--overwrite` both are, and the page ends in .md."""
+    (folder / "certificate.json").write_text("mine")
+    assert "certificate.json exists" in refused(run("certify", "loops:Held", cwd=folder))
+    assert "must end in .md" in refused(run("certify", "loops:Held", "--page", "page.txt", cwd=folder))
+    assert run("certify", "loops:Disabled", "--overwrite", cwd=folder).returncode == 2
+    assert json.loads((folder / "certificate.json").read_text())["result"] == "not tried"
+
+
+@pytest.mark.parametrize("name", ["Held", "OneRankAdds"])
+def test_one_rank_overflows_under_torchrun(folder, name):
+    """Rank 0 writes the page, and what fails on another rank has failed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lossscale")
+    command = [sys.executable, *launcher, "certify", f"loops:{name}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
+    page = (folder / "certificate.md").read_text()
+    assert "on the last of 2 ranks" in page
+    assert "`torchrun --standalone --nproc-per-node 2 -m lossscale certify" in page
+    if name == "Held":
+        assert done.returncode == 0, done.stderr
+        assert page.startswith("# Loss scaling: held")
+    else:
+        assert done.returncode == 1  # torchrun's own
+        assert "rank 1: step 0 was to be skipped, but model.bias changed" in page
+
+
+def test_the_session_on_the_page_is_real(tmp_path):
+    """The loop of docs/certify.md prints what the page shows."""
+    assert replay(sections(ROOT / "docs/certify.md")["Certify a loop"], tmp_path) == 2
