@@ -1,5 +1,6 @@
 """A check for training loops: a step that is skipped must leave everything that follows the steps as it was."""
 
+import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ _RUNS = "eight steps run with the scaler, and run twice from one seed they end a
 _NO_SCALER = (
     "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
 )
+_LONGEST = 240
 _P = ParamSpec("_P")
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -110,8 +112,9 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     with fsdp2_explained():
         for check in _checks(build):
             if not check.lacks:
-                check.run()
-                checked.append(check.what)
+                with contextlib.suppress(_NotTriedError):
+                    check.run()
+                    checked.append(check.what)
     return checked
 
 
@@ -141,6 +144,10 @@ def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[L
         return [first, *(check.result() for check in _checks(build)), *_not_tried(build)]
 
 
+class _NotTriedError(Exception):
+    """A check cannot say anything about this loop, for the reason in its message."""
+
+
 class _Check(NamedTuple):
     """One check: what it requires, how it looks, and why it cannot be run, if so."""
 
@@ -157,6 +164,8 @@ class _Check(NamedTuple):
             _on_all_ranks(self.run)()
         except LoopError as error:
             return LoopCheck(self.what, False, str(error))
+        except _NotTriedError as error:
+            return LoopCheck(self.what, None, str(error))
         except (Exception, SystemExit) as error:
             if _ranks() > 1:  # the other ranks may wait for this one in their step
                 raise
@@ -171,7 +180,7 @@ def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
     on, compared = f" on the last of {_ranks()} ranks" if _ranks() > 1 else "", _compared(loop)
     for fused in (False, True):
         kind = "a fused optimizer" if fused else "its own optimizer"
-        lacks = "" if not fused else _why_not_fused(loop.optimizer)
+        lacks = "" if not fused else _why_not_fused(loop)
         for where in ("each loss", "the first loss"):
             what = f"with {kind}: a step is skipped as a whole where {where} of it is infinite{on}"
             run = functools.partial(_check_skips, build, fused, where == "the first loss")
@@ -225,7 +234,8 @@ def _not_tried(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[LoopChec
 
 
 def _named(error: BaseException) -> str:
-    return str(error) if isinstance(error, LoopError) else f"{type(error).__name__}: {error}"
+    """Return an error as a short text."""
+    return str(error) if isinstance(error, LoopError) else f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 class _PlantingScaler(GradScaler):
@@ -236,6 +246,8 @@ class _PlantingScaler(GradScaler):
     updates = 0
     left: dict[Tensor, float]
     """The largest element of each gradient in a step whose losses are zero."""
+    seen: set[int]
+    """The optimizers that the loop steps."""
     _scaled_after: Any = "nothing so far"
 
     @not_compiled
@@ -257,6 +269,7 @@ class _PlantingScaler(GradScaler):
 
     def _open(self, optimizer: Any, caller: str) -> Any:
         self.is_used = True
+        self.seen.add(id(optimizer))
         record = super()._open(optimizer, caller)
         if self.is_silent and record["stage"] is READY:
             for param in params_of(optimizer):
@@ -290,6 +303,7 @@ class _Run:
         torch.manual_seed(0)
         policy = DynamicScaling(init_scale=init_scale, growth_interval=_GROWTH_INTERVAL)
         self.scaler = _PlantingScaler(_device_type(), policy=policy)
+        self.scaler.seen = set()
         self.loop = build(self.scaler)
         self.norms: list[float] = []
         if not callable(getattr(self.loop, "step", None)) or not hasattr(self.loop, "optimizer"):
@@ -343,6 +357,8 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
         is_bad = number in BAD_STEPS
         before, scale = run.everything(), run.scaler.get_scale()
         run.step(number, is_bad, only_first)
+        if only_first and (optimizers := len(run.scaler.seen)) > 1:
+            raise _NotTriedError(f"a step has {optimizers} optimizers, each of which is skipped by its own gradients")
         if is_bad:
             _require_skipped(number, run, before)
             continue
@@ -532,6 +548,7 @@ def _is_zero(value: Any) -> bool:
 def _norm(optimizer: Any) -> float:
     """Return the norm of the gradients that an optimizer is about to apply, unscaled."""
     grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    grads = [values_of(grad) if grad.is_sparse else grad for grad in grads]
     norm: Any = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     factor = getattr(optimizer, "grad_scale", None)
@@ -568,11 +585,14 @@ def _is_last_rank() -> bool:
     return _ranks() == 1 or torch.distributed.get_rank() == _ranks() - 1
 
 
-def _why_not_fused(optimizer: Any) -> str:
-    """Return why an optimizer cannot be run again with a fused kernel, or nothing if it can."""
-    if type(optimizer) not in _WITH_FUSED_KERNEL:
-        return f"{type(optimizer).__name__} has no fused kernel"
-    return "the loop's own optimizer is fused" if optimizer.defaults.get("fused") else ""
+def _why_not_fused(loop: Any) -> str:
+    """Return why a loop's optimizer cannot be run again with a fused kernel, or nothing if it can."""
+    kind, model = type(loop.optimizer), getattr(loop, "model", None)
+    if kind not in _WITH_FUSED_KERNEL:
+        return f"{kind.__name__} has no fused kernel"
+    if isinstance(model, torch.nn.Module) and any(getattr(each, "sparse", False) is True for each in model.modules()):
+        return "a layer has sparse gradients, which fused kernels refuse"
+    return "the loop's own optimizer is fused" if loop.optimizer.defaults.get("fused") else ""
 
 
 def _make_fused(optimizer: Any) -> None:

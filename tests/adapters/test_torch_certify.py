@@ -192,3 +192,8 @@ def test_one_rank_overflows_under_torchrun(folder, name):
 def test_the_session_on_the_page_is_real(tmp_path):
     """The loop of docs/certify.md prints what the page shows."""
     assert replay(sections(ROOT / "docs/certify.md")["Certify a loop"], tmp_path) == 2
+
+
+def test_the_session_with_planned_overflows_is_real(tmp_path):
+    """So does the script."""
+    assert replay(sections(ROOT / "docs/certify.md")["Plant overflows in a script"], tmp_path) == 2

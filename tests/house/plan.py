@@ -194,7 +194,8 @@ PLAN = {
         demo: _shared (_pictures)
         plot: _run_file _shared (_pictures)
         policy: _shared
-        run_script: _shared
+        _planted:
+        run_script: _planted _shared
         simulate: _shared _trace_file (_pictures)
         report: _shared checkpoint
         __init__: _shared certify checkpoint demo plot policy report run_script simulate
@@ -236,7 +237,8 @@ PLAN = {
         __init__: (_replace)
         _moved:
         site: (__init__)
-        _record: _moved
+        _plant: _moved
+        _record: _moved _plant
         _scaler: _record
         _replace: _scaler
     """,

@@ -12,11 +12,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 _AVERAGE = re.compile(r"Averaged|EMA|Ema(?![a-z])")
 _MOST_WAITING = 100
-_SCHEDULE = "{name} moved on {moves} of {skips} skipped steps. Step it only if update().applied is true."
-_AVERAGED = "{name} moved on {moves} of {skips} skipped steps. Update it only if update().applied is true."
-_NORMALISATION = (
-    "{name} was updated by {moves} of {skips} skipped steps. To undo this, pass GradScaler(protect=[model])."
+
+
+class Kind(NamedTuple):
+    """A kind of objects that follow the steps."""
+
+    what: str
+    """What is required of them."""
+    sentence: str
+    """What to say of those that moved."""
+
+
+_SCHEDULE = Kind(
+    "learning-rate schedules do not move on skipped steps",
+    "{name} moved on {moves} of {skips} skipped steps. Step it only if update().applied is true.",
 )
+_AVERAGED = Kind(
+    "averaged weights do not move on skipped steps",
+    "{name} moved on {moves} of {skips} skipped steps. Update it only if update().applied is true.",
+)
+_NORMALISATION = Kind(
+    "the statistics of BatchNorm do not move on skipped steps",
+    "{name} was updated by {moves} of {skips} skipped steps. To undo this, pass GradScaler(protect=[model]).",
+)
+KINDS = (_SCHEDULE, _AVERAGED, _NORMALISATION)
 
 
 class _Counter(NamedTuple):
@@ -25,7 +44,7 @@ class _Counter(NamedTuple):
     """Return a number that changes when the object moves."""
     start: int | None
     """The number before the first step; None if the object has changed since."""
-    sentence: str
+    kind: Kind
 
 
 class Followers:
@@ -59,17 +78,34 @@ class Followers:
 
     def summary(self) -> Iterator[str]:
         """Yield a sentence for each class with objects that moved on a skipped step."""
+        for sentences in self.sentences().values():
+            yield from sentences
+
+    def sentences(self) -> dict[Kind, list[str]]:
+        """Return the same by kind."""
         if self._overflowed is not None and self._after_loss is not None:
             self._after_loss.end(self._overflowed)
+            self._overflowed = None
+        found: dict[Kind, list[str]] = {}
         for window in filter(None, (self._after_loss, self._before_update)):
-            yield from window.summary()
+            for kind, sentence in window.summary():
+                found.setdefault(kind, []).append(sentence)
+        return found
+
+    def watched(self) -> dict[Kind, set[str]]:
+        """Return the classes whose objects are watched, by kind."""
+        found: dict[Kind, set[str]] = {}
+        for window in filter(None, (self._after_loss, self._before_update)):
+            for counter in window.counters:
+                found.setdefault(counter.kind, set()).add(counter.name)
+        return found
 
 
 class _Window:
     """The stretch of each step in which some objects are watched."""
 
     def __init__(self, counters: list[_Counter]) -> None:
-        self._counters = counters
+        self.counters = counters
         self._last = [counter.start for counter in counters]
         self._waiting: list[tuple[Any, list[int]]] = []
         self._moves: Counter[str] = Counter()
@@ -77,24 +113,25 @@ class _Window:
 
     def end(self, overflowed: Any) -> None:
         """End the stretch of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
-        now = [counter.read() for counter in self._counters]
+        now = [counter.read() for counter in self.counters]
         self._waiting.append((overflowed, [at for at, value in enumerate(now) if value != self._last[at]]))
         self._last[:] = now
         if len(self._waiting) >= _MOST_WAITING:
             self._count()
 
-    def summary(self) -> Iterator[str]:
+    def summary(self) -> Iterator[tuple[Kind, str]]:
+        """Yield a sentence for each class whose objects moved on a skipped step, with its kind."""
         self._count()
-        sentences = {each.name: each.sentence for each in self._counters}
+        kinds = {each.name: each.kind for each in self.counters}
         for name, moves in self._moves.items():
-            yield sentences[name].format(name=name, moves=moves, skips=self._skips)
+            yield kinds[name], kinds[name].sentence.format(name=name, moves=moves, skips=self._skips)
 
     def _count(self) -> None:
         skips = [moved for overflowed, moved in self._waiting if bool(overflowed)]
         self._waiting.clear()
         self._skips += len(skips)
         for moved in skips:
-            self._moves.update({self._counters[at].name for at in moved})
+            self._moves.update({self.counters[at].name for at in moved})
 
 
 def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
@@ -124,8 +161,8 @@ def _has_counted(module: Any) -> bool:
         return False
 
 
-def _counter(watched: Any, read: Callable[[], int], sentence: str) -> _Counter:
-    return _Counter(type(watched).__name__, read, read(), sentence)
+def _counter(watched: Any, read: Callable[[], int], kind: Kind) -> _Counter:
+    return _Counter(type(watched).__name__, read, read(), kind)
 
 
 def _batches_tracked(module: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import torch
 
 from lossscale.tracing._moved import Followers
+from lossscale.tracing._plant import Plan, write_findings
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm")
 _MOST_WAITING = 100
@@ -18,7 +19,7 @@ _MOST_WAITING = 100
 class Record:
     """A scaler's steps so far; the rows of the last ones wait while a device holds their values."""
 
-    def __init__(self, scaler: Any, trace: Path | None) -> None:
+    def __init__(self, scaler: Any, trace: Path | None, planted: tuple[list[int], Path] | None = None) -> None:
         self.norm: Any = None
         """The norm of the unscaled gradients since the last update, if it is known."""
         self._scaler, self._trace = scaler, trace
@@ -27,12 +28,17 @@ class Record:
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
         self._followers = Followers()
+        self._findings = planted[1] if planted else None
+        self.plan = Plan(scaler, planted[0], self._followers) if planted else None
+        """The planned overflows of a run whose results go on a page."""
         # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
 
     def begin_step(self) -> None:
         """Record the objects that changed since the last step; called before the first loss of a step is scaled."""
         self._followers.begin_step()
+        if self.plan is not None:
+            self.plan.begin_step()
 
     def end_step(self, info: Any) -> None:
         """Record an update. Synchronises with a device every hundred steps at most."""
@@ -41,6 +47,8 @@ class Record:
         self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, info.spiked, self.norm))
         self._steps, self.norm = self._steps + 1, None
         self._followers.end_step(overflowed)
+        if self.plan is not None:
+            self.plan.end_step(info)
         is_on_host = not isinstance(overflowed, torch.Tensor) or overflowed.is_cpu
         if is_on_host or len(self._rows) >= _MOST_WAITING:
             self._write_rows()
@@ -54,6 +62,8 @@ class Record:
                 self._file.close()
         for line in (self._scaler.diagnose(), *self._followers.summary()):
             _say(line)
+        if self.plan is not None and self._findings is not None:
+            write_findings(self._findings, self.plan, _rank()[0])
 
     def _leave_parents_rows(self) -> None:
         """Let a process that was forked open a trace of its own, and leave the rows that wait to its parent."""

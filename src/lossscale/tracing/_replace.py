@@ -14,10 +14,11 @@ from lossscale_core import policy_from_dict
 _OF_TORCH = torch.amp.GradScaler
 
 
-def replace_scalers(policy: dict[str, Any] | None, trace: str | None) -> None:
+def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: list[int], findings: str | None) -> None:
     """Replace torch's scalers, under every name by which scripts import them, and watch the norms of gradients."""
     TracedScaler.policy_of_run = None if policy is None else policy_from_dict(policy)
     TracedScaler.trace_of_run = None if trace is None else Path(trace)
+    TracedScaler.planted_in_run = None if findings is None else (plant, Path(findings))
     for scaler, modules in (
         (TracedScaler, (torch, torch.amp, torch.amp.grad_scaler)),
         (CudaScaler, (torch.cuda.amp, torch.cuda.amp.grad_scaler)),
@@ -28,6 +29,8 @@ def replace_scalers(policy: dict[str, Any] | None, trace: str | None) -> None:
     clip = _reporting_norm(torch.nn.utils.clip_grad_norm_)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         vars(module)["clip_grad_norm_"] = clip
+    if findings is not None:
+        _watch_for_a_page()
 
 
 def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
@@ -41,6 +44,32 @@ def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleT
     finally:
         names["GradScaler"] = TracedScaler
     vars(module)["ShardedGradScaler"] = sharded(vars(module)["ShardedGradScaler"])
+
+
+def _watch_for_a_page() -> None:
+    """Note each clip and each `torch.save`, before it runs."""
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            vars(module)[name] = _noting_clip(vars(module)[name])
+    save = torch.save
+
+    @functools.wraps(save)
+    def noting_save(obj: Any, *args: Any, **kwargs: Any) -> None:
+        TracedScaler.note_save(obj)
+        save(obj, *args, **kwargs)
+
+    for module in (torch, torch.serialization):
+        vars(module)["save"] = noting_save
+
+
+def _noting_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def noting_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
+        TracedScaler.note_clip([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        return clip(parameters, *args, **kwargs)
+
+    return noting_clip
 
 
 def _reporting_norm(clip: Callable[..., Any]) -> Callable[..., Any]:

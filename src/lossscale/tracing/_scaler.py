@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from lossscale.tracing._record import Record
+from lossscale_core import tree
 from lossscale_torch import GradScaler, StepInfo
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class TracedScaler(GradScaler):
 
     policy_of_run: ClassVar[Any] = None
     trace_of_run: "ClassVar[Path | None]" = None
+    planted_in_run: "ClassVar[tuple[list[int], Path] | None]" = None
 
     def __init__(
         self,
@@ -48,9 +50,26 @@ class TracedScaler(GradScaler):
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale, and record the objects that changed since the last step."""
-        if self._enabled:
-            self._record.begin_step()
-        return super().scale(outputs)
+        if not self._enabled:
+            return super().scale(outputs)
+        self._record.begin_step()
+        scaled, plan = super().scale(outputs), self._record.plan
+        if plan is None or not isinstance(outputs, torch.Tensor | dict | list | tuple):
+            return scaled  # of an iterator, this method scales each tensor
+        return tree.map_leaves(plan.spoil, outputs, scaled)
+
+    def _open(self, optimizer: Any, caller: str) -> Any:
+        record, plan = super()._open(optimizer, caller), self._record.plan
+        if plan is not None and plan.is_silent and record["stage"] is OptState.READY:
+            plan.look(optimizer)
+        return record
+
+    @torch.compiler.disable
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step, unless the losses of this step were multiplied by zero."""
+        if self._enabled and self._record.plan is not None and self._record.plan.is_silent:
+            return self.skip(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     @staticmethod
     def note_norm(norm: Any) -> None:
@@ -59,10 +78,26 @@ class TracedScaler(GradScaler):
             if any(state["stage"] is not OptState.READY for state in scaler._records.values()):
                 record.norm = norm
 
+    @staticmethod
+    def note_clip(parameters: list[Any]) -> None:
+        """Note a clip before it runs, for the page of this run."""
+        for scaler, record in _RECORDS.items():
+            if record.plan is not None:
+                stages = {key: state["stage"] for key, state in scaler._records.items()}
+                unscaled = {key for key, stage in stages.items() if stage is not OptState.READY}
+                record.plan.note_clip(parameters, unscaled)
+
+    @staticmethod
+    def note_save(content: Any) -> None:
+        """Note what `torch.save` is about to write, for the page of this run."""
+        for scaler, record in _RECORDS.items():
+            if record.plan is not None and scaler.is_enabled():
+                record.plan.note_save(content)
+
     @property
     def _record(self) -> Record:
         if self not in _RECORDS:  # a copy
-            _RECORDS[self] = Record(self, self.trace_of_run)
+            _RECORDS[self] = Record(self, self.trace_of_run, self.planted_in_run)
         return _RECORDS[self]
 
 

@@ -1,0 +1,290 @@
+"""Planned overflows in a script of the user's, and the lines of a page that say what they moved."""
+
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lossscale.tracing._moved import KINDS, Followers
+
+_SKIPPED = "planned overflows are skipped"
+_SAME = "a planned overflow changes no parameter and nothing in the optimizer's state"
+_ZERO = "gradients are zero where each scaled loss is multiplied by zero"
+_AGAIN = "a later update is applied"
+_CLIPPED = "gradients are unscaled before they are clipped"
+_SAVED = "torch.save writes the scaler's numbers with the optimizer's state"
+_FEW = 4
+
+Found = tuple[str, bool | None, str]
+"""A line: what is required; held, not held, or None for not tried; and the reason."""
+
+
+class Plan:
+    """The planned updates of one scaler: the factors of its losses, and what was found at them.
+
+    `numbers` are those of the updates to make infinite; the loss of the next one after them is multiplied by zero.
+    """
+
+    def __init__(self, scaler: Any, numbers: list[int], followers: Followers) -> None:
+        self._scaler, self._followers = scaler, followers
+        self._overflows, self._silent = frozenset(numbers), max(numbers, default=-2) + 1
+        self._update, self._is_in_step = 0, False
+        self._before: dict[tuple[str, _Same], bytes] | None = None
+        self._compared = 0
+        self._moved: list[str] = []
+        self._rates: list[list[float]] = []
+        self._applied: dict[int, bool] = {}
+        self._left: list[str] = []
+        self._has_looked = self._has_bad_loss = False
+        self._clips: list[bool] = []
+        self._saves: list[tuple[bool, bool]] = []
+        self.begun_with: dict[str, Any] | None = None
+        """The scaler's numbers when its first loss is scaled."""
+        self.saved: list[dict[str, Any]] = []
+        """The scaler's numbers in each file that has some."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the losses of this step are multiplied by zero, so that it must be skipped."""
+        return self._update == self._silent
+
+    def begin_step(self) -> None:
+        """Compare what the step before has left, at the first loss after its update, and take the next digests."""
+        if self._is_in_step:
+            return
+        self._is_in_step = True
+        if self.begun_with is None:
+            self.begun_with = _numbers(self._scaler.state_dict())
+        self._end_comparison()
+        self._rates.append([float(group.get("lr", 0.0)) for each in self._optimizers() for group in each.param_groups])
+        if self._update in self._overflows:
+            self._before = _digests(self._optimizers())
+
+    def spoil(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+        """Return a scaled loss times infinity or zero, where that is planned."""
+        if self._update in self._overflows and _overflows_here():
+            return scaled * torch.inf
+        if self.is_silent:
+            self._has_bad_loss = self._has_bad_loss or not bool(torch.isfinite(loss).all())
+            return scaled * 0.0
+        return scaled
+
+    def look(self, optimizer: Any) -> None:
+        """Note the gradients that are not zero although the losses were, before they are unscaled."""
+        self._has_looked = True
+        for param in _params_of(optimizer):
+            if param.grad is not None and bool((_values(param.grad) != 0.0).any()):
+                self._left.append(_name_of(param))
+
+    def note_clip(self, parameters: list[Any], unscaled: set[int]) -> None:
+        """Note whether the gradients that are about to be clipped are unscaled, where their optimizer is known."""
+        clipped = {id(each) for each in parameters}
+        for key, member in self._scaler._members.items() if self._is_in_step else ():
+            optimizer = member.optimizer()
+            if optimizer is not None and any(id(param) in clipped for param in _params_of(optimizer)):
+                self._clips.append(key in unscaled)
+
+    def note_save(self, content: Any) -> None:
+        """Note whether a file gets an optimizer's state, and whether it gets the present numbers of the scaler."""
+        found = list(_dicts(content))
+        present = _numbers(self._scaler.state_dict())
+        own = [_numbers(each) for each in found if "scale" in each and "_growth_tracker" in each]
+        has_optimizer = any({"state", "param_groups"} <= each.keys() for each in found)
+        self._saves.append((has_optimizer, present in own))
+        self.saved += [each for each in own if each == present]
+
+    def end_step(self, info: Any) -> None:
+        """Note an update. Synchronises at planned updates, and after them until one is applied."""
+        if self._update in self._overflows or (self._update > self._silent >= 0 and not self._is_applied_again()):
+            self._applied[self._update] = bool(info.applied)
+        self._update, self._is_in_step = self._update + 1, False
+
+    def lines(self) -> Iterator[Found]:
+        """Yield the lines of the page; those that need an update which the script did not reach are not tried."""
+        self._end_comparison()
+        why_not = self._why_not()
+        kinds = [kind.what for kind in KINDS]
+        if why_not:
+            yield from ((what, None, why_not) for what in (_SKIPPED, _SAME, *kinds, _ZERO, _AGAIN, _CLIPPED, _SAVED))
+            return
+        applied = [number for number in sorted(self._overflows) if self._applied[number]]
+        fault = f"updates {applied} were applied although each loss was infinite; look for gradients that are repaired"
+        yield _SKIPPED, not applied, fault if applied else f"updates {sorted(self._overflows)}"
+        moved = f"{_listed(self._moved)} changed; call scaler.step(optimizer) and not optimizer.step()"
+        yield _SAME, not self._moved, moved if self._moved else f"digests before and after {self._compared} updates"
+        yield from self._of_followers()
+        yield self._of_zero_loss()
+        later = [number for number in self._applied if number > self._silent]
+        again = f"of the updates from {self._silent + 1} on none was applied; look for a missing zero_grad()"
+        reason = f"update {later[-1]}" if self._is_applied_again() else again if later else "there was no later update"
+        yield _AGAIN, self._is_applied_again() if later else None, reason
+        early = f"{self._clips.count(False)} of {len(self._clips)} clips came before scaler.unscale_(optimizer)"
+        clipped = (
+            f"{len(self._clips)} clips" if self._clips else "torch's clip_grad_norm_ and clip_grad_value_ did not run"
+        )
+        yield _CLIPPED, all(self._clips) if self._clips else None, clipped if all(self._clips) else early
+        yield self._of_saves()
+
+    def _why_not(self) -> str:
+        if not self._scaler.is_enabled():
+            return "the scaler is disabled, so that no loss was scaled"
+        if self._update <= max(self._overflows, default=0):
+            return f"the script made {self._update} updates, numbered from 0; name earlier ones with --plant"
+        return ""
+
+    def _of_followers(self) -> Iterator[Found]:
+        """Yield a line for each kind of what follows the steps; learning rates count without a schedule, too."""
+        watched, sentences = self._followers.watched(), self._followers.sentences()
+        for kind in KINDS:
+            names, faults = sorted(watched.get(kind, ())), list(sentences.get(kind, ()))
+            if kind is KINDS[0]:
+                faults += self._moved_rates()
+                names += ["learning rates"] if len({str(rates) for rates in self._rates}) > 1 else []
+            held = not faults if names or faults else None
+            yield kind.what, held, " ".join(faults) or _listed(names) or "none was found when the first loss was scaled"
+
+    def _moved_rates(self) -> list[str]:
+        pairs = [(at, self._rates[at : at + 2]) for at in sorted(self._overflows)]
+        moved = [at for at, pair in pairs if len(pair) == 2 and pair[0] != pair[1]]
+        return [f"Learning rates changed over updates {moved}; follow applied steps only."] if moved else []
+
+    def _of_zero_loss(self) -> Found:
+        if not self._has_looked:
+            return _ZERO, None, f"the script did not reach update {self._silent}"
+        if self._has_bad_loss:
+            return _ZERO, None, f"the loss of update {self._silent} was not finite by itself"
+        if not self._left:
+            return _ZERO, True, f"update {self._silent}, before unscaling; that step was skipped"
+        hint = "a loss that is not scaled, a hook that adds to gradients, or a missing zero_grad()"
+        return _ZERO, False, f"update {self._silent}: {_listed(self._left)} had others; look for {hint}"
+
+    def _of_saves(self) -> Found:
+        if not any(has_optimizer for has_optimizer, _ in self._saves):
+            return _SAVED, None, "torch.save wrote no optimizer's state"
+        if any(has_scaler for _, has_scaler in self._saves):
+            return _SAVED, True, f"{len(self.saved)} of {len(self._saves)} files have them, as they were at that time"
+        return _SAVED, False, f"none of {len(self._saves)} files has scaler.state_dict() as it was at that time"
+
+    def _is_applied_again(self) -> bool:
+        return any(applied for number, applied in self._applied.items() if number > self._silent)
+
+    def _end_comparison(self) -> None:
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        after = _digests(self._optimizers())
+        self._compared += 1
+        for (name, same), digest in after.items():
+            # A fused optimizer allocates its state in a first step that its kernel skips: zeros, whose digest is empty.
+            if before.get((name, same), b"") != digest:
+                self._moved.append(f"{_name_of(same.param)}{f' ({name})' if name else ''}")
+
+    def _optimizers(self) -> list[Any]:
+        """Return the optimizers that this scaler steps, or all in the process before it has seen one."""
+        seen = [member.optimizer() for member in self._scaler._members.values()]
+        everything = seen or [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+        return [each for each in everything if isinstance(each, torch.optim.Optimizer)]
+
+
+def write_findings(folder: Path, plan: Plan, rank: int) -> None:
+    """Write what was found, for the process of the command, which waits for this one."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    content = {"rank": rank, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
+    content.update(begun_with=plan.begun_with, saved=plan.saved)
+    name = f"{rank:06}-{os.getpid()}-{id(plan)}.json"
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _overflows_here() -> bool:
+    """Return whether this rank overflows: the last one of a group, so that the others must follow it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
+def _params_of(optimizer: Any) -> Iterator[Any]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _values(tensor: Any) -> torch.Tensor:
+    """Return the elements of a tensor that lie here: of a shard, or of a sparse tensor."""
+    local = tensor.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def _digests(optimizers: list[Any]) -> "dict[tuple[str, _Same], bytes]":
+    """Return a digest of each parameter and each tensor of its state. Copies them to the host one by one."""
+    found: dict[tuple[str, _Same], bytes] = {}
+    for param in (param for each in optimizers for param in _params_of(each)):
+        found["", _Same(param)] = _digest(param)
+    for each in optimizers:
+        for param, state in each.state.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    found[name, _Same(param)] = _digest(value)
+    return found
+
+
+class _Same:
+    """A parameter as a part of a key, which compares by identity."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.param is other.param
+
+    def __hash__(self) -> int:
+        return id(self.param)
+
+
+def _digest(tensor: Any) -> bytes:
+    """Return a digest of a tensor's bits; empty if all are zero."""
+    values = _values(tensor)
+    if values.is_meta:
+        return b""
+    content = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=16).digest() if any(content) else b""
+
+
+def _name_of(param: Any) -> str:
+    """Return a parameter's longest name in a module of the process, which is that in its model."""
+    modules = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
+    names = [name for each in modules for name, other in each.named_parameters() if other is param]
+    return max(names, key=len, default=f"a parameter of shape {tuple(param.shape)}")
+
+
+def _dicts(content: Any, depth: int = 6) -> Iterator[dict[Any, Any]]:
+    """Yield the dicts in what is saved, those included in lists and attributes."""
+    if isinstance(content, dict):
+        yield content
+        parts = list(content.values())
+    else:
+        is_plain = isinstance(content, torch.Tensor | torch.nn.Module)
+        parts = (
+            list(content)
+            if isinstance(content, list | tuple)
+            else []
+            if is_plain
+            else [getattr(content, "__dict__", 0)]
+        )
+    if depth:
+        for part in parts:
+            if isinstance(part, dict | list | tuple) or hasattr(part, "state_dict"):
+                yield from _dicts(part, depth - 1)
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a scaler's state, by which two of them are compared."""
+    return {name: value for name, value in state.items() if isinstance(value, bool | int | float)}
+
+
+def _listed(parts: list[str]) -> str:
+    parts = list(dict.fromkeys(parts))
+    return ", ".join(parts[:_FEW]) + (f" and {len(parts) - _FEW} more" if len(parts) > _FEW else "")

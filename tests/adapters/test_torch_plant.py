@@ -1,0 +1,131 @@
+"""`lossscale run --plant` writes what planned overflows have moved in a script, and claims nothing that did not run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.adapters.certify_score import SCRIPTS, run_script
+from tests.command.commanding import refused, run
+
+SCRIPT = """
+    import sys, torch
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(8, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+SKIPPED = "planned overflows are skipped"
+SAME = "a planned overflow changes no parameter and nothing in the optimizer's state"
+ZERO = "gradients are zero where each scaled loss is multiplied by zero"
+
+
+def _lines(page):
+    return {line["what"]: line for line in page["lines"]}
+
+
+def _all_not_tried(done, page, reason):
+    assert done.returncode == 2, done.stderr
+    assert page["result"] == "not tried"
+    assert all(line["result"] == "not tried" and reason in line["reason"] for line in page["lines"])
+
+
+def test_the_page_says_what_was_planted(tmp_path):
+    """The first update of a fused optimizer, which allocates its state there, and a trace next to the page."""
+    done, page = run_script(tmp_path, SCRIPT, options=("--plant", "0, 1", "--trace", "scale.csv"))
+    assert done.returncode == 0, done.stderr
+    lines = _lines(page)
+    assert lines[SKIPPED] == {"what": SKIPPED, "result": "held", "reason": "updates [0, 1]"}
+    assert lines[SAME]["reason"] == "digests before and after 2 updates"
+    assert lines[ZERO]["reason"].startswith("update 2, before unscaling")
+    assert page["about"]["repeat it with"].startswith("`lossscale run --plant '0, 1' --page page.md -- ")
+    rows = (tmp_path / "scale.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[2:4] for row in rows[:4]] == [
+        *[["False", "True"]] * 2,
+        ["False", "False"],
+        ["True", "False"],
+    ]
+    assert (tmp_path / "page.md").read_text().startswith("# Loss scaling: held (")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"cpu")', '"cpu", enabled=False)', "the scaler is disabled"),
+        ('torch.amp.GradScaler("cpu")', "torch.cuda.amp.GradScaler()", "the scaler is disabled"),
+        ("range(8)", "range(4)", "the script made 4 updates, numbered from 0"),
+        ("    scaler = ", "    sys.exit(0)\n    scaler = ", "no process made a scaler"),
+    ],
+)
+def test_what_did_not_run_is_not_tried(tmp_path, old, new, reason):
+    """A scaler that is disabled, as most are on a CPU, too few updates, and no scaler."""
+    done, page = run_script(tmp_path, SCRIPT.replace(old, new), options=("--plant", "3,4"))
+    _all_not_tried(done, page, reason)
+
+
+def test_the_line_of_a_step_that_was_not_reached_is_not_tried(tmp_path):
+    """The script ends with the planned overflows."""
+    done, page = run_script(tmp_path, SCRIPT, options=("--plant", "7"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(page)[SKIPPED]["result"] == "held"
+    assert _lines(page)[SAME]["result"] == "held"
+    assert _lines(page)[ZERO] == {"what": ZERO, "result": "not tried", "reason": "the script did not reach update 8"}
+
+
+def test_a_loss_that_is_not_finite_by_itself_is_not_tried(tmp_path):
+    """Times zero it is NaN, which says nothing about the gradients."""
+    script = SCRIPT.replace(".mean())", ".mean() / float(step != 5))")
+    _, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert _lines(page)[ZERO]["reason"] == "the loss of update 5 was not finite by itself"
+
+
+def test_the_exit_status_of_a_script_that_fails_is_its_own(tmp_path):
+    """The page says it, and has what was found until then."""
+    done, page = run_script(tmp_path, SCRIPT + "    sys.exit(7)\n", options=("--plant", "3,4"))
+    assert done.returncode == 7
+    assert page["about"]["exit status of the script"] == "7"
+    assert page["result"] == "held"
+
+
+def test_a_resume_that_does_not_run_is_not_tried(tmp_path):
+    """Without a saved scaler, without such a program, or where the command fails."""
+    for script, command, reason in (
+        (SCRIPT, "python train.py", "no file had the scaler's numbers"),
+        (SCRIPTS["nanoGPT"], "no-such-program", "no-such-program is not a command that can be run"),
+        (SCRIPTS["nanoGPT"], f"{sys.executable} absent.py", "ended with status 2"),
+    ):
+        _, page = run_script(tmp_path, script, options=("--plant", "3,4", "--resume", command))
+        line = _lines(page)["a resumed run begins with the scale and the counters that were saved"]
+        assert line["result"] == "not tried"
+        assert reason in line["reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--plant", "3"), "go together"),
+        (("--page", "page.md"), "go together"),
+        (("--resume", "python train.py"), "--resume goes with them"),
+        (("--plant", "3,x", "--page", "page.md"), "--plant 3,x must list numbers of updates"),
+        (("--plant", "-1", "--page", "page.md"), "--plant -1 must list numbers of updates"),
+        (("--plant", "3", "--page", "page.txt"), "must end in .md"),
+        (("--plant", "3", "--page", "there.md"), "there.md exists"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, options, message):
+    """Before the script runs."""
+    (tmp_path / "there.md").write_text("mine")
+    assert message in refused(run("run", *options, "--", sys.executable, "absent.py", cwd=tmp_path))
+
+
+def test_without_a_page_nothing_is_planted(tmp_path):
+    """The command then becomes the script, as before."""
+    (tmp_path / "train.py").write_text("import torch; print(torch.save.__module__, hasattr(torch.save, '__wrapped__'))")
+    command = [sys.executable, "-m", "lossscale", "run", "--", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.serialization False\n"
