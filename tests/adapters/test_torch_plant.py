@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -14,6 +15,7 @@ SCRIPT = """
     scaler = torch.amp.GradScaler("cpu")
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    other = torch.optim.SGD(model.parameters(), lr=0.5)  # which no step uses
     for step in range(8):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(8, 4)).square().mean()).backward()
@@ -41,8 +43,9 @@ def test_the_page_says_what_was_planted(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = _lines(page)
     assert lines[SKIPPED] == {"what": SKIPPED, "result": "held", "reason": "updates [0, 1]"}
-    assert lines[SAME]["reason"] == "digests before and after 2 updates"
+    assert lines[SAME]["reason"] == "4 digests before and after 2 updates"
     assert lines[ZERO]["reason"].startswith("update 2, before unscaling")
+    assert lines["learning-rate schedules do not move on skipped steps"]["result"] == "not tried"
     assert page["about"]["repeat it with"].startswith("`lossscale run --plant '0, 1' --page page.md -- ")
     rows = (tmp_path / "scale.csv").read_text().splitlines()[1:]
     assert [row.split(",")[2:4] for row in rows[:4]] == [
@@ -66,6 +69,41 @@ def test_what_did_not_run_is_not_tried(tmp_path, old, new, reason):
     """A scaler that is disabled, as most are on a CPU, too few updates, and no scaler."""
     done, page = run_script(tmp_path, SCRIPT.replace(old, new), options=("--plant", "3,4"))
     _all_not_tried(done, page, reason)
+
+
+def test_what_follows_a_skip_is_not_tried_without_one(tmp_path):
+    """A script that repairs its gradients, and moves its rate by each update that was applied."""
+    repair = "backward(); model.weight.grad.nan_to_num_(0, 0, 0); model.bias.grad.nan_to_num_(0, 0, 0)"
+    script = SCRIPT.replace("backward()", repair) + "        optimizer.param_groups[0]['lr'] *= 0.9\n"
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 1, done.stderr
+    assert _lines(page)[SKIPPED]["result"] == "not held"
+    line = _lines(page)["learning-rate schedules do not move on skipped steps"]
+    assert (line["result"], line["reason"]) == ("not tried", "no planned overflow was skipped")
+
+
+def test_nothing_is_claimed_of_what_is_not_there(tmp_path):
+    """An optimizer of the script's own has no digests, and a rank that ended early no findings."""
+    own = """
+        class Own:
+            def __init__(self, params, **_):
+                self.param_groups, self.state = [{"params": list(params)}], {}
+
+            def step(self):
+                pass
+
+            def zero_grad(self):
+                for param in self.param_groups[0]["params"]:
+                    param.grad = None
+
+        torch.optim.SGD = Own
+    """
+    script = SCRIPT.replace("    model =", textwrap.indent(textwrap.dedent(own), "    ") + "    model =")
+    script += "    import os; os.environ['WORLD_SIZE'] = '3'\n"
+    _, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert _lines(page)[SKIPPED]["result"] == "held"
+    assert _lines(page)[SAME]["result"] == "not tried"
+    assert _lines(page)["every rank says what it found"]["reason"].startswith("1 of 3 ranks")
 
 
 def test_the_line_of_a_step_that_was_not_reached_is_not_tried(tmp_path):

@@ -89,6 +89,11 @@ def _merged(findings: list[dict[str, Any]]) -> Iterator[Line]:
             for (what, held, reason), each in zip(lines, findings, strict=True)
         ]
         yield min(found, key=lambda line: (False, True, None).index(line.held))
+    ranks, expected = len({each["rank"] for each in findings}), max((each["ranks"] for each in findings), default=0)
+    if ranks < expected:
+        yield Line(
+            "every rank says what it found", None, f"{ranks} of {expected} ranks; others were killed, or ran elsewhere"
+        )
 
 
 def _resumed(findings: list[dict[str, Any]], resume: str, config: Any) -> Line:

@@ -37,7 +37,7 @@ class Plan:
         self._before: dict[tuple[str, _Same], bytes] | None = None
         self._compared = 0
         self._moved: list[str] = []
-        self._rates: list[list[float]] = []
+        self._rates: list[dict[int, list[float]]] = []
         self._applied: dict[int, bool] = {}
         self._left: list[str] = []
         self._has_looked = self._has_bad_loss = False
@@ -61,7 +61,8 @@ class Plan:
         if self.begun_with is None:
             self.begun_with = _numbers(self._scaler.state_dict())
         self._end_comparison()
-        self._rates.append([float(group.get("lr", 0.0)) for each in self._optimizers() for group in each.param_groups])
+        rates = {id(each): [float(group.get("lr", 0.0)) for group in each.param_groups] for each in self._optimizers()}
+        self._rates.append(rates)
         if self._update in self._overflows:
             self._before = _digests(self._optimizers())
 
@@ -115,9 +116,11 @@ class Plan:
         applied = [number for number in sorted(self._overflows) if self._applied[number]]
         fault = f"updates {applied} were applied although each loss was infinite; look for gradients that are repaired"
         yield _SKIPPED, not applied, fault if applied else f"updates {sorted(self._overflows)}"
-        moved = f"{_listed(self._moved)} changed; call scaler.step(optimizer) and not optimizer.step()"
-        yield _SAME, not self._moved, moved if self._moved else f"digests before and after {self._compared} updates"
-        yield from self._of_followers()
+        yield self._of_digests()
+        if len(applied) < len(self._overflows):
+            yield from self._of_followers()
+        else:
+            yield from ((kind.what, None, "no planned overflow was skipped") for kind in KINDS)
         yield self._of_zero_loss()
         later = [number for number in self._applied if number > self._silent]
         again = f"of the updates from {self._silent + 1} on none was applied; look for a missing zero_grad()"
@@ -137,6 +140,13 @@ class Plan:
             return f"the script made {self._update} updates, numbered from 0; name earlier ones with --plant"
         return ""
 
+    def _of_digests(self) -> Found:
+        if not self._compared:
+            return _SAME, None, "the scaler steps no optimizer of torch's that has parameters"
+        if not self._moved:
+            return _SAME, True, f"{self._compared} digests before and after {len(self._overflows)} updates"
+        return _SAME, False, f"{_listed(self._moved)} changed; call scaler.step(optimizer) and not optimizer.step()"
+
     def _of_followers(self) -> Iterator[Found]:
         """Yield a line for each kind of what follows the steps; learning rates count without a schedule, too."""
         watched, sentences = self._followers.watched(), self._followers.sentences()
@@ -144,13 +154,13 @@ class Plan:
             names, faults = sorted(watched.get(kind, ())), list(sentences.get(kind, ()))
             if kind is KINDS[0]:
                 faults += self._moved_rates()
-                names += ["learning rates"] if len({str(rates) for rates in self._rates}) > 1 else []
+                names += ["learning rates"] if any(map(_differ, self._rates, self._rates[1:])) else []
             held = not faults if names or faults else None
             yield kind.what, held, " ".join(faults) or _listed(names) or "none was found when the first loss was scaled"
 
     def _moved_rates(self) -> list[str]:
-        pairs = [(at, self._rates[at : at + 2]) for at in sorted(self._overflows)]
-        moved = [at for at, pair in pairs if len(pair) == 2 and pair[0] != pair[1]]
+        pairs = {at: self._rates[at : at + 2] for at in sorted(self._overflows)}
+        moved = [at for at, pair in pairs.items() if len(pair) == 2 and _differ(*pair)]
         return [f"Learning rates changed over updates {moved}; follow applied steps only."] if moved else []
 
     def _of_zero_loss(self) -> Found:
@@ -178,7 +188,7 @@ class Plan:
             return
         before, self._before = self._before, None
         after = _digests(self._optimizers())
-        self._compared += 1
+        self._compared = max(self._compared, len(after))
         for (name, same), digest in after.items():
             # A fused optimizer allocates its state in a first step that its kernel skips: zeros, whose digest is empty.
             if before.get((name, same), b"") != digest:
@@ -191,10 +201,10 @@ class Plan:
         return [each for each in everything if isinstance(each, torch.optim.Optimizer)]
 
 
-def write_findings(folder: Path, plan: Plan, rank: int) -> None:
+def write_findings(folder: Path, plan: Plan, rank: int, ranks: int) -> None:
     """Write what was found, for the process of the command, which waits for this one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    content = {"rank": rank, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
+    content = {"rank": rank, "ranks": ranks, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
     content.update(begun_with=plan.begun_with, saved=plan.saved)
     name = f"{rank:06}-{os.getpid()}-{id(plan)}.json"
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -205,6 +215,11 @@ def _overflows_here() -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
+def _differ(before: dict[int, list[float]], after: dict[int, list[float]]) -> bool:
+    """Return whether rates of an optimizer that is in both differ; those that no step uses are seen at first only."""
+    return any(before[key] != after[key] for key in before.keys() & after.keys())
 
 
 def _params_of(optimizer: Any) -> Iterator[Any]:

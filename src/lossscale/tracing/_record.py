@@ -63,7 +63,7 @@ class Record:
         for line in (self._scaler.diagnose(), *self._followers.summary()):
             _say(line)
         if self.plan is not None and self._findings is not None:
-            write_findings(self._findings, self.plan, _rank()[0])
+            write_findings(self._findings, self.plan, *_rank())
 
     def _leave_parents_rows(self) -> None:
         """Let a process that was forked open a trace of its own, and leave the rows that wait to its parent."""
