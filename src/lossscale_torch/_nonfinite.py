@@ -20,7 +20,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.errors import CallOrderError, SyncError
-from lossscale_torch._gradients import buckets, moved, parameter_name
+from lossscale_torch._gradients import buckets, parameter_name
 from lossscale_torch._members import SPIKE, Record, found_inf
 from lossscale_torch._norm import has_float64
 from lossscale_torch._random import RandomState
@@ -47,6 +47,7 @@ class Nonfinite:
         self._checked: dict[int, _Checked] = {}  # by the id of the optimizer
         self._undone: dict[int, _Undone] = {}  # since the last update
         self._failing: set[int] = set()  # the optimizers of the present streak, known on the host
+        self._losing: set[int] = set()  # those of the present streak of losses
 
     @classmethod
     def of(cls, on_update: OnNonfiniteUpdate, on_loss: OnNonfiniteLoss) -> "Nonfinite | None":
@@ -62,9 +63,10 @@ class Nonfinite:
         if self.on_update == "ignore":
             return take()
         checked = self._checked.setdefault(id(optimizer), _Checked())
-        checked.look(optimizer)
         before = random = None
-        if self.on_update == "skip":
+        if self.on_update == "raise":
+            checked.look(optimizer)
+        else:
             before = WeightsAndState(optimizer, checked.memory)
             random = None if is_being_recorded() else RandomState()  # CUDA cannot read it while it captures
             checked.memory = before.memory if all(each.is_cpu for each in before.memory) else None
@@ -73,7 +75,7 @@ class Nonfinite:
         if record.applied is False or not record.flags:  # skipped, or without gradients on every rank
             return result
         home = scaler._state.tensors.loss_scale.device
-        bad = found_inf(scaler._ranks.combine(optimizer, checked.found(optimizer), home).values(), home)
+        bad = found_inf(scaler._ranks.combine(optimizer, checked.found(optimizer, before), home).values(), home)
         is_on_device = isinstance(record.applied, Tensor) and (is_being_recorded() or not is_readable(record.applied))
         if before is None:
             _require_unrecorded(is_on_device)
@@ -81,11 +83,10 @@ class Nonfinite:
                 self._checked.pop(id(optimizer))
                 scaler._records.pop(id(optimizer))  # so that the next step begins with nothing known
                 raise nonfinite_update(checked.first_name(optimizer))
+            checked.take()
         elif is_on_device and not before.has_other_parts():
             before.restore_where(bad)
             self._undo_on_device(optimizer, record, bad)
-            checked.keep_where(bad)
-            return result
         else:
             _require_unrecorded(is_on_device)
             if bad.item() != 0.0:
@@ -93,9 +94,7 @@ class Nonfinite:
                 if random is not None:
                     random.restore()
                 self._undo(optimizer, record)
-                checked.keep()
                 return None
-        checked.take()
         return result
 
     def _undo(self, optimizer: Any, record: Any) -> None:
@@ -131,7 +130,14 @@ class Nonfinite:
         # Of two optimizers that are updated in turns, the steps of one do not end a streak of the other.
         ends = bool(info.applied) and (not self._failing or not self._failing.isdisjoint(scaler._records))
         self._failing = self._failing | bad if bad else set() if ends else self._failing
-        self._set(count_nonfinite(self._state, loss_finite=not lost, stepped=bool(bad) or ends, update_finite=not bad))
+        counted = count_nonfinite(self._state, loss_finite=not lost, stepped=bool(bad) or ends, update_finite=not bad)
+        if lost:
+            self._losing.update(scaler._records)
+        elif self._losing and self._losing.isdisjoint(scaler._records):
+            counted = counted._replace(loss_streak=self.read().loss_streak)
+        else:
+            self._losing = set()
+        self._set(counted)
         return info._replace(nonfinite_update=bool(bad), nonfinite_loss=lost)
 
     def _count_on_device(self, scaler: Any, info: StepInfo, undone: dict[int, "_Undone"], lost: bool) -> StepInfo:
@@ -172,7 +178,7 @@ class Nonfinite:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from the entry of a state dict, and look at all tensors again."""
-        self._checked, self._failing = {}, set()
+        self._checked, self._failing, self._losing = {}, set(), set()
         self._set(nonfinite_state_from_dict(saved))
 
     def copied(self) -> "Nonfinite":
@@ -219,7 +225,11 @@ class _Known(NamedTuple):
 
 
 class _Checked:
-    """The tensors of an optimizer that were finite after its last step; only those are checked after the next one."""
+    """The check of one optimizer's tensors: those that were finite before a step must be finite after it.
+
+    If the values before the step were copied, the copies show which were finite. Otherwise they are looked at before
+    the first step, and then only what other code has written since the last one.
+    """
 
     def __init__(self) -> None:
         self.memory: list[Tensor] | None = None
@@ -236,11 +246,18 @@ class _Checked:
             finite = known.finite if known is not None and _are_unchanged(known, tensors) else _finite(tensors)
             self._before[device] = _Part(places, tensors, finite)
 
-    def found(self, optimizer: Any) -> dict[Any, Tensor]:
+    def found(self, optimizer: Any, copied: WeightsAndState | None) -> dict[Any, Tensor]:
         """Return for each device 1.0 if the step has made a tensor not finite that was finite or new, else 0.0."""
-        found = {}
+        found, self._after = {}, {}
         for device, (places, tensors) in _floats(optimizer).items():
             self._after[device] = part = _Part(places, tensors, _finite(tensors))
+            if copied is not None:
+                self._before.pop(device, None)
+                is_known = is_readable(part.finite) and not is_being_recorded()
+                if not (is_known and part.finite.all()):
+                    copies = {place: copy for place in places if (copy := copied.copy_of(place)) is not None}
+                    if copies:
+                        self._before[device] = _Part([*copies], [*copies.values()], _finite([*copies.values()]))
             found[device] = (self._were_finite(device) & ~part.finite).any().float()
         return found
 
@@ -257,21 +274,11 @@ class _Checked:
 
     def take(self) -> None:
         """Keep what was found after the step."""
-        self._keep(self._after, {device: part.finite for device, part in self._after.items()})
-
-    def keep(self) -> None:
-        """Keep what was known before the step, which was undone."""
-        self._keep(self._before, {device: part.finite for device, part in self._before.items()})
-
-    def keep_where(self, bad: Tensor) -> None:
-        """Keep what was known before the step where `bad`, shape `()`, is not 0, and what was found after it else."""
-        chosen = {}
-        for device, part in self._after.items():
-            before = self._before[device].finite
-            chosen[device] = torch.where(moved(bad, device) != 0.0, before, part.finite)
-            if is_being_recorded():  # each replay reads what the one before it has written
-                chosen[device] = before.copy_(chosen[device])
-        self._keep(self._after, chosen)
+        self._known = {
+            device: _Known(list(map(weakref.ref, part.tensors)), [t._version for t in part.tensors], part.finite)
+            for device, part in self._after.items()
+        }
+        self._before, self._after = {}, {}
 
     def _were_finite(self, device: Any) -> Tensor:
         """Return whether each tensor after the step was finite before it; True for those that the step created."""
@@ -281,13 +288,6 @@ class _Checked:
         ones = torch.ones((), dtype=torch.bool, device=device)
         flags = {} if before is None else dict(zip(before.places, before.finite.unbind(), strict=True))
         return torch.stack([flags.get(place, ones) for place in after.places])
-
-    def _keep(self, parts: dict[Any, _Part], finite: dict[Any, Tensor]) -> None:
-        self._known = {
-            device: _Known(list(map(weakref.ref, part.tensors)), [t._version for t in part.tensors], finite[device])
-            for device, part in parts.items()
-        }
-        self._before, self._after = {}, {}
 
 
 def holds_lost_losses(scaler: Any, optimizer: Any) -> bool:
@@ -358,6 +358,7 @@ def _norm(bucket: list[Tensor]) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     """Return the values as real floats that kernels take."""
+    tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor
     tensor = tensor.detach().resolve_neg().resolve_conj()
     if tensor.is_complex():
         return torch.view_as_real(tensor)

@@ -94,7 +94,7 @@ class GradScaler(TorchNames):
         on_nonfinite_update: The reaction to a step that makes a parameter or a state of the optimizer NaN or infinite,
             although the gradients are finite. `"raise"` makes `step` raise a `NonfiniteUpdateError` that names it.
             `"skip"` undoes the step; parameters, state, settings and torch's random numbers are as before, on every
-            rank. It keeps a copy of parameters and state. A value that was not finite before the step is not checked.
+            rank. It keeps a copy of parameters and state. A tensor that was not finite before the step is not checked.
         on_nonfinite_loss: `"hold"` makes `minimize` skip a step whose loss is NaN or infinite before it is scaled, and
             keep the loss scale; with `"back_off"` the scale is lowered as after an overflow.
 

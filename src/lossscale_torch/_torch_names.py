@@ -48,6 +48,7 @@ class TorchNames(torch.amp.GradScaler):
     _begun_with: tuple[float, int]
     _interval_as_given: Any = None
     _nonfinite: Nonfinite | None = None
+    _saved_counters: Any = None  # the entry of a checkpoint, for a scaler without these settings
 
     @property
     def policy(self) -> ScalingPolicy:
@@ -118,7 +119,8 @@ class TorchNames(torch.amp.GradScaler):
         }
         ours = state_to_dict(state, self.policy)  # without a policy that has no kind of its own, such as a subclass
         is_own = ours.get("policy", {}).get("kind") not in _checkpoint.LIBRARY_KINDS
-        counters = {} if self._nonfinite is None else self._nonfinite.saved(state)
+        counters = {} if self._saved_counters is None else {"nonfinite": self._saved_counters}
+        counters = counters if self._nonfinite is None else self._nonfinite.saved(state)
         return {**({} if is_own else torchs), **ours, **self._guards.saved(state), **counters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +144,8 @@ class TorchNames(torch.amp.GradScaler):
         self._guards.restore(saved)
         if self._nonfinite is not None:
             self._nonfinite.restore(saved)
+        elif "nonfinite" in saved or self._saved_counters is not None:
+            self._saved_counters = saved.get("nonfinite")
         self._waiting.scale_changes(self._members, self._records, number(self._state.snapshot().loss_scale))
         self._state = self._state.restore(policy, state)
         if self._follows_checkpoint:

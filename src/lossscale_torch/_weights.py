@@ -14,7 +14,7 @@ Place = tuple[Any, ...]
 
 
 def tensors_of(optimizer: Any) -> dict[Place, Tensor]:
-    """Return the dense, local tensors of the trained parameters and of the state, in the order of the parameters."""
+    """Return the local tensors of the trained parameters and of the state, in the order of the parameters."""
     found: dict[Place, Tensor] = {}
     state = _state_of(optimizer)
     seen = set()
@@ -41,21 +41,31 @@ class WeightsAndState:
         self._optimizer = optimizer
         self._entries = [(key, entry, _shallow(entry)) for key, entry in _state_of(optimizer).items()]
         self._groups = [(group, _shallow(_settings(group))) for group in optimizer.param_groups]
-        tensors = [
-            *tensors_of(optimizer).values(),
-            *(each for _, group in self._groups for each in _in_settings(group)),
-        ]
-        self._tensors = [each for bucket in buckets(tensors) for each in bucket]
+        found = tensors_of(optimizer)
+        settings = (each for _, group in self._groups for each in _in_settings(group))
+        dense = [each for each in (*found.values(), *settings) if each.layout is torch.strided]
+        self._sparse = [(each, each.clone()) for each in found.values() if each.layout is not torch.strided]
+        self._tensors = [each for bucket in buckets(dense) for each in bucket]
         kinds = [(each.shape, each.stride(), each.dtype, each.device) for each in self._tensors]
         self.memory = [] if memory is None else memory
         if kinds != [(each.shape, each.stride(), each.dtype, each.device) for each in self.memory]:
             self.memory.clear()  # before the new copies are made
             self.memory += [torch.empty_like(each, requires_grad=False) for each in self._tensors]
         self._copy(self.memory, self._tensors)
+        copies = {id(each): copy for each, copy in zip(self._tensors, self.memory, strict=True)}
+        copies |= {id(each): copy for each, copy in self._sparse}
+        self._copies = {place: copies[id(each)] for place, each in found.items()}
+
+    def copy_of(self, place: Place) -> Tensor | None:
+        """Return the copy of the tensor that was at a place; None if there was none."""
+        return self._copies.get(place)
 
     def restore(self) -> None:
         """Restore parameters, state and settings; state that was created since is removed."""
         self._copy(self._tensors, self.memory)
+        with torch.no_grad():
+            for tensor, before in self._sparse:
+                tensor.copy_(before)
         state = _state_of(self._optimizer)
         state.clear()
         for key, entry, saved in self._entries:
@@ -107,7 +117,7 @@ def _in_settings(settings: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _tensors_in(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the dense tensors in nested dicts, lists and tuples, and their places."""
+    """Yield the tensors in nested dicts, lists and tuples, and their places."""
     if isinstance(value, Tensor):
         yield from _dense(value, place)
     elif isinstance(value, dict):

@@ -377,7 +377,7 @@ def test_the_default_costs_nothing(case):
 
 
 def test_checkpoints_copies_and_pickles_have_the_counters():
-    """And the settings; a scaler without the setting ignores them, and one with it starts at zero without them."""
+    """And the settings; a scaler without the setting keeps them, and one with it starts at zero without them."""
     run = Run("adam", on_nonfinite_update="skip").step(1, -2, -3)
     saved = run.scaler.state_dict()
     assert saved["nonfinite"] == {"updates": 2, "update_streak": 2, "losses": 0, "loss_streak": 0}
@@ -389,8 +389,8 @@ def test_checkpoints_copies_and_pickles_have_the_counters():
         assert scaler.metrics()["nonfinite_updates"] == 3
     plain = GradScaler("cpu")
     plain.load_state_dict(saved)
-    assert "nonfinite" not in plain.state_dict()
-    run.scaler.load_state_dict(plain.state_dict())
+    assert plain.state_dict()["nonfinite"] == saved["nonfinite"]
+    run.scaler.load_state_dict(GradScaler("cpu").state_dict())
     assert run.scaler.metrics()["nonfinite_updates"] == 0
 
 
@@ -570,3 +570,74 @@ def test_the_diagnosis_tells_of_it():
     scaler = Run("adam", on_nonfinite_update="skip").step(1, -2).scaler
     assert "1 update was undone" in scaler.diagnose()
     assert math.isfinite(scaler.metrics()["nonfinite_updates"])
+
+
+# -- callers who write to what is checked ------------------------------------------------------------------------------
+
+
+def _at(values, **settings):
+    """Return a weight, its optimizer, and a function that steps with a gradient; the loss is not scaled."""
+    weight = torch.nn.Parameter(torch.tensor(values))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", policy="none", **{"on_nonfinite_update": "skip", **settings})
+    scaler.place_on("cpu")
+
+    def step(*grad):
+        weight.grad = torch.tensor(grad)
+        scaler.step(optimizer)
+        return scaler.update()
+
+    return weight, optimizer, step
+
+
+@pytest.mark.parametrize("write", ["in place", "replaced"])
+def test_a_write_that_torch_does_not_count_is_not_the_steps(write):
+    """`.data` has no version: a mask that is written through it is left alone, and what it repairs is checked again."""
+    weight, optimizer, step = _at([1.0, 1.0])
+    assert step(0.0, 0.5).applied
+    masked = torch.tensor([-INF, 1.0])
+    if write == "in place":
+        weight.data[0] = -INF
+    else:
+        weight.data = masked
+    assert step(0.0, 0.5).applied
+    weight.data.fill_(1.0)
+    optimizer.param_groups[0]["lr"] = 1e5
+    assert step(0.0, 3e38).nonfinite_update
+    assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reaction", ["skip", "raise"])
+def test_sparse_state_is_checked_and_restored(reaction):
+    """The momentum of sparse gradients is sparse, too."""
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    scaler = GradScaler("cpu", policy="none", on_nonfinite_update=reaction)
+
+    def step(factor):
+        optimizer.zero_grad()
+        scaler.scale(embedding(torch.tensor([1, 2])).sum() * factor).backward()
+        scaler.step(optimizer)
+        return scaler.update()
+
+    assert step(1.0).applied
+    before = copy.deepcopy([embedding.weight, optimizer.state[embedding.weight]["momentum_buffer"]])
+    optimizer.param_groups[0]["lr"] = 1e10
+    if reaction == "raise":
+        with pytest.raises(NonfiniteUpdateError):
+            step(1e35)
+        return
+    assert step(1e35).nonfinite_update
+    assert torch.equal(embedding.weight, before[0])
+    assert torch.equal(optimizer.state[embedding.weight]["momentum_buffer"].to_dense(), before[1].to_dense())
+
+
+def test_counters_wait_in_a_scaler_without_the_settings():
+    """As a guard's state does, for the next one that has them."""
+    saved = GradScaler("cpu", on_nonfinite_update="skip").state_dict()
+    saved["nonfinite"] = {"updates": 3, "update_streak": 1, "losses": 0, "loss_streak": 0}
+    plain = GradScaler("cpu")
+    plain.load_state_dict(saved)
+    assert plain.state_dict()["nonfinite"] == saved["nonfinite"]
+    plain.load_state_dict(GradScaler("cpu").state_dict())
+    assert "nonfinite" not in plain.state_dict()

@@ -229,3 +229,34 @@ def _refuse(rank, world_size):
 def test_several_ranks_that_do_not_combine_are_refused():
     """Their scales would drift apart."""
     _on_ranks(2, _refuse)
+
+
+def test_a_call_that_raised_leaves_no_lost_loss():
+    """The next step, of another call or of a loop, is an ordinary one."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    closure, sgd = torch.optim.LBFGS([weight]), torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", policy="none", on_nonfinite_loss="hold")
+
+    def broken():
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        scaler.minimize(closure, [lambda: weight.sum() * float("nan"), broken])
+    info = scaler.minimize(sgd, lambda: (weight**2).sum())
+    assert info.applied
+    assert not info.nonfinite_loss
+
+
+def test_losses_of_another_optimizer_do_not_end_a_streak():
+    """A model that is dead is found although another one trains in turns."""
+    dead, alive = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = torch.optim.SGD([dead], lr=0.1), torch.optim.SGD([alive], lr=0.1)
+    policy = DynamicScaling(max_overflow_streak=5)
+    scaler = GradScaler("cpu", policy=policy, on_nonfinite_loss="hold")
+    for _ in range(4):
+        scaler.minimize(first, lambda: dead.sum() * float("nan"))
+        scaler.minimize(second, lambda: alive.sum())
+    with pytest.raises(NonfiniteStreakError, match="the last 5 losses"):
+        scaler.minimize(first, lambda: dead.sum() * float("nan"))
+    assert scaler.minimize(first, lambda: dead.sum()).applied
+    assert scaler.metrics()["nonfinite_loss_streak"] == 0

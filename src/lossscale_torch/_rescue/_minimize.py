@@ -69,6 +69,8 @@ class _Minimization:
             info = self._run_any()
         except BaseException:
             self._scaler._records.pop(id(self._optimizer), None)  # so that the next call begins with nothing known
+            if self._holds:
+                self._scaler._nonfinite.has_lost_loss = False
             raise
         finally:
             for each in self._protections:
