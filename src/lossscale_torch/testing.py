@@ -379,6 +379,8 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
             run.step(number)
         handle.remove()
         seen.append(norms)
+    if not all(_gathered(all(seen))):
+        raise _NotTriedError("the optimizer was not asked to step")
     for number, (small, large) in enumerate(zip(*seen, strict=True)):
         if abs(small - large) > CLOSE * max(abs(small), abs(large)):
             norms_seen = f"the optimizer gradients of norm {small:g} and {large:g}"
@@ -393,6 +395,8 @@ def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
         run.set_scale(loss_scale)  # after `build`, which may have kept the first scale
     for number in range(2):
         small, large = (_left_at(run, number, by) for run, by in zip(runs, SCALES, strict=True))
+        if not small:
+            raise _NotTriedError("the scaler was shown no gradients")
         # Code of a user may multiply an inner loss by get_scale(), which is right; then it grows with the scale.
         names = [name for name, size in small.items() if size > 2.0 * large.get(name, 0.0)]
         if names:

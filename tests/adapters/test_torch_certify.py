@@ -81,6 +81,22 @@ class Hidden(Held):
         self.hidden.weight.data.add_(1.0)
 
 
+class ByHand(Held):
+    "Unscales by hand, and tells the scaler the next scale."
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # which no step uses
+
+    def step(self, batch):
+        self.own.zero_grad()
+        self.scaler.scale(self.model(torch.ones(2, 4)).square().mean()).backward()
+        for param in self.model.parameters():
+            param.grad /= self.scaler.get_scale()
+        self.own.step()
+        self.scaler.update(1024.0)
+
+
 def fails(scaler):
     raise OSError("no data")
 
@@ -142,6 +158,15 @@ def test_what_cannot_be_tried_ends_with_status_2(folder, name, reason):
     page, lines = _certified(folder, name, 2)
     assert reason in page
     assert {line["result"] for line in lines.values()} == {"not tried"}
+
+
+def test_what_a_check_has_not_seen_is_not_claimed(folder):
+    """A loop that unscales by hand, with an optimizer that is another one than it shows."""
+    _, lines = _certified(folder, "ByHand", 1)
+    line = lines["with its own optimizer: the loss scale makes no difference to the gradients"]
+    assert (line["result"], line["reason"]) == ("not tried", "the optimizer was not asked to step")
+    line = lines["all gradients come from losses that are scaled or attached"]
+    assert (line["result"], line["reason"]) == ("not tried", "the scaler was shown no gradients")
 
 
 def test_a_loop_that_raises_at_a_skip_has_not_held(folder):

@@ -1,5 +1,6 @@
 """`lossscale run --plant` writes what planned overflows have moved in a script, and claims nothing that did not run."""
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -167,3 +168,23 @@ def test_without_a_page_nothing_is_planted(tmp_path):
     command = [sys.executable, "-m", "lossscale", "run", "--", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "torch.serialization False\n"
+
+
+def test_a_signal_reaches_a_script_that_has_a_page(tmp_path):
+    """The command waits for the script to end as it wishes, and writes the page."""
+    end = """
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    print("ready", flush=True)
+    signal.pause()
+"""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT + end))
+    command = [sys.executable, "-m", "lossscale", "run", "--plant", "3,4", "--page", "page.md", "--", sys.executable]
+    with subprocess.Popen([*command, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 7
+        finally:
+            process.kill()  # else a failure would wait for a script that waits for its signal
+    assert "- exit status of the script: 7\n" in (tmp_path / "page.md").read_text()
