@@ -1,4 +1,4 @@
-"""A page for a pull request: what was checked of loss scaling, and what held, as Markdown with a JSON beside it."""
+"""A page for a pull request: what was checked of loss scaling, and what held, as Markdown with a JSON file next to it."""
 
 import importlib.metadata
 import json
@@ -73,13 +73,13 @@ class Certificate(NamedTuple):
         return json.dumps(content, indent=2) + "\n"
 
     def write(self, page: Path, overwrite: bool) -> None:
-        """Write the page, and the JSON beside it."""
+        """Write the page, and the JSON file next to it."""
         write_whole(page, self.markdown(), overwrite=overwrite)
         write_whole(json_of(page), self.json(), overwrite=overwrite)
 
 
 def json_of(page: Path) -> Path:
-    """Return the path of the JSON beside a page."""
+    """Return the path of the JSON file next to a page."""
     return page.with_suffix(".json")
 
 

@@ -239,7 +239,7 @@ class _Checked:
         self._after: dict[Any, _Part] = {}
 
     def look(self, optimizer: Any) -> None:
-        """Look at the tensors before a step; those that nobody has written since the last step are known."""
+        """Look at the tensors before a step; those that no code has written since the last step are known."""
         self._before, self._after = {}, {}
         for device, (places, tensors) in _floats(optimizer).items():
             known = self._known.get(device)
