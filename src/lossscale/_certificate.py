@@ -1,4 +1,4 @@
-"""A page for a pull request: what was checked of loss scaling, and what held, as Markdown with a JSON file next to it."""
+"""A page for a pull request: what was checked of loss scaling, and what held, as Markdown and as JSON."""
 
 import importlib.metadata
 import json

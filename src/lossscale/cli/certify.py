@@ -22,8 +22,8 @@ def command(loop: str, page: Path, overwrite: bool) -> None:
     """Check a PyTorch training loop with planned overflows, and write a page for a pull request.
 
     BUILD is a function or class in MODULE that takes a scaler and returns the loop, as for
-    lossscale_torch.testing.check_training_loop. The page is Markdown, with a JSON file next to it. Exit status: 0 if all
-    that was tried has held, 1 if something has not, 2 if nothing was tried. Under torchrun, one rank overflows.
+    lossscale_torch.testing.check_training_loop. The page is Markdown, with a JSON file next to it. Exit status: 0 if
+    all that was tried has held, 1 if something has not, 2 if nothing was tried. Under torchrun, one rank overflows.
     """
     try:
         from lossscale._certify_loop import certified_loop, process_group
