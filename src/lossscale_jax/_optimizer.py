@@ -256,7 +256,12 @@ class _Wrapper(NamedTuple):
             return _axes.zeros_where_unlike(updates, applied[0]), inner_state
 
         def written(updates: Tree) -> tuple[PyTree, PyTree]:
-            return (no_updates(updates), updates) if params is None else (params, with_updates(params, updates))
+            if params is None:  # the dtype in which the updates will be added is unknown
+                raise TypeError(
+                    f"params is missing, and on_nonfinite_update={self.settings.on_nonfinite_update!r} checks the "
+                    "parameters as they will be written; call optimizer.update(grads, opt_state, params)"
+                )
+            return params, with_updates(params, updates)
 
         attempt, (result, inner_state) = self._take(attempt, update_or_skip, step, skip, state.inner_state, written)
         return select(attempt.applied, result, no_updates(result)), self._next_state(attempt, inner_state, state)

@@ -355,17 +355,6 @@ def test_raise_is_refused_in_a_compiled_step():
             step(params, optimizer.init(params), jnp.float32(1e21))
 
 
-def test_updates_without_parameters_are_checked():
-    """With the inner state alone, where `update` gets no parameters."""
-    scaled = optax.stateless(lambda updates, params: jax.tree.map(lambda leaf: leaf * 1e30, updates))
-    optimizer = loss_scaled(scaled, POLICY, on_nonfinite_update="skip")
-    opt_state = optimizer.init(jnp.ones(2))
-    for size, undone in ((1.0, 0), (1e20, 1)):
-        updates, opt_state = jax.jit(optimizer.update)(jnp.full(2, size), opt_state)
-        assert bool((updates == 0.0).all()) == bool(undone)
-        assert opt_state.nonfinite_state.updates == undone
-
-
 def _mesh():
     return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -785,3 +774,17 @@ def test_the_counters_are_those_of_the_core():
         expected = count_nonfinite(expected, loss_finite=finite, stepped=stepped, update_finite=size < 1e20)
         assert opt_state.nonfinite_state == expected
     assert expected[:3] == (2, 0, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_update_needs_the_parameters(compiled):
+    """Finite updates in float32 may be infinite as float16 weights; the message shows the call."""
+    optimizer = loss_scaled(optax.sgd(1e4), "none", on_nonfinite_update="skip")
+    params = jnp.ones(2, jnp.float16)
+    grads, opt_state = jnp.full(2, 6e4, jnp.float16), optimizer.init(params)
+    update = jax.jit(optimizer.update) if compiled else optimizer.update
+    with pytest.raises(TypeError, match=r"params is missing, .*; call optimizer\.update\(grads, opt_state, params\)"):
+        update(grads, opt_state)
+    updates, opt_state = update(grads, opt_state, params)
+    assert optax.apply_updates(params, updates).tolist() == [1.0, 1.0]
+    assert int(opt_state.nonfinite_state.updates) == 1

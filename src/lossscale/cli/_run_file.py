@@ -87,21 +87,18 @@ def _overflows(found: dict[str, Any], spiked: NDArray[np.bool_]) -> tuple[NDArra
 def _roles(path: Path, titles: Iterable[str]) -> dict[str, str]:
     """Return the title of the column for each role. Raises `TraceFileError` if no column holds the loss scale."""
     titles = list(titles)
-    found = {role: title for role, names in _NAMES.items() if (title := _title(titles, names)) is not None}
+    by_name: dict[str, str] = {}  # the first title of each name, whole or without its prefix
+    for title in titles:
+        plain = title.strip().lower()
+        for name in (plain, plain.rpartition(" - ")[2], plain.rpartition("/")[2]):
+            by_name.setdefault(name, title)
+    known = {role: [by_name[name] for name in names if name in by_name] for role, names in _NAMES.items()}
+    found = {role: found_titles[0] for role, found_titles in known.items() if found_titles}
     if "scale" not in found:
         raise TraceFileError(
             f"{path} has no column for the loss scale, such as 'loss_scale'; it has {shown_names(titles) or 'nothing'}"
         )
     return found
-
-
-def _title(titles: list[str], names: Iterable[str]) -> str | None:
-    for name in names:
-        for title in titles:
-            plain = title.strip().lower()
-            if name in (plain, plain.rpartition(" - ")[2], plain.rpartition("/")[2]):
-                return title
-    return None
 
 
 def _reader(path: Path) -> Callable[[Path], dict[str, Any]]:
