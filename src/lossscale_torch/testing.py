@@ -42,7 +42,7 @@ _NO_SCALER = (
     "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
 )
 _LONGEST = 240
-_P = ParamSpec("_P")
+P = ParamSpec("P")
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -449,11 +449,11 @@ def _check_resumes(build: Callable[[Any], Any], fused: bool) -> None:
         _require_equal(f"after step {number}", resumed.everything(), run.everything(), how)
 
 
-def _on_all_ranks(compare: Callable[_P, None]) -> Callable[_P, None]:
+def _on_all_ranks(compare: Callable[P, None]) -> Callable[P, None]:
     """Let a comparison that fails on one rank fail on all, so that none waits for another that has raised its error."""
 
     @functools.wraps(compare)
-    def compare_on_all(*args: _P.args, **kwargs: _P.kwargs) -> None:
+    def compare_on_all(*args: P.args, **kwargs: P.kwargs) -> None:
         own = None
         try:
             compare(*args, **kwargs)
