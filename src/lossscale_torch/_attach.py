@@ -60,12 +60,12 @@ class _Mark:
 
     def __del__(self) -> None:
         if not self.has_run:
-            self._scaler._lost_losses = getattr(self._scaler, "_lost_losses", 0) + 1
+            self._scaler._lost_losses += 1
 
 
 def _warn_of_lost(scaler: Any, _: object) -> None:
     """Warn at an update if attached losses got no backward pass since the last one."""
-    if getattr(scaler, "_lost_losses", 0):
+    if scaler._lost_losses:
         scaler._lost_losses = 0
         warnings.warn(
             "a loss was attached and got no backward pass, so it trains nothing; continue with what attach returned, "

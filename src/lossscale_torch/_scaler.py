@@ -79,7 +79,7 @@ class GradScaler(TorchNames):
         process_group: The group over whose ranks the decision is combined before a step. For parameters sharded over a
             device mesh this is automatic.
         joint_skip: Whether an overflow in one optimizer skips all of them; call `unscale_` on each before the first
-            `step`.
+            `step`. A step that `on_nonfinite_update` undoes skips only those that follow it.
         half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
             they are refused.
         guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before. The clip
@@ -144,7 +144,6 @@ class GradScaler(TorchNames):
         self._last: StepInfo | None = None
         self._watch = Watch(on_floor)
         self._observers: list[Callable[[Any, StepInfo], None]] = []
-        self._lost_losses = 0  # attached ones without a backward pass since the last update
         nonfinite = Nonfinite.of(on_nonfinite_update, on_nonfinite_loss)
         if nonfinite is not None and self._enabled:
             self._nonfinite = nonfinite

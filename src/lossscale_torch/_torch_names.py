@@ -48,6 +48,7 @@ class TorchNames(torch.amp.GradScaler):
     _begun_with: tuple[float, int]
     _interval_as_given: Any = None
     _nonfinite: Nonfinite | None = None
+    _lost_losses: int = 0  # attached ones without a backward pass since the last update
     _saved_counters: Any = None  # the entry of a checkpoint, for a scaler without these settings
 
     @property
@@ -199,6 +200,7 @@ class TorchNames(torch.amp.GradScaler):
             "_guards": self._guards.copied(members),
             "_watch": deepcopy(self._watch),
             "_observers": deepcopy(self._observers),  # type: ignore[attr-defined]
+            "_lost_losses": 0,  # this scaler warns of them
             **({} if self._nonfinite is None else {"_nonfinite": self._nonfinite.copied()}),
         }
 

@@ -514,3 +514,20 @@ def test_subclasses_may_replace_it():
     scaler = Counting("cpu", init_scale=4.0)
     _loss(_model(scaler.attach), _batch()).backward()
     assert scaler.calls == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_does_not_warn_of_what_its_original_has_lost(copied):
+    """One warning for one loss."""
+    weight, scaler = torch.nn.Parameter(torch.ones(2)), GradScaler("cpu")
+    scaler.attach(weight * 2, weight.sum())
+    other, optimizer = copied(scaler), torch.optim.SGD([weight], lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.scale(weight.sum()).backward()
+        other.step(optimizer)
+        other.update()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.warns(UserWarning, match="a loss was attached and got no backward pass"):
+        scaler.update()

@@ -30,7 +30,7 @@ class Record:
         self._followers = Followers()
         self._findings = planted[1] if planted else None
         self.plan = Plan(scaler, planted[0], self._followers) if planted else None
-        """The planned overflows of a run whose results go on a page."""
+        """The planned overflows of a run that writes a page of results."""
         # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
 
