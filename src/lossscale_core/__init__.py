@@ -10,7 +10,12 @@ import typing as _typing
 from lossscale_core import errors, files, messages, tree
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._base import BaseScaling, ScalingPolicy
-from lossscale_core._checkpoint import guard_state_from_dict, state_from_dict, state_to_dict
+from lossscale_core._checkpoint import (
+    guard_state_from_dict,
+    nonfinite_state_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
 from lossscale_core._config import (
     PolicyLike,
     as_policy,
@@ -28,7 +33,6 @@ from lossscale_core._nonfinite import (
     check_nonfinite_streak,
     count_nonfinite,
     init_nonfinite_state,
-    nonfinite_state_from_dict,
     nonfinite_update,
 )
 from lossscale_core._placement import init_state

@@ -10,7 +10,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
-from lossscale_core._nonfinite import NonfiniteState
+from lossscale_core._nonfinite import NonfiniteState, init_nonfinite_state
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
@@ -95,7 +95,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     if missing:
         raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_HINT}")
     fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
-    _require_consistent(fields)
+    _require_consistent(fields, ("skipped_steps", "steps"), ("overflow_streak", "skipped_steps"))
     notes = [] if policy is None else _policy_differences(saved.get("policy"), policy)
     notes += _bring_within_bounds(fields, policy)
     notes += [] if policy is None else _adapt(fields, start, policy, saved.get("policy"))
@@ -136,6 +136,28 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
             f"streak={state.streak:g} of the saved guard exceeds spikes={state.spikes}; restore an earlier checkpoint"
         )
     return state
+
+
+def nonfinite_state_from_dict(saved: Mapping[str, Any]) -> NonfiniteState[HostScalar]:
+    """Return the saved counters as host scalars, which every framework's `asarray` accepts.
+
+    Args:
+        saved: A dict that `state_to_dict` returned. The counters start at zero if it was saved without them.
+
+    Returns:
+        The counters.
+
+    Raises:
+        CheckpointError: A counter is missing, or is not a whole number from 0 that fits int32.
+    """
+    start = init_nonfinite_state()
+    numbers = saved.get("nonfinite", start._asdict())
+    missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
+    if missing:
+        raise CheckpointError(f"the saved counters under 'nonfinite' have no {', '.join(missing)}; {_HINT}")
+    fields = {name: _restored(name, numbers[name], initial) for name, initial in start._asdict().items()}
+    _require_consistent(fields, ("update_streak", "updates"), ("loss_streak", "losses"))
+    return NonfiniteState(**fields)
 
 
 def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
@@ -260,9 +282,9 @@ def _restored(name: str, value: Any, initial: Any, largest: float = LARGEST_SCAL
     return type(initial)(value)
 
 
-def _require_consistent(fields: dict[str, Any]) -> None:
-    """Require counters of one run: no more skipped steps than steps, and no longer streak than skipped steps."""
-    for less, more in (("skipped_steps", "steps"), ("overflow_streak", "skipped_steps")):
+def _require_consistent(fields: dict[str, Any], *pairs: tuple[str, str]) -> None:
+    """Require counters of one run: the first of each pair does not exceed the second."""
+    for less, more in pairs:
         if fields[less] > fields[more]:
             raise CheckpointError(
                 f"{less}={fields[less]} of the saved state exceeds {more}={fields[more]}; restore an earlier checkpoint"

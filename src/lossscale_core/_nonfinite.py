@@ -4,7 +4,6 @@ As for the spike guard, the adapter that takes the step leaves the policy's stat
 either of them.
 """
 
-from collections.abc import Mapping
 from typing import Any, Generic, Literal, NamedTuple
 
 import numpy as np
@@ -13,8 +12,7 @@ from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
-from lossscale_core.errors import CheckpointError, NonfiniteStreakError, NonfiniteUpdateError
-from lossscale_core.messages import shown
+from lossscale_core.errors import NonfiniteStreakError, NonfiniteUpdateError
 
 OnNonfiniteUpdate = Literal["ignore", "raise", "skip"]
 """The reaction to a step that makes a parameter or a state of the optimizer NaN or infinite."""
@@ -120,34 +118,3 @@ def nonfinite_update(name: str) -> NonfiniteUpdateError:
         f"{name} became NaN or infinite in a step with finite gradients; load an earlier checkpoint, and look for a "
         "huge gradient, eps=0 or half precision in the optimizer; on_nonfinite_update='skip' undoes such steps"
     )
-
-
-def nonfinite_state_from_dict(saved: Mapping[str, Any]) -> NonfiniteState[HostScalar]:
-    """Return the saved counters as host scalars, which every framework's `asarray` accepts.
-
-    Args:
-        saved: A dict that `state_to_dict` returned. The counters start at zero if it was saved without them.
-
-    Returns:
-        The counters.
-
-    Raises:
-        CheckpointError: A counter is missing, or is not a whole number from 0 that fits int32.
-    """
-    numbers = saved.get("nonfinite", init_nonfinite_state()._asdict())
-    counts = {}
-    for name in NonfiniteState._fields:
-        count = numbers.get(name) if isinstance(numbers, Mapping) else None
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count < 2**31:
-            raise CheckpointError(
-                f"{name}={shown(count)} among the saved nonfinite counters must be a whole number from 0 that fits "
-                "int32; restore an earlier checkpoint"
-            )
-        counts[name] = np.int32(count)
-    for streak, total in (("update_streak", "updates"), ("loss_streak", "losses")):
-        if counts[streak] > counts[total]:
-            raise CheckpointError(
-                f"{streak}={counts[streak]} of the saved nonfinite counters exceeds {total}={counts[total]}; restore "
-                "an earlier checkpoint"
-            )
-    return NonfiniteState(**counts)

@@ -32,7 +32,7 @@ PLAN = {
         _schema: _base _settings
         _strategies: _base _settings
         _config: _base _policy _settings errors files messages
-        _nonfinite: _arrays _base _config _state errors messages
+        _nonfinite: _arrays _base _config _state errors
         _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors messages
         _placement: _arrays _base _config _policy _state
