@@ -77,7 +77,8 @@ PLAN = {
         _weights: _gradients
         _waiting: _gradients _members _state
         _norm: _gradients _ranks _state _versions
-        _nonfinite: _gradients _members _norm _random _ranks _state _step_info _weights
+        _checked_tensors: _gradients _norm _state _weights
+        _nonfinite: _checked_tensors _members _random _ranks _state _step_info _weights
         _rescue: _checkpoint _gradients _members _nonfinite _random _step_info _versions _weights
         _torch_names: _checkpoint _guard _members _nonfinite _ranks _state _waiting _watch
         _verbs: _gradients _ranks _types
