@@ -11,7 +11,7 @@ from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling
+from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, SpikeGuard
 from lossscale_core.testing import overflow_traces
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
 from tests.sweeping import few_examples
@@ -88,10 +88,14 @@ def test_flaxs_value_and_grad_is_ours():
 
 
 @pytest.mark.filterwarnings("default")  # what Orbax warns of is Orbax's
-def test_orbax(tmp_path):
+@pytest.mark.parametrize("settings", [
+    pytest.param({}, id="plain"),
+    pytest.param({"max_norm": 1.0, "guard": SpikeGuard(), "on_nonfinite_update": "skip"}, id="all counters"),
+])  # fmt: skip
+def test_orbax(settings, tmp_path):
     """The whole optimizer state is a pytree: a run continued from a checkpoint is bit for bit the run without one."""
     policy = DynamicScaling(init_scale=2.0**20, growth_interval=3)
-    optimizer = loss_scaled(optax.adam(0.1), policy)
+    optimizer = loss_scaled(optax.adam(0.1), policy, **settings)
 
     @jax.jit
     def step(params, opt_state):
