@@ -225,6 +225,8 @@ STEPS = {
 )
 def test_a_loss_that_is_added_without_its_scale_is_named(name, add):
     """By the parameters whose gradients it adds to; `attach` passes, and so does a loss that is scaled by hand."""
+    if name == "pmap" and jax.__version_info__ < (0, 8):
+        pytest.skip("before JAX 0.8 a pmap with in_axes=None cannot be compiled within jit")
     step, state = STEPS[name](ADDED_BY[add])
     step = step if "without jit" in name else jax.jit(step)
     step(state, BATCHES[0])  # it is compiled before the check, which must not matter
