@@ -17,7 +17,7 @@ from lossscale_core import FixedScaling
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
-from tests.torch_versions import FSDP2
+from tests.torch_versions import FSDP2, TORCH
 
 pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -134,7 +134,8 @@ def test_compiled(loss_scale, backend):
     torch._dynamo.reset()
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.place_on("cpu")
-    model = torch.compile(_model(scaler.attach), backend=backend, fullgraph=True)
+    model = _model(lambda x, loss: scaler.attach(x, loss))  # torch 2.6 cannot trace `scaler.attach` as an attribute
+    model = torch.compile(model, backend=backend, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for scale in (4.0, loss_scale):
             scaler.update(scale) if scale != 4.0 else None
@@ -418,7 +419,8 @@ def test_what_cannot_hold(program):
     if expected == 2:
         with pytest.warns(UserWarning, match="attached and got no backward pass") as record:
             scaler.update()
-        assert record[0].filename == __file__
+        if TORCH >= (2, 7):  # before, it names the wrapper that keeps Dynamo out of `update`
+            assert record[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.update(4.0)  # once
