@@ -43,7 +43,7 @@ TOML_END = "\n# end\n"
 _DEEPEST_TOML = 16
 _TEMPORARY = re.compile(r"\.lossscale-[0-9a-f]{16}\.tmp")
 _PIPES = ("/dev/stdin", "/dev/fd/")
-# Tokens of TOML: texts of several lines, comments, and keys or values, whose parts are words joined by dots. All are
+# Tokens of TOML: texts of several lines, comments, and keys or values, which are words joined by dots. All are
 # possessive, and what is not closed ends with its line or the file, so that the time grows with the length of the text.
 _WORD = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n])*+\\?(?:"|(?=\n)|\Z)|'[^'\n]*+(?:'|(?=\n)|\Z))"""
 _DOT_WORD = rf"(?:[ \t]*+\.[ \t]*+{_WORD})"

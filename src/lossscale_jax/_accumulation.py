@@ -1,4 +1,4 @@
-"""Gradient accumulation: a window of micro-batches whose mean stays finite when some of them overflow."""
+"""Gradient accumulation: the mean of a window of micro-batches stays finite when some of them overflow."""
 
 from typing import NamedTuple
 

@@ -176,7 +176,7 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
 def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
-    # `jax.jit` calls `inspect.signature`, which would follow `__wrapped__` to `fun`, whose signature lacks the state.
+    # `jax.jit` calls `inspect.signature`, which would follow `__wrapped__` to `fun`: its signature lacks the state.
     del function.__wrapped__  # type: ignore[attr-defined]
     try:
         parameters = list(inspect.signature(fun).parameters.values())

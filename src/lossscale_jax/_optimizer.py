@@ -148,7 +148,8 @@ def loss_scaled(
             gradients still differ between the devices. It cannot be combined with clipping or accumulation; there,
             reduce the gradients first.
         max_norm: The global norm to which unscaled gradients are clipped, in the same read as the finiteness check.
-        accumulation_steps: The number of micro-batches whose mean makes one step; other calls return zero updates.
+        accumulation_steps: The number of micro-batches in one step, which applies their mean; the calls before the
+            last one return zero updates.
         drop: What an overflow drops. `"window"` skips the whole window, which counts as one step of the policy.
             `"micro_batch"` leaves out the micro-batches that overflowed and divides by the number of the others. Then
             every micro-batch counts as a step of the policy, and the scale may change within a window.

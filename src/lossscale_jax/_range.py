@@ -31,7 +31,7 @@ def range_report(
     `fun` is traced once, as by `jax.jit`. Then its equations run one by one: the forward pass once, and the
     backward pass (usually up to four times) at the loss scales that it searches. It measures every computed float16,
     bfloat16 and float8 array, also within `jit`, `checkpoint`, `custom_jvp`, `custom_vjp`, `scan`, `while_loop` and
-    `cond`, whose iterations and branches run one at a time. Operations that neither the loss nor a gradient needs are
+    `cond`; their iterations and branches run one at a time. Operations that neither the loss nor a gradient needs are
     left out. The arguments are not changed. Each measured array is copied to the host, so that every operation
     synchronises with it.
 

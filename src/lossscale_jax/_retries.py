@@ -67,7 +67,7 @@ def retrying_value_and_grad(
 
     Raises:
         TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
-        ValueError: When called: `fun` calls `attach`, whose state would keep the scale of the first try.
+        ValueError: When called: `fun` calls `attach`, which would keep the scale of the first try.
         PolicyError: `policy` is not a policy, or `retries` is not a whole number from 0, or `on_nonfinite_loss` is
             another value.
     """

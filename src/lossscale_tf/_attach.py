@@ -15,14 +15,14 @@ _SEED: ContextVar[tf.Tensor | None] = ContextVar("seed", default=None)
 
 
 class Attached:
-    """The losses that are attached for one optimizer; eagerly, those whose backward pass is to come."""
+    """The losses that are attached for one optimizer; in eager code, those that still wait for a backward pass."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[weakref.ref[Any], list[str]]] = []
         self._has_warned = False
 
     def attach(self, x: Any, aux_loss: Any, loss_scale: tf.Tensor) -> tf.Tensor:
-        """Return `x`, whose backward pass adds the gradients of `aux_loss` times `loss_scale`."""
+        """Return `x`; its backward pass adds the gradients of `aux_loss` times `loss_scale`."""
         x, aux_loss = tf.convert_to_tensor(x), tf.convert_to_tensor(aux_loss)
         for name, tensor in (("x", x), ("aux_loss", aux_loss)):
             if not tensor.dtype.is_floating:

@@ -30,7 +30,7 @@ class Record:
         by_keras: Whether `scale_loss` scaled the loss, so that the gradients are applied as they are.
         is_scaled: Whether a loss was scaled.
         is_unscaled: Whether gradients were unscaled.
-        is_waiting: Whether a loss was scaled whose gradients were not unscaled or applied yet.
+        is_waiting: Whether a loss was scaled, and its gradients were not unscaled or applied yet.
         is_from_outside: Whether the loss was scaled in another graph or thread, if at all.
 
     """
@@ -223,7 +223,7 @@ class Calls:
     def _require_nothing_waits(self, last: Record | None) -> None:
         if last is None or not last.is_waiting:
             return
-        # Eager gradients may be passed to a traced function, whose runs are not seen here.
+        # Eager gradients may be passed to a traced function; its runs are not seen here.
         if not tf.executing_eagerly() or not self._is_applied_in_graphs():
             self.forget_here()
             raise CallOrderError(
@@ -250,7 +250,7 @@ class Calls:
         return None
 
     def _from_outside(self, by_keras: bool) -> Record:
-        """Begin the record of a step whose loss was scaled in another graph or thread, or not at all."""
+        """Begin the record of a step with a loss that was scaled in another graph or thread, or not at all."""
         record = Record(self, by_keras)
         record.is_from_outside = True
         self._steps(current_graph()).append(record)

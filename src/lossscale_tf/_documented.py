@@ -200,8 +200,8 @@ def require_policy_or_number(loss_scale: Any) -> None:
     """Raise `PolicyError` for an object with the methods of a loss scale manager, which changes its own variables."""
     if hasattr(loss_scale, "update_loss_scale"):
         raise PolicyError(
-            f"{type(loss_scale).__name__} is a loss scale manager, whose update is made of operations on variables of "
-            "its own; pass a policy, whose update(state, grads_finite) returns a new state: FixedLossScaleManager and "
+            f"{type(loss_scale).__name__} is a loss scale manager, which updates variables of its own; pass a policy: "
+            "its update(state, grads_finite) returns a new state. FixedLossScaleManager and "
             "ExponentialUpdateLossScaleManager of lossscale_tf.v1 return policies, and a policy of your own is a "
             "class with init_state and update"
         )

@@ -1,4 +1,4 @@
-"""The global norm of gradients, whose read proves them finite, and what clipping by it multiplies with."""
+"""The global norm of gradients, which also shows whether they are finite, and the factor that clips them."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from lossscale_tf._verbs import finite_when_unscaled, lifted, sum_of_squares, su
 
 
 def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
-    """Return the 2-norm of all leaves together, unscaled; infinite exactly where an element is not finite.
+    """Return the 2-norm of all leaves together, unscaled; infinite if and only if an element is not finite.
 
-    Its dtype is float64 if a leaf's is, else float32; what is beyond that is its largest number. Reads the gradients
-    once. Only where their sum of squares overflows, or the scale is below 1, are they read again.
+    Its dtype is float64 if a leaf's is, else float32; a norm too large for the dtype becomes its largest number. Reads
+    the gradients once, and a second time if their sum of squares overflows, or the scale is below 1.
     """
     inverse = 1.0 / tf.cast(loss_scale, tf.float32)
     values = [summed_values(leaf) for leaf in leaves]
@@ -36,5 +36,5 @@ def global_norm(leaves: list[Any], loss_scale: Any) -> tf.Tensor:
 
 
 def clip_factor(norm: tf.Tensor, max_norm: float) -> tf.Tensor:
-    """Return what to multiply gradients of this norm with so that it becomes at most `max_norm`."""
+    """Return the factor for gradients of this norm after which their norm is at most `max_norm`."""
     return max_norm / tf.maximum(norm, max_norm)

@@ -35,8 +35,8 @@ _READS = {
 class Variables:
     """The values of all variables when the report begins; on exit the variables that were written are restored.
 
-    A value that is read shares the variable's memory. TensorFlow allocates new memory when it writes to a variable
-    whose value is still referenced, so that only the variables that change exist twice.
+    A value that is read shares the variable's memory. If such a value is still referenced when TensorFlow writes to the
+    variable, it allocates new memory. So only the variables that change exist twice.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class _Scopes:
         return scope
 
     def _scope_of_gradient(self) -> str | None:
-        """Return the scope of the operation whose gradients are being computed; None outside of such a function."""
+        """Return the scope of the operation that is being differentiated; None outside of a gradient function."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "_gradient_function" and "attr_tuple" in frame.f_locals:

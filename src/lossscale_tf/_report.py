@@ -9,7 +9,7 @@ from lossscale_tf._verbs import all_finite, is_gradient, summed_values
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
-    """Report on each variable whose gradient holds NaN or infinity, and on the cause.
+    """Report each variable with a gradient that holds NaN or infinity, and the cause.
 
     Call it eagerly, after a skipped step. Reads every gradient and synchronises with the host.
 

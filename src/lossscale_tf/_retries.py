@@ -17,7 +17,7 @@ class Tries:
     Args:
         step: The policy and the state of the optimizer.
         retries: The largest number of further tries; a policy that does not adapt has none.
-        protect: The objects whose variables a skipped try leaves unchanged.
+        protect: The objects to protect: a skipped try leaves their variables unchanged.
 
     """
 

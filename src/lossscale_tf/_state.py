@@ -65,7 +65,7 @@ class StateVariables(tf.Module):
         return [variable.assign(value) for variable, value in zip(self._of_tensorflow, state, strict=True)]
 
     def assign_changed(self, before: Any, after: Any) -> None:
-        """Set the variables whose field differs between two host states."""
+        """Set the variables of the fields that differ between two host states."""
         # An eager assignment takes longer than the whole update on the host, and most steps change two fields only.
         for variable, old, new in zip(self._of_tensorflow, before, after, strict=True):
             if new != old:

@@ -25,7 +25,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
 
     Args:
         loss: A tensor of any shape and dtype, or a nested structure of them.
-        state: The policy's state, whose `loss_scale` is float32 of shape `()`.
+        state: The policy's state; its `loss_scale` is float32 of shape `()`.
 
     Returns:
         The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
@@ -67,7 +67,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
 
     Args:
         grads: A nested structure of tensors, `IndexedSlices` and None.
-        state: The policy's state, whose `loss_scale` is float32 of shape `()`.
+        state: The policy's state; its `loss_scale` is float32 of shape `()`.
 
     Returns:
         The gradients in the same structure. float16 and bfloat16 leaves become float32, others keep their own

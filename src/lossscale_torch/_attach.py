@@ -51,7 +51,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _Mark:
-    """It counts an attached loss whose graph is freed without a backward pass."""
+    """An object in the graph of an attached loss; it counts the loss if the graph is freed without a backward pass."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler, self.has_run = scaler, False
@@ -76,7 +76,7 @@ def _warn_of_lost(scaler: Any, _: object) -> None:
 
 @contextlib.contextmanager
 def attached_with(scale: Tensor) -> Iterator[None]:
-    """Let each `attach` inside read `scale`, float32 of shape `()`, whatever the scaler."""
+    """Within the context, make each `attach` of any scaler read `scale`, float32 of shape `()`."""
     token = _INSTEAD.set(scale)
     try:
         yield

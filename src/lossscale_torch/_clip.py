@@ -58,7 +58,7 @@ class Clipped(NamedTuple):
     has_gradients: bool
     """Whether there were gradients on this rank."""
     known_to: Sequence[Any] = ()
-    """The process groups whose ranks have computed the same norm."""
+    """The process groups with ranks that have computed the same norm."""
 
 
 def clipping(max_norm: Any, norm_type: float, error_if_nonfinite: bool = False) -> Clipping:

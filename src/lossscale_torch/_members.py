@@ -175,7 +175,7 @@ def _forget(scaler: Callable[[], Any], key: int, _: Any) -> None:
 
 
 class Plain:
-    """An ordinary optimizer, whose `step` the scaler calls or skips."""
+    """An ordinary optimizer: the scaler calls its `step` or skips it."""
 
     check = "unscale_"
     """The scaler's method that checks unchecked gradients."""
@@ -187,7 +187,7 @@ class Plain:
 
 
 class Fused:
-    """An optimizer whose kernel divides by a factor, and skips the step itself if a flag is 1.0."""
+    """A fused optimizer: its kernel divides by a factor, and skips the step itself if a flag is 1.0."""
 
     check = "_check_fused"
 

@@ -1,4 +1,4 @@
-"""Steps whose update or loss is NaN or infinite although no gradient overflowed: found, undone or skipped, counted."""
+"""Steps with an update or a loss that is NaN or infinite although all gradients are finite: checks and counters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Nonfinite:
 
     @classmethod
     def of(cls, on_update: OnNonfiniteUpdate, on_loss: OnNonfiniteLoss) -> "Nonfinite | None":
-        """Return None for settings that check nothing; raise `PolicyError` for others than the documented ones."""
+        """Return None for settings that check nothing; raise `PolicyError` for values that are not allowed."""
         made = cls(on_update, on_loss)
         return None if (made.on_update, made.on_loss) == ("ignore", "back_off") else made
 

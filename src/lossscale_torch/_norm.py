@@ -154,7 +154,7 @@ def _joined_on_host(norms: list[float], norm_type: float) -> float:
 
 
 def _norm_by_largest(buckets: list[Bucket]) -> float:
-    """Return the 2-norm of gradients whose squares overflow or underflow: of the gradients divided by the largest."""
+    """Return the 2-norm of gradients with squares that overflow or underflow; divide by the largest element first."""
     largest = _joined_on_host([_largest(bucket) for bucket in buckets], math.inf)
     if not math.isfinite(largest) or largest == 0.0:
         return largest

@@ -91,7 +91,7 @@ def _flattened_groups(mesh: Any) -> list[Any]:
 
 
 def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
-    """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call."""
+    """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call this."""
     distributed = torch.distributed
     theirs: list[Any] = [None] * distributed.get_world_size(process_group)
     distributed.all_gather_object(theirs, mine, group=process_group)

@@ -1,4 +1,4 @@
-"""A report on the parameters whose gradients overflowed."""
+"""A report on the parameters with gradients that overflowed."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,9 +14,9 @@ from lossscale_torch._verbs import all_finite
 def overflow_report(
     named_parameters: Iterable[tuple[str, Tensor]], *, loss: Tensor | float | None = None
 ) -> OverflowReport:
-    """Report on each parameter whose gradient holds NaN or infinity, in the order given, and on the cause.
+    """Report each parameter with a gradient that holds NaN or infinity, in the given order, and the cause.
 
-    Call it after a skipped step; where nothing overflowed the report is empty. Reads every gradient and synchronises
+    Call it after a skipped step; if no gradient overflowed, the report is empty. Reads every gradient and synchronises
     with the host.
 
     Args:

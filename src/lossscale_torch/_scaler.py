@@ -76,8 +76,8 @@ class GradScaler(TorchNames):
         growth_interval: The number of finite steps in a row before the scale grows; with 0 it never grows, as in torch.
         enabled: Whether the scaler does anything; if False, training runs as it would without a scaler.
         policy: Anything that `lossscale_core.as_policy` accepts, instead of the four settings.
-        process_group: The group over whose ranks the decision is combined before a step. For parameters sharded over a
-            device mesh this is automatic.
+        process_group: The group of ranks over which the decision is combined before a step. For parameters sharded
+            over a device mesh this is automatic.
         joint_skip: Whether an overflow in one optimizer skips all of them; call `unscale_` on each before the first
             `step`. A step that `on_nonfinite_update` undoes skips only those that follow it.
         half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
@@ -86,16 +86,16 @@ class GradScaler(TorchNames):
             measures the norm, or `unscale_` or `step` without a clip. A spike leaves the loss scale and its counters
             unchanged.
         on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` makes `update` raise a `ScaleFloorError` (`get_scale` after a fused optimizer, whose flag
-            stays on its device), and `"ignore"` logs nothing while the scale is there.
-        protect: Modules whose buffers a skipped step leaves unchanged, such as BatchNorm's statistics. For a
-            `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The hooks end
-            with the scaler; a copy or a pickle of it protects nothing.
+            warning, `"raise"` makes `update` raise a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is
+            there. After a fused optimizer, `get_scale` raises it, since the flag stays on the device until then.
+        protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
+            For a `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The
+            hooks end with the scaler; a copy or a pickle of it protects nothing.
         on_nonfinite_update: The reaction to a step that makes a parameter or a state of the optimizer NaN or infinite,
             although the gradients are finite. `"raise"` makes `step` raise a `NonfiniteUpdateError` that names it.
             `"skip"` undoes the step; parameters, state, settings and torch's random numbers are as before, on every
             rank. It keeps a copy of parameters and state. A tensor that was not finite before the step is not checked.
-        on_nonfinite_loss: `"hold"` makes `minimize` skip a step whose loss is NaN or infinite before it is scaled, and
+        on_nonfinite_loss: `"hold"` makes `minimize` skip a step if its loss is NaN or infinite before it is scaled, and
             keep the loss scale; with `"back_off"` the scale is lowered as after an overflow.
 
     Raises:
@@ -189,11 +189,11 @@ class GradScaler(TorchNames):
         return GradScaler.scale(self, leaf)  # a subclass's `scale` is called once for the whole structure
 
     def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
-        """Return `x`, whose backward pass adds the gradients of `aux_loss` times the loss scale.
+        """Return `x`; its backward pass adds the gradients of `aux_loss` times the loss scale.
 
-        For a loss that a layer computes inside the model, such as a router loss. The gradients are those of
-        `scale(loss + aux_loss.sum())`. The backward pass reads the loss scale of that time. `attach` divides by no
-        number of tokens, ranks or micro-batches: weight `aux_loss` as you weight the main loss. A layer needs no
+        Use it for a loss that a layer computes inside the model, such as a router loss. The gradients are those of
+        `scale(loss + aux_loss.sum())`. The loss scale is read when the backward pass runs. `attach` does not divide by
+        the number of tokens, ranks or micro-batches: weight `aux_loss` as you weight the main loss. A layer needs no
         scaler: give it `attach=scaler.attach`. Does not synchronise; can be compiled, after `place_on` also with
         `fullgraph=True`.
 
@@ -301,7 +301,7 @@ class GradScaler(TorchNames):
     def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Unscale an optimizer's gradients, clip their total norm and step; return the norm before clipping.
 
-        The result is that of `unscale_and_clip_` and `step`. It is cheaper for a fused optimizer, whose kernel
+        The result is that of `unscale_and_clip_` and `step`. It is cheaper for a fused optimizer, since the kernel
         multiplies the gradients while it reads them. Call `update` afterwards. Synchronises with the host once for an
         ordinary optimizer, and not at all for a fused one on a CUDA device.
         """
@@ -683,10 +683,10 @@ class GradScaler(TorchNames):
         if it is not finite.
 
         Args:
-            optimizer: Any optimizer; one whose `step` needs a closure, such as LBFGS, receives the unscaled loss. The
+            optimizer: Any optimizer. If its `step` needs a closure, as for LBFGS, it receives the unscaled loss. The
                 gradients of its parameters are computed again; those from before the call are dropped.
             loss_fn: Returns the loss, a tensor with one element, without scaling it. Or a list of such functions, one
-                for each micro-batch, whose gradients are added up; a micro-batch that overflows is retried alone.
+                for each micro-batch: their gradients are added up, and a micro-batch that overflows is retried alone.
             retries: The largest number of times to run a loss again.
             max_norm: The largest norm of the unscaled gradients, as in `unscale_and_clip_`; None does not clip.
 
@@ -711,7 +711,7 @@ class GradScaler(TorchNames):
 
     @property
     def last_step(self) -> StepInfo | None:
-        """The `StepInfo` that the last `update` returned, for code whose framework called it; None before the first."""
+        """The `StepInfo` of the last `update`, for code in which a framework calls `update`; None before the first."""
         return self._last
 
     def place_on(self, device: torch.device | str) -> None:
@@ -747,11 +747,11 @@ class GradScaler(TorchNames):
         return answer
 
     def check_sync(self) -> None:
-        """Raise `SyncError` naming the ranks whose state differs from rank 0's; every rank of the group must call.
+        """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call it.
 
-        The comparison is over `process_group`, or over all ranks. Call it once after loading: a rank with another loss
-        scale would take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises
-        with the host.
+        The ranks are those of `process_group`, or all. Call it once after loading: a rank with another loss scale would
+        take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises with the
+        host.
         """
         self._ranks.check_member()
         state, group = self._state.read(), self._ranks.process_group

@@ -168,12 +168,12 @@ class HostState:
         return StepInfo(not (overflowed or spiked), before, after, streak, overflowed, spiked and not overflowed)
 
     def set(self, **fields: float) -> None:
-        """Set fields of the state to plain numbers; waits for a device whose tensors are shared."""
+        """Set fields of the state to plain numbers; waits for the device if other code shares the tensors."""
         self.refresh()
         self._set(self._replaced(**fields))
 
     def read(self) -> Any:
-        """Return the state as host scalars; waits for a device whose tensors are shared."""
+        """Return the state as host scalars; waits for the device if other code shares the tensors."""
         self.refresh()
         return self._state
 

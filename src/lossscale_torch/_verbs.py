@@ -59,7 +59,7 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     Args:
         grads: A nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
             empty leaves do not count.
-        process_group: The group over whose ranks the flag is combined; every rank of it must call this function.
+        process_group: The group of ranks over which the flag is combined; each of them must call this function.
 
     Returns:
         A bool tensor of shape `()`; True if there is nothing to check.

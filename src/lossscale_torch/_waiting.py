@@ -32,7 +32,7 @@ class Waiting:
         self.continued = False
         """Whether the last update belonged to the same step as the one before it."""
         self._losses = 0
-        self._over_at = 0  # the number of losses whose gradients can no longer wait
+        self._over_at = 0  # the number of losses with gradients that can no longer wait
         self._previous: float | Tensor = 1.0
         self._is_recorded = self._stays_recorded = False
 
@@ -73,7 +73,7 @@ class Waiting:
         if not self.waits(member) or (is_recorded and not member.recorded_gradients.is_unchanged(optimizer)):  # type: ignore[union-attr]
             record.scale = present
             return record
-        if self._is_recorded and not is_recorded:  # a new member, whose gradients were not recorded
+        if self._is_recorded and not is_recorded:  # a new member: its gradients were not recorded
             self._require_same(present)
         if member.kept is None or not grads_of(optimizer):
             record.scale = self._previous_like(present)

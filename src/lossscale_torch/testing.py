@@ -54,7 +54,7 @@ class TrainingLoop(Protocol):
     """
 
     optimizer: torch.optim.Optimizer
-    """The optimizer, whose step `step` takes."""
+    """The optimizer that `step` steps."""
 
     def step(self, batch: int) -> Any:
         """Take one step of the optimizer: scale, backward, `scaler.step`, `scaler.update` and what follows.
@@ -245,7 +245,7 @@ class _PlantingScaler(GradScaler):
     only_first = False
     updates = 0
     left: dict[Tensor, float]
-    """The largest element of each gradient in a step whose losses are zero."""
+    """The largest element of each gradient in a step with losses of zero."""
     seen: set[int]
     """The optimizers that the loop steps."""
     _scaled_after: Any = "nothing so far"

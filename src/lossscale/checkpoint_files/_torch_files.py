@@ -29,8 +29,8 @@ class _Unread:
 def read_torch_file(path: Path, key: str | None) -> tuple[str, Mapping[str, Any]]:
     """Return the place of the scaler in a file and its dict, as `read_checkpoint` does.
 
-    A file of a few bytes can keep an unpickler busy for ever, in code that no exception can end: a dict whose key is a
-    tuple that holds another tuple twice, and so on. Only another process can be ended then.
+    A file of a few bytes can keep an unpickler busy without end, in code that no exception can stop: a dict with a key
+    that is a tuple, which holds another tuple twice, and so on. So it runs in another process, which can be ended.
     """
     open_regular(path, CheckpointError).close()
     # -P, and this process's own path at the end: a module in the present folder must not be imported instead of one of

@@ -33,8 +33,8 @@ def plant(
 
     Args:
         arguments: The program and its arguments.
-        numbers: The numbers of the updates whose losses are made infinite, from 0 on.
-        page: The page to write; what is there is replaced.
+        numbers: The numbers of the updates with losses that are made infinite; the first update has the number 0.
+        page: The page to write; an existing file is replaced.
         config: The policy of the run as a dict; None keeps the settings that the script gives to its scaler.
         trace: The CSV file of `lossscale run`; None writes none.
         resume: The command that continues from what the program has saved, if any.

@@ -38,8 +38,8 @@ def from_tool(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
         name: The name of the tool, one of `tools()`.
         config: The tool's own names: the keywords of its constructor, or the block of its config file. Keys left out
             take the tool's defaults. The dict is not changed.
-        warn: Whether to warn (`DialectWarning`) if the original does something wrong under this config. Replacements
-            for a tool whose users know it pass False.
+        warn: Whether to warn (`DialectWarning`) if the original does something wrong under this config. A replacement
+            for a tool passes False if users of the tool know it.
 
     Returns:
         A new policy.

@@ -1,6 +1,6 @@
 """The part of `lossscale run` that works in the script's processes: it replaces torch's scalers and records each step.
 
-Nothing happens on import, and nothing in a process that `lossscale run` did not prepare.
+The import changes nothing, and so does `execute` in a process that `lossscale run` did not prepare.
 """
 
 import json
@@ -17,16 +17,16 @@ _SITE = Path(__file__).parent / "site"
 def environment(
     policy: dict[str, Any] | None, trace: Path | None, plant: list[int] | None = None, findings: Path | None = None
 ) -> dict[str, str]:
-    """Return an environment in which Python processes use this library's scaler in the place of torch's.
+    """Return environment variables with which Python processes use this library's scaler instead of torch's.
 
     Args:
         policy: A policy as a dict; None keeps the settings that the script gives to its scaler.
         trace: The file to write a row per update to; None writes none.
-        plant: The numbers of the updates, from 0 on, whose losses are made infinite.
+        plant: The numbers of the updates with losses that are made infinite; the first update has the number 0.
         findings: The folder to which each scaler writes what it found, as JSON; None writes nothing.
 
     """
-    # Launchers such as torchrun hand their environment on, but neither hooks nor options of the interpreter.
+    # Launchers such as torchrun pass on their environment, but neither hooks nor options of the interpreter.
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     run: dict[str, Any] = {"policy": policy, "trace": None if trace is None else str(trace.absolute())}
     run.update(plant=plant or [], findings=None if findings is None else str(findings.absolute()))

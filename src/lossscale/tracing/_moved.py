@@ -1,4 +1,4 @@
-"""Objects that change on skipped steps although nothing was learnt: schedules, averaged weights, statistics."""
+"""Objects that change on skipped steps, although parameters do not: schedules, averaged weights, statistics."""
 
 import gc
 import re
@@ -50,8 +50,8 @@ class _Counter(NamedTuple):
 class Followers:
     """The schedules, averaged weights and normalisation layers of a process, and how often each moved on a skip.
 
-    They are collected before the first step; objects that a script makes later are not included. Nothing of theirs is
-    replaced: their own counters, and the versions that torch counts for each tensor, show whether they moved.
+    They are collected before the first step; objects that a script makes later are not included. None of their methods
+    is replaced: their own counters, and the versions that torch counts for each tensor, show whether they moved.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Followers:
         return found
 
     def watched(self) -> dict[Kind, set[str]]:
-        """Return the classes whose objects are watched, by kind."""
+        """Return the classes of the watched objects, by kind."""
         found: dict[Kind, set[str]] = {}
         for window in filter(None, (self._after_loss, self._before_update)):
             for counter in window.counters:
@@ -102,7 +102,7 @@ class Followers:
 
 
 class _Window:
-    """The stretch of each step in which some objects are watched."""
+    """The part of each step during which some objects are watched."""
 
     def __init__(self, counters: list[_Counter]) -> None:
         self.counters = counters
@@ -112,7 +112,7 @@ class _Window:
         self._skips = 0
 
     def end(self, overflowed: Any) -> None:
-        """End the stretch of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
+        """End this part of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
         now = [counter.read() for counter in self.counters]
         self._waiting.append((overflowed, [at for at, value in enumerate(now) if value != self._last[at]]))
         self._last[:] = now
@@ -120,7 +120,7 @@ class _Window:
             self._count()
 
     def summary(self) -> Iterator[tuple[Kind, str]]:
-        """Yield a sentence for each class whose objects moved on a skipped step, with its kind."""
+        """Yield a sentence for each class with objects that moved on a skipped step, and its kind."""
         self._count()
         kinds = {each.name: each.kind for each in self.counters}
         for name, moves in self._moves.items():

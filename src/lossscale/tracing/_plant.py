@@ -190,7 +190,7 @@ class Plan:
         after = _digests(self._optimizers())
         self._compared = max(self._compared, len(after))
         for (name, same), digest in after.items():
-            # A fused optimizer allocates its state in a first step that its kernel skips: zeros, whose digest is empty.
+            # A fused optimizer allocates its state in a first step that its kernel skips: the digest of zeros is empty.
             if before.get((name, same), b"") != digest:
                 self._moved.append(f"{_name_of(same.param)}{f' ({name})' if name else ''}")
 

@@ -14,7 +14,7 @@ from lossscale_tf._wrapper import scales_already
 
 
 def require_tensorflow() -> None:
-    """Raise `RuntimeError` if Keras runs on another backend, whose trainers cannot trace this package's steps."""
+    """Raise `RuntimeError` if Keras runs on another backend; its trainer could not trace this package's steps."""
     backend = keras.backend.backend()
     if backend != "tensorflow":
         other = {
@@ -28,7 +28,7 @@ def require_tensorflow() -> None:
 
 
 def require_no_session() -> None:
-    """Raise `RuntimeError` in a graph for sessions, in which Keras's optimizers return nothing to run."""
+    """Raise `RuntimeError` in a graph for sessions, since Keras's optimizers return nothing that a session can run."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
             "in a tf.Graph a Keras optimizer returns no operation that a session could run, and trains nothing; use "

@@ -174,12 +174,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @unconverted
     def attach(self, x: Any, aux_loss: Any) -> tf.Tensor:
-        """Return `x`, whose backward pass adds the gradients of `aux_loss` times the loss scale.
+        """Return `x`; its backward pass adds the gradients of `aux_loss` times the loss scale.
 
-        For a loss that a layer computes and that is not a part of the loss that is returned, such as the router loss
-        of a mixture of experts: `out = attach(out, aux_loss)`. Its gradients are then those of `loss + aux_loss`. A
-        layer needs no optimizer, only this method: `MoE(attach=optimizer.attach)`. Use the result: if it is discarded,
-        `aux_loss` is lost. Eagerly the next `apply_gradients` warns of that; in a graph it cannot be noticed.
+        Use it for a loss that a layer computes inside the model, such as the router loss of a mixture of experts:
+        `out = attach(out, aux_loss)`. The gradients are then those of `loss + aux_loss`. A layer needs no optimizer,
+        only this method: `MoE(attach=optimizer.attach)`. Use the result: if it is discarded, `aux_loss` is lost.
+        Eagerly, the next `apply_gradients` warns of that; a graph cannot notice it.
 
         Nothing is normalised: divide `aux_loss` by micro-batches, tokens and replicas as you divide the loss. The scale
         is the loss scale at the time of this call, or of its repetition by `tf.recompute_grad`. Does not synchronise

@@ -120,7 +120,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             grad_loss: As for `compute_gradients`.
             retries: The largest number of further tries at a lower scale while gradients overflow, eagerly or in a
                 `tf.function`; see `lossscale_tf.LossScaleOptimizer.minimize`.
-            protect: The objects whose variables a skipped try leaves unchanged; see the same method.
+            protect: The objects to protect: a skipped try leaves their variables unchanged; see the same method.
 
         Returns:
             The operation in a graph, None eagerly.

@@ -102,7 +102,7 @@ class Protection:
             self._guarded[number].before_forward(module)
 
     def forget(self, number: int) -> None:
-        """Drop the copy of a module whose state was loaded since."""
+        """Drop the copy of a module, since its state was loaded."""
         self._guarded[number].saved = None
 
     def average(self, averaged: AveragedModel, model: Module) -> None:

@@ -69,7 +69,7 @@ class ModulePaths:
         self._stack.clear()
 
     def current(self) -> str:
-        """Return the path of the module whose operation runs now."""
+        """Return the path of the module that the running operation belongs to."""
         task = torch._C._current_graph_task_id()  # -1 outside of backward passes
         node: Any = torch._C._current_autograd_node()
         if self._stack and self._stack[-1][1] == task:
@@ -140,7 +140,7 @@ class Changes:
         self._generators.setdefault(generator, generator.get_state())
 
     def _forget_freed(self) -> None:
-        """Drop the copies of gathered parameters, whose memory `fully_shard` frees while their tensors still exist."""
+        """Drop the copies of gathered parameters: `fully_shard` frees their memory while their tensors still exist."""
         self._copies = {key: pair for key, pair in self._copies.items() if _has_memory(pair[0])}
 
     def made(self, storage: int) -> None:
