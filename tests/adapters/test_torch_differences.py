@@ -174,7 +174,7 @@ def _early(make_scaler):
     return param.item()
 
 
-@difference("a positional closure slips through", [-1.0], "RuntimeError: Closure use")
+@difference("a positional closure is accepted", [-1.0], "RuntimeError: Closure use")
 def _closure(make_scaler):
     param, optimizer = _one()
     _ready(make_scaler).step(optimizer, lambda: 1)
@@ -293,7 +293,7 @@ def _inference(make_scaler):
     return scaler.get_scale()
 
 
-@difference("the norm that clips is float32, whose squares overflow and underflow", (INF, 0.0), (2e30, 2e-25))
+@difference("the norm that clips is float32, and its squares overflow and underflow", (INF, 0.0), (2e30, 2e-25))
 def _norm(make_scaler):
     norms = []
     for size in (1e30, 1e-25):
@@ -323,7 +323,9 @@ def _wrapper(make_scaler):
     return param.item()
 
 
-@difference("gradients and rates of zero count as a step", 2048.0, 1024.0)
+@difference(
+    "the dummy step of `torch.distributed.checkpoint` (all gradients and rates zero) counts", 2048.0, 1024.0
+)
 def _rehearsal(make_scaler):
     _, optimizer = _one(torch.zeros(1))
     optimizer.param_groups[0]["lr"] = 0.0
