@@ -1,4 +1,4 @@
-"""A page for a pull request: what was checked of loss scaling, and what held, as Markdown and as JSON."""
+"""A page for a pull request with the results of checks of loss scaling, as Markdown and as JSON."""
 
 import importlib.metadata
 import json
@@ -67,7 +67,7 @@ class Certificate(NamedTuple):
         )
 
     def json(self) -> str:
-        """Return the same for other programs."""
+        """Return the content of the page as JSON, for other programs."""
         lines = [{"result": _WORDS[line.held], "what": line.what, "reason": line.reason} for line in self.lines]
         content = {"result": _WORDS[self.held], "lines": lines, "about": {**self.about, **_versions()}}
         return json.dumps(content, indent=2) + "\n"

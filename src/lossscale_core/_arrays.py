@@ -10,7 +10,7 @@ import numpy as np
 
 from lossscale_core import tree
 from lossscale_core._finite import all_finite_in
-from lossscale_core._slips import loss_scale_of
+from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._state import AnyScaleState, Array
 from lossscale_core.messages import not_a_flag
 

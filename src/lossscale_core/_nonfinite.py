@@ -81,7 +81,8 @@ def check_nonfinite_streak(policy: PolicyLike, state: NonfiniteState) -> None:
     """Raise an error if too many updates or losses in a row were NaN or infinite.
 
     The limit of both is the policy's `max_overflow_streak`. Without one, it is 20 for updates, which would otherwise be
-    undone for ever, and losses have none. Call it when the state is on the host; reading it from a device synchronises.
+    undone without end, and losses have none. Call it when the state is on the host; reading it from a device
+    synchronises.
 
     Args:
         policy: Anything that `as_policy` accepts.

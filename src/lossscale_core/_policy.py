@@ -14,8 +14,8 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
+from lossscale_core._mistakes import explain_settings
 from lossscale_core._settings import RULES, SMALLEST_SCALE
-from lossscale_core._slips import explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
 from lossscale_core.messages import not_a_state
 

@@ -23,7 +23,7 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     applied: Array
     """bool: the step was applied; it was skipped if it overflowed or spiked."""
     loss_scale_used: ArrayT_co
-    """float32: the scale by which this step's loss was multiplied and its gradients divided."""
+    """float32: the scale that multiplied this step's loss and divided its gradients."""
     loss_scale_after: ArrayT_co
     """float32: the scale of the next step."""
     overflow_streak: ArrayT_co
@@ -204,7 +204,7 @@ def diagnose(
     guard: GuardState | None = None,
     nonfinite: NonfiniteState | None = None,
 ) -> str:
-    """Describe in one or two sentences how loss scaling is doing, and recommend what to do.
+    """Describe the condition of a run in one or two sentences, and recommend what to do.
 
     Logs nothing. Synchronises with the host.
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the mean of a window of micro-batches stays finite when some of them overflow."""
+"""Gradient accumulation: the mean of the finite micro-batches of a window."""
 
 from typing import NamedTuple
 

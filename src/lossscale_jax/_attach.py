@@ -1,4 +1,4 @@
-"""A loss that is added within the graph, such as the router loss of a mixture of experts."""
+"""`attach`: a loss that is added within the graph, such as the router loss of a mixture of experts."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from lossscale_jax._leaves import is_array, lift
 from lossscale_jax._types import HasLossScale, PyTree, Tree
 
 ATTACHED = "lossscale.attach"
-"""The scope of the operation by which the backward pass reads the loss scale; `range_report` finds it by this name."""
+"""The scope of the operation in the backward pass that reads the loss scale; `range_report` finds it by this name."""
 
 
 def attach(x: Tree, aux_loss: ArrayLike, state: HasLossScale) -> Tree:

@@ -19,7 +19,7 @@ def all_true(flag: Array, axis_name: Hashable) -> Array:
 
 
 def total_norm(norm: Array, axis_name: Hashable) -> Array:
-    """Return the 2-norm of what all devices along `axis_name` hold, given each device's; `norm` itself for None."""
+    """Return the 2-norm over all devices along `axis_name`, given the norm of each device; `norm` itself for None."""
     if axis_name is None:
         return norm
     largest = lax.pmax(norm, axis_name)
@@ -52,7 +52,7 @@ def zeros_where_unlike(x: Tree, like: PyTree) -> Tree:
 
 
 def vary_over(x: Tree, axis_name: Hashable) -> Tree:
-    """Return the pytree `x` marked as varying over `axis_name`, so that nothing reduces its gradient unasked."""
+    """Return the pytree `x` marked as varying over `axis_name`, so that JAX does not reduce its gradient."""
     axes = _manual_axes().intersection(axis_name if isinstance(axis_name, tuple) else (axis_name,))
     return jax.tree.map(lambda leaf: _vary(leaf, axes), x)
 
@@ -81,7 +81,7 @@ def is_sharded_in_type(array: Array) -> bool:
 
 
 def require_reduced(decisive: PyTree, shared: PyTree, advice: str, what: str = "gradients") -> None:
-    """Raise `ValueError` where, for `shard_map`, devices with the same `shared` may differ in what is `decisive`.
+    """Raise `ValueError` if devices of `shard_map` with the same `shared` may have different values in `decisive`.
 
     `advice` says what to do; `{names}` in it is replaced by the axes. `what` names that from which `decisive` is made.
     """

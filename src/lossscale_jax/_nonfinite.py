@@ -1,4 +1,4 @@
-"""Losses and updates that are NaN or infinite, which no loss scale fixes: a stage, and a check of what a step wrote."""
+"""Losses and updates that are NaN or infinite, which no loss scale fixes: a stage, and a check of a step's results."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

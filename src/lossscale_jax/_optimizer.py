@@ -23,12 +23,12 @@ from lossscale_core.messages import explain_arguments
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import explain_structures, require_optimizer
-from lossscale_jax._arrivals import show
 from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide, select
 from lossscale_jax._late import update_or_skip
 from lossscale_jax._leaves import lift_leaves
 from lossscale_jax._nonfinite import Skipping, Step, Written, check_loss, require_finite, take_or_undo
+from lossscale_jax._observed import pass_to_observer
 from lossscale_jax._placement import place_with
 from lossscale_jax._stages import (
     Attempt,
@@ -290,7 +290,7 @@ class _Wrapper(NamedTuple):
     def _attempt(self, grads: PyTree, state: LossScaledState, extra_args: dict[str, Any]) -> Attempt:
         """Run the stages on the gradients."""
         self._require_own(state)
-        show(grads, state.scale_state.loss_scale)
+        pass_to_observer(grads, state.scale_state.loss_scale)
         loss = extra_args.get("value")
         attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state, state.nonfinite_state, loss)
         for stage in self.stages:

@@ -21,7 +21,7 @@ _CALLS = {
 }
 """Primitives that run the equations within them once."""
 _REMATTED = "rematted_computation"
-"""The scope that JAX puts around what the backward pass computes again."""
+"""The scope that JAX puts around operations that the backward pass repeats."""
 _MOVES = {
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"),
     *("optimization_barrier", "pad", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),

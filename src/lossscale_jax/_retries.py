@@ -87,7 +87,7 @@ def retrying_value_and_grad(
             state = state._make(jnp.where(tries > 0, new, old) for new, old in zip(lowered, state, strict=True))
             return tries + 1, state, differentiate(state, *args, **kwargs)
 
-        def goes_on(carry: tuple[Any, Any, Any]) -> Any:
+        def continues(carry: tuple[Any, Any, Any]) -> Any:
             tries, _, result = carry
             again = (tries <= most) & ~result.grads_finite
             return again if result.loss_finite is None else again & ((tries == 0) | result.loss_finite)
@@ -100,7 +100,7 @@ def retrying_value_and_grad(
                 "given; return the sum of both losses instead, or use value_and_grad"
             )
         nothing = _axes.matching(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), like)
-        _, state, result = lax.while_loop(goes_on, attempt, (jnp.int32(0), state, nothing))
+        _, state, result = lax.while_loop(continues, attempt, (jnp.int32(0), state, nothing))
         return RetriedGradients(result, state)
 
     return presented_as(fun, retrying)

@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, number
-from lossscale_jax._arrivals import show
 from lossscale_jax._debug import unchecked
 from lossscale_jax._finite import finite_when_unscaled
 from lossscale_jax._leaves import multiply, times
+from lossscale_jax._observed import pass_to_observer
 from lossscale_jax._types import HasLossScale, PyTree, Tree
 
 
@@ -107,6 +107,6 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
     loss_scale = jnp.asarray(loss_scale_of(state, "unscale(grads, state)"))
-    show(grads, loss_scale)
+    pass_to_observer(grads, loss_scale)
     # XLA fuses a product into the operation that reads it, but would store a quotient first.
     return multiply(grads, 1.0 / loss_scale)

@@ -21,15 +21,15 @@ from lossscale_core.testing.loops import (
     same,
     scales_differ,
 )
-from lossscale_jax._arrivals import shown_to
 from lossscale_jax._leaves import is_array, name_of, named_gradients
+from lossscale_jax._observed import observed_by
 from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]
 
 
 class TrainStepError(AssertionError):
-    """A train step does not follow the decision of loss scaling; the message says at which step, and in what."""
+    """A train step does not follow the decisions of loss scaling; the message names the step and the difference."""
 
 
 def check_train_step(
@@ -117,7 +117,7 @@ def _without_modules(step: Callable[..., Any], state: PyTree) -> tuple[Callable[
 
 
 def _result(step: Callable[..., Any], state: PyTree, batch: Any, like: PyTree) -> PyTree:
-    """Return the state after a step, with or without what else the step returned."""
+    """Return the state after a step, with or without the step's other results."""
     result = step(state, batch)
     expected: Any = jax.tree.structure(like)
     if jax.tree.structure(result) == expected:
@@ -154,7 +154,7 @@ def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
 
 
 def _require_gradients_of_the_loss(number: int, step: Callable[..., Any], state: PyTree, batch: Any) -> None:
-    """Require that no gradient is left of a loss times zero."""
+    """Require that all gradients of a loss times zero are zero."""
     found: dict[str, None] = {}
 
     def look(name: str, gradient: Any, loss_scale: Any) -> None:
@@ -168,7 +168,7 @@ def _require_gradients_of_the_loss(number: int, step: Callable[..., Any], state:
 
     try:
         # Without `jit` nothing comes from a cache, and nothing of the check stays in one.
-        with jax.disable_jit(), shown_to(observe):
+        with jax.disable_jit(), observed_by(observe):
             step(_with_scale(state, 0.0), batch)
             jax.effects_barrier()
     except Exception as error:
@@ -250,7 +250,7 @@ def _is_entry(path: Any, name: str) -> bool:
 
 
 def _values(leaf: Any) -> Any:
-    """Return an array, or a leaf that is none, such as the functions and names in modules of Equinox."""
+    """Return an array, or a leaf that is not an array, such as the functions and names in modules of Equinox."""
     if not is_array(leaf):
         return leaf
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -179,7 +179,7 @@ _BASE_DEFAULTS = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-"""Arguments of every Keras optimizer, which do nothing on a wrapper; Keras 3.0 to 3.11 save them with these values."""
+"""Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
 
 
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:

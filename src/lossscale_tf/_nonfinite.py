@@ -17,7 +17,7 @@ from lossscale_core import (
     init_nonfinite_state,
     nonfinite_update,
 )
-from lossscale_tf._protect import Before
+from lossscale_tf._protect import SavedValues
 from lossscale_tf._state import StateVariables
 from lossscale_tf._verbs import all_replicas, finite_when_unscaled, is_gradient
 
@@ -66,7 +66,7 @@ class Nonfinite:
             self._remember(names, variables)
             apply()
             return self._first_not_finite()
-        before = Before(variables, [])
+        before = SavedValues(variables, [])
         apply()
         flags = [] if bool(_all_finite(variables)) else _stay_finite(before)
         bad = [name for name, flag in zip(names, flags, strict=False) if not bool(flag)]
@@ -89,7 +89,7 @@ class Nonfinite:
                     self._remember(names, variables)
         if self.on_update != "skip":
             return tf.cond(accepted, apply, lambda: tf.constant(False)), tf.constant(True)
-        before = Before(variables, [])
+        before = SavedValues(variables, [])
 
         def apply_and_check() -> tf.Tensor:
             with tf.control_dependencies([apply()]):
@@ -161,7 +161,7 @@ def _all_finite(variables: list[tf.Variable]) -> tf.Tensor:
     return _all(flags)
 
 
-def _stay_finite(before: Before) -> list[tf.Tensor]:
+def _stay_finite(before: SavedValues) -> list[tf.Tensor]:
     """Return for each variable whether it is finite now, or was not before."""
     flags = []
     for variable, value in before.values:

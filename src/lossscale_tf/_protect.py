@@ -1,4 +1,4 @@
-"""Restoring of variables that the loss has written, after a skipped try of a step."""
+"""Saved values of variables, which are restored after a skipped try of a step."""
 
 import ctypes
 from typing import Any
@@ -9,7 +9,7 @@ import tensorflow as tf
 from lossscale_tf._verbs import unconverted
 
 
-class Before:
+class SavedValues:
     """The values before a try: of `variables`, and of those in `trained` that the loss writes.
 
     A saved value is not a copy: it shares the memory of its variable until the variable is written. Values of trained

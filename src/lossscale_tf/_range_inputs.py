@@ -11,7 +11,7 @@ from lossscale_core.ranges import name_of, named_values
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 """Operations that read a variable."""
 _GIVES = {"IteratorGetNext", "IteratorGetNextSync", *_READS}
-"""Operations that make nothing of their own."""
+"""Operations that only pass on an input."""
 
 
 class Inputs:

@@ -1,4 +1,4 @@
-"""Which variables overflowed, and how."""
+"""A report on the variables with gradients that overflowed."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling, StepInfo, check_setting, step_info
 from lossscale_core.errors import OverflowStreakError, ScaleFloorError
-from lossscale_tf._protect import Before, operations_so_far, trained_variables_of, variables_of
+from lossscale_tf._protect import SavedValues, operations_so_far, trained_variables_of, variables_of
 from lossscale_tf._step import Step, merges_replicas
 
 
@@ -51,7 +51,7 @@ class Tries:
     def _run_eagerly(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any]) -> None:
         for left in range(self._retries, -1, -1):
             try:
-                info = self._take(differentiate, apply, Before(self._variables, self._trained))
+                info = self._take(differentiate, apply, SavedValues(self._variables, self._trained))
             except (OverflowStreakError, ScaleFloorError):  # the state was updated before the error was raised
                 if not left:
                     raise
@@ -60,22 +60,22 @@ class Tries:
                 return
 
     def _run_in_graph(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any]) -> tf.Operation:
-        before = Before(
+        before = SavedValues(
             self._variables, self._trained
         )  # once for all tries, since each restores the variables that it has written
 
         def attempt(left: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return left - 1, self._take(differentiate, apply, before).overflowed
 
-        def goes_on(left: tf.Tensor, overflowed: tf.Tensor) -> tf.Tensor:
+        def continues(left: tf.Tensor, overflowed: tf.Tensor) -> tf.Tensor:
             return overflowed & (left >= 0)
 
         start = tf.constant(self._retries), tf.constant(True)
         if self._retries:
-            return tf.group(*tf.while_loop(goes_on, attempt, start, parallel_iterations=1))
+            return tf.group(*tf.while_loop(continues, attempt, start, parallel_iterations=1))
         return tf.group(*attempt(*start))
 
-    def _take(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any], before: Before) -> StepInfo:
+    def _take(self, differentiate: Callable[[], Any], apply: Callable[[Any], Any], before: SavedValues) -> StepInfo:
         """Take one step, restore what it wrote to if it is skipped, and return its outcome."""
         operations_before = len(operations_so_far())
         try:

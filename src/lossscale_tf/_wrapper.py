@@ -27,7 +27,7 @@ from lossscale_tf._step import Step
 
 
 class Wrapper:
-    """An optimizer with a loss scale. A subclass sets `_step`, which takes its steps."""
+    """An optimizer with a loss scale. A subclass sets `_step`, which takes the optimizer's steps."""
 
     _step: Step
 
@@ -38,7 +38,7 @@ class Wrapper:
 
     @property
     def last_step(self) -> StepInfo | None:
-        """What the last eager step did; None before it, and in graphs, where `step_info` compares two states."""
+        """The outcome of the last eager step; None before it, and in graphs, where `step_info` compares two states."""
         return self._step.last_step
 
     @property
@@ -81,7 +81,7 @@ class Wrapper:
         return diagnose(self.policy, state, guard=guard, nonfinite=self._counters_on_host())
 
     def check_overflow_streak(self) -> None:
-        """Log events and raise errors as every eager step does; call it where `fit` or a `tf.function` takes the steps.
+        """Log events and raise errors as every eager step does; for steps that `fit` or a `tf.function` takes.
 
         Synchronises with the host.
 

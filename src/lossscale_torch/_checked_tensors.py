@@ -1,4 +1,4 @@
-"""Which parameters and optimizer state a step has made NaN or infinite, by looking at them before and after it."""
+"""The check of parameters and optimizer state before and after a step: which of them has it made NaN or infinite?"""
 
 import weakref
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class _Part(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is kept of a `_Part` until the next step; it does not keep the tensors alive."""
+    """The result for a `_Part`, kept until the next step; it does not keep the tensors alive."""
 
     references: list[Any]
     versions: list[int]
@@ -80,7 +80,7 @@ class CheckedTensors:
         return "a parameter or a state of another rank"
 
     def take(self) -> None:
-        """Keep what was found after the step."""
+        """Store the result of the check after the step."""
         self._known = {
             device: _Known(list(map(weakref.ref, part.tensors)), [t._version for t in part.tensors], part.finite)
             for device, part in self._after.items()

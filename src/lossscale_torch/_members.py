@@ -102,7 +102,7 @@ class Record(dict[str, Any]):
             return self.applied.item() == 0.0
         return self.applied
 
-    def forget_answer(self) -> None:
+    def discard_decision(self) -> None:
         """Discard the decision, so that the flags are read again, since other code may have set one."""
         self.finite, self.spiked = None, False
 

@@ -102,14 +102,14 @@ class Nonfinite:
         record.applied, record.finite, record.spiked = False, False, True
 
     def _undo_on_device(self, optimizer: Any, record: Any, bad: Tensor) -> None:
-        """Note the same by a flag of the device, 1.0 or 0.0."""
+        """Note the same with a flag on the device, 1.0 or 0.0."""
         found = record["found_inf_per_device"]
         spike = found.get(SPIKE)
         bad = torch.where(record.applied == 0.0, bad, 0.0)
         self._undone[id(optimizer)] = _Undone(bad, False if spike is None else spike)
         record["found_inf_per_device"] = {**found, SPIKE: bad if spike is None else torch.maximum(bad, spike)}
         record.applied = torch.maximum(record.applied, bad)
-        record.forget_answer()
+        record.discard_decision()
 
     def count(self, scaler: Any, info: StepInfo) -> StepInfo:
         """Count a step at its update, before its records are forgotten; return its outcome with the causes."""
@@ -153,7 +153,7 @@ class Nonfinite:
         return info._replace(applied=applied, spiked=spiked, nonfinite_update=bad, nonfinite_loss=lost)
 
     def check(self, policy: Any) -> None:
-        """Raise `NonfiniteStreakError` if a streak has reached its limit, where that waits for no device."""
+        """Raise `NonfiniteStreakError` if a streak has reached its limit and the host knows the counters."""
         is_on_host = not isinstance(self._state.updates, Tensor)
         if is_on_host or (is_readable(self._state.updates) and not is_being_recorded()):
             check_nonfinite_streak(policy, _read(self._state))

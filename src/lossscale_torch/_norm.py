@@ -71,7 +71,7 @@ def sharded_norm(
     norm_type: float,
     stays_on_device: bool,
 ) -> Tensor:
-    """Return the norm of all ranks' unscaled gradients: float64, shape `()`; not finite where one of theirs is not.
+    """Return the norm of all ranks' unscaled gradients: float64, shape `()`; not finite if one of them is not.
 
     `gradients` are those of `params` on this rank. Every rank of a mesh must call; each mesh costs one collective. Of
     a norm over smaller meshes, which the ranks of a larger one may know differently, the largest counts, so that all
@@ -96,7 +96,7 @@ def _local_norms(
     norm_type: float,
     stays_on_device: bool,
 ) -> list[Tensor]:
-    """Return for each mesh what this rank adds to the norm there; ranks that hold the same part add an equal share."""
+    """Return this rank's share of the norm on each mesh; ranks that hold the same part have equal shares."""
     norms: list[list[Tensor]] = [[] for _ in meshes]
     for (place, copies), part in _parts(gradients, params, meshes).items():
         if stays_on_device:

@@ -24,7 +24,7 @@ class RandomState:
 
 
 def _device_generators() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Return how to read and to set the generator of each device, without initialising the accelerator."""
+    """Return a getter and a setter for the generator of each device, without initialising the accelerator."""
     accelerator = current_accelerator()
     if accelerator is None:
         return []

@@ -330,7 +330,7 @@ class GradScaler(TorchNames):
             for record in (each for each in records if each.flags):
                 spike = {SPIKE: found[SPIKE]} if SPIKE in (found := record["found_inf_per_device"]) else {}
                 record["found_inf_per_device"] = {device: overflow.clone(), **spike}
-                record.forget_answer()
+                record.discard_decision()
         norm = how.apply_torchs(optimizers)
         self._check_spike(optimizers, norm)
         return lifted(norm)
@@ -384,7 +384,7 @@ class GradScaler(TorchNames):
                 continue
             found = {**record["found_inf_per_device"], SPIKE: as_flag(spiked, device)}
             record["found_inf_per_device"] = self._ranks.combine(optimizer, found, device)
-            record.forget_answer()
+            record.discard_decision()
             record.has_checked_norm = True
 
     @not_compiled
@@ -430,7 +430,7 @@ class GradScaler(TorchNames):
         else:
             result = self._nonfinite.step(self, optimizer, lambda: kind.apply(self, optimizer, record, args, kwargs))
         if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and has decided by the flags
-            record.forget_answer()
+            record.discard_decision()
             record.applied = record.may_step()
         record["stage"] = STEPPED
         self._has_begun = self._has_begun or self._waiting.has_graph
@@ -440,7 +440,7 @@ class GradScaler(TorchNames):
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
         record = optimizer_state
         if self._flags_are_shared:
-            record.forget_answer()
+            record.discard_decision()
         if self._joint_skip:
             answers = [each.may_step() for each in self._deciding(record)]  # `update` needs them all
             record.applied = all(answers)
@@ -457,7 +457,7 @@ class GradScaler(TorchNames):
         is_scaled = record["stage"] is READY and scale.may_be_below_one
         found = Gradients([optimizer]).found_inf(scale.inverse() if is_scaled else None)
         record["found_inf_per_device"] = self._ranks.combine(optimizer, found, scale.tensor.device)
-        record.forget_answer()
+        record.discard_decision()
         self._flags_are_shared = True
         return record["found_inf_per_device"]
 
@@ -509,7 +509,7 @@ class GradScaler(TorchNames):
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
-        """Update the loss scale by what the steps since the last update found, and return what happened.
+        """Update the loss scale after the steps since the last update, and return their outcome.
 
         Optimizers that are updated one by one after one loss count as one step. After a fused optimizer on a device
         the fields of the result stay there until they are read, so this does not synchronise; a `new_scale` on a device
@@ -519,8 +519,8 @@ class GradScaler(TorchNames):
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
 
         Returns:
-            A `StepInfo`: `applied` is True where every optimizer's step was applied; `applied_of(optimizer)` is
-            that of one.
+            A `StepInfo`: `applied` is True if every optimizer's step was applied; `applied_of(optimizer)` says it for
+            one optimizer.
 
         Raises:
             AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
@@ -583,7 +583,7 @@ class GradScaler(TorchNames):
             overflowed = spiked = False
             for record in records:
                 if self._flags_are_shared:
-                    record.forget_answer()
+                    record.discard_decision()
                 if record.finite is None:
                     if is_recorded or not all(map(is_readable, record.flags)):
                         break

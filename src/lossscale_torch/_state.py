@@ -34,7 +34,7 @@ class LossScale(NamedTuple):
     value: float | None = None
     """The same as a number; None if it is not known on the host."""
     known_inverse: Tensor | None = None
-    """Its reciprocal, where that was computed before."""
+    """Its reciprocal, if that was computed before."""
 
     def inverse(self) -> Tensor:
         """Return the factor that unscales: float32, shape `()`."""
@@ -104,7 +104,7 @@ class HostState:
             self.is_handed_out, self._versions_read, self._present = True, None, None
 
     def refresh(self) -> None:
-        """Read what callers may have written to the tensors; waits for a device if these are shared."""
+        """Read the tensors if callers may have written to them; waits for their device if they are shared."""
         if self.is_handed_out and self.tensors is not None:
             scale, tracker = self.tensors.loss_scale.item(), self.tensors.growth_tracker.item()
             if scale != self._state.loss_scale or tracker != self._state.growth_tracker:
@@ -135,7 +135,7 @@ class HostState:
         return self._present
 
     def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
-        """Update by what is known on the host of a step, and return its outcome. Does not synchronise."""
+        """Update by flags of a step that the host knows, and return its outcome. Does not synchronise."""
         if spiked and not overflowed:
             return self.stay()._replace(applied=False, spiked=True)
         before, finite = self._state, not overflowed
@@ -161,7 +161,7 @@ class HostState:
         return StepInfo(True, scale, scale, number(self._state.overflow_streak), False)
 
     def update_to(self, new_scale: float | Tensor, overflowed: bool, spiked: bool) -> StepInfo:
-        """Set the loss scale instead of updating it, and return what happened. Waits for a tensor's device."""
+        """Set the loss scale instead of updating it, and return the outcome. Waits for a tensor's device."""
         before = number(self._state.loss_scale)
         self.set(loss_scale=within_bounds(float(new_scale), self.policy))
         after, streak = number(self._state.loss_scale), number(self._state.overflow_streak)
@@ -206,7 +206,7 @@ class HostState:
         return state
 
     def _after_finite(self) -> tuple[Any, StepInfo]:
-        """Return the state after a finite step, and what happened.
+        """Return the state after a finite step, and the outcome of the step.
 
         A policy is pure, so that its next updates can be computed many at a time: NumPy's scalars then take a third of
         the time that they take between the kernels of a training step.
@@ -277,7 +277,7 @@ class DeviceState:
         """Do nothing: the tensors are up to date."""
 
     def refresh(self) -> None:
-        """Do nothing: the tensors are what counts."""
+        """Do nothing: the tensors are the state."""
 
     def is_known(self) -> bool:
         """Return False: the host does not know the state."""
@@ -288,7 +288,7 @@ class DeviceState:
         return _present(self.tensors, self.policy)
 
     def update(self, overflowed: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
-        """Update by flags: bools, or tensors of shape `()` that hold 0.0 or 1.0; return what happened.
+        """Update by flags: bools, or tensors of shape `()` that hold 0.0 or 1.0; return the outcome.
 
         Does not synchronise.
         """
@@ -314,7 +314,7 @@ class DeviceState:
         return StepInfo(*step_info(now, now))
 
     def update_to(self, new_scale: float | Tensor, overflowed: bool | Tensor, spiked: bool | Tensor) -> StepInfo:
-        """Set the loss scale instead of updating it, and return what happened. Does not synchronise."""
+        """Set the loss scale instead of updating it, and return the outcome. Does not synchronise."""
         before, scale = self.snapshot(), self.tensors.loss_scale
         if isinstance(new_scale, Tensor):
             scale.copy_(new_scale.detach().reshape(()).float().clamp(*scale_bounds(self.policy)))
@@ -471,7 +471,7 @@ class KernelState(DeviceState):
 
 
 def suits_kernel(policy: ScalingPolicy, state: Any, device: torch.device) -> bool:
-    """Return whether torch's kernel and a clamp do exactly what `policy` does from `state` on, host scalars."""
+    """Return whether torch's kernel and a clamp update exactly as `policy` does from `state` on, host scalars."""
     if type(policy) is not DynamicScaling or device.type not in _WITH_UPDATE_KERNEL:
         return False
     tolerance = 1 if policy.refill_on_backoff or not state.overflow_streak else 0
@@ -487,7 +487,7 @@ def suits_kernel(policy: ScalingPolicy, state: Any, device: torch.device) -> boo
 
 
 def is_being_recorded() -> bool:
-    """Return whether what runs now may run again without any Python: in a CUDA graph, or under a dispatch mode."""
+    """Return whether the running code may be replayed without Python: in a CUDA graph, or under a dispatch mode."""
     if _len_torch_dispatch_stack() > 0:
         return True
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -500,22 +500,22 @@ def is_readable(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def unrecorded(device: torch.device) -> Iterator[None]:
-    """Run outside of what is being recorded, which would make or write the same again at each replay.
+    """Within the context, keep operations out of a graph that is being recorded; each replay would repeat them.
 
-    Raises `CallOrderError` while CUDA captures, which cannot leave anything out.
+    Raises `CallOrderError` while CUDA captures a graph, since CUDA cannot leave operations out.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CallOrderError(
             "the state of the scaler is still on the host, and a graph that is being captured would write it again at "
             "each replay; take one step with this optimizer before capturing one"
         )
-    # What is made outlives a validation loop that may be running.
+    # The tensors made here outlive a validation loop that may be running.
     with torch.inference_mode(False), _disable_current_modes():
         yield
 
 
 def write(tensor: Tensor, value: float) -> None:
-    """Write a number in place, outside of what is being recorded."""
+    """Write a number in place; a graph that is being recorded does not contain this."""
     if _len_torch_dispatch_stack() == 0 and not tensor.is_cuda:
         tensor.fill_(value)
         return
@@ -557,7 +557,7 @@ def _present(tensors: Tensors, policy: ScalingPolicy) -> LossScale:
 
 
 def _info(before: Any, after: Any, finite: bool) -> StepInfo:
-    """Return what a step did, from the states before and after it, host scalars."""
+    """Return the outcome of a step, from the states before and after it, host scalars."""
     used = after_scale = number(before.loss_scale)
     if after.loss_scale is not before.loss_scale:
         after_scale = number(after.loss_scale)

@@ -267,7 +267,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _init_scale(self) -> float:
-        """The loss scale that `scale` begins with; afterwards, the one that it began with."""
+        """The loss scale of the first scaled loss, before and after it was scaled."""
         return self._begun_with[0] if self._state.tensors is not None else float(self._state.read().loss_scale)
 
     @_init_scale.setter
@@ -279,7 +279,7 @@ class TorchNames(torch.amp.GradScaler):
 
     @property
     def _init_growth_tracker(self) -> int:
-        """The growth tracker that `scale` begins with; afterwards, the one that it began with."""
+        """The growth tracker at the first scaled loss, before and after it was scaled."""
         return self._begun_with[1] if self._state.tensors is not None else self._get_growth_tracker()
 
     @_init_growth_tracker.setter

@@ -8,7 +8,7 @@ _EVERY = 32  # checking the state on the host takes about as long as its update
 
 
 class Watch:
-    """A check of a scaler's state now and then, when it is read anyway or when reading does not wait for a device."""
+    """An observer that checks a scaler's state when it is read anyway, or when reading does not wait for a device."""
 
     def __init__(self, on_floor: OnFloor) -> None:
         self._watch = ScaleWatch(on_floor)

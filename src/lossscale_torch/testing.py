@@ -64,7 +64,7 @@ class TrainingLoop(Protocol):
 
 
 class LoopError(AssertionError):
-    """A training loop does not follow what its scaler decides; the message says at which step, and in what."""
+    """A training loop does not follow the decisions of its scaler; the message names the step and the difference."""
 
 
 class LoopCheck(NamedTuple):
@@ -79,7 +79,7 @@ class LoopCheck(NamedTuple):
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
-    """Require that a loop skips as a whole, and continues after a skipped step as if there had been no such batch.
+    """Require that a loop skips a step as a whole, and then continues as if it had never seen that batch.
 
     The check runs the loop some times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4 infinite:
     in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on the last
@@ -130,8 +130,8 @@ def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[L
             rank must call, and one rank overflows; a check that fails on any rank has failed on all.
 
     Returns:
-        The checks in the order in which they ran. What the loop lacks, such as an `ema`, and what this machine lacks,
-        such as a GPU, is listed as not tried.
+        The checks in the order in which they ran. A part that the loop lacks, such as an `ema`, or that this machine
+        lacks, such as a GPU, is listed as not tried.
 
     Raises:
         TypeError: `build` does not return a loop.
@@ -145,11 +145,11 @@ def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[L
 
 
 class _NotTriedError(Exception):
-    """A check cannot say anything about this loop, for the reason in its message."""
+    """A check was not tried on this loop; the message gives the reason."""
 
 
 class _Check(NamedTuple):
-    """One check: what it requires, how it looks, and why it cannot be run, if so."""
+    """One check: its requirement, its function, and the reason if it cannot run."""
 
     what: str
     how: str
@@ -174,7 +174,7 @@ class _Check(NamedTuple):
 
 
 def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
-    """Yield all checks, those included that the loop lacks a part for."""
+    """Yield all checks, including those for parts that the loop lacks."""
     loop = _Run(build, fused=False).loop
     can_save = hasattr(loop, "state_dict") and hasattr(loop, "load_state_dict")
     on, compared = f" on the last of {_ranks()} ranks" if _ranks() > 1 else "", _compared(loop)
@@ -197,7 +197,7 @@ def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
 
 
 def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> LoopCheck:
-    """Run the loop twice as it is; what fails without a planted loss is no fault of how it skips."""
+    """Run the loop twice without planted losses; an error or a difference here is not caused by a skip."""
     runs = [_Run(build, fused=False), _Run(build, fused=False)]
     scaler = runs[0].scaler
     try:
@@ -297,7 +297,7 @@ class _PlantingScaler(GradScaler):
 
 
 class _Run:
-    """One run of the loop: its scaler, its steps, and what the optimizer saw."""
+    """One run of the loop: its scaler, its steps, and the gradients that the optimizer received."""
 
     def __init__(self, build: Callable[[Any], TrainingLoop], fused: bool, init_scale: float = SCALES[1]) -> None:
         torch.manual_seed(0)
@@ -331,7 +331,7 @@ class _Run:
         self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": loss_scale, "loss_scale": loss_scale})
 
     def everything(self) -> dict[str, Any]:
-        """Return all that follows the steps, as copies by name."""
+        """Return copies of all parts that follow the steps, by name."""
         found: dict[str, Any] = {}
         for name in _FOLLOWERS:
             part = getattr(self.loop, name, None)
@@ -351,7 +351,7 @@ def _times(factor: float, scaled: Any) -> Any:
 
 
 def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: bool) -> None:
-    """Require that skipped steps move nothing, and that the run ends as one that never saw them."""
+    """Require that skipped steps change nothing, and that the run ends like a run without them."""
     run, clean = _Run(build, fused), _Run(build, fused)
     for number in range(_STEPS):
         is_bad = number in BAD_STEPS
@@ -369,7 +369,7 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
-    """Require that the optimizer sees the same gradients whatever the loss scale is."""
+    """Require that the optimizer receives the same gradients at each loss scale."""
     seen = []
     for init_scale in SCALES:
         run = _Run(build, fused, init_scale)
@@ -405,7 +405,7 @@ def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
 
 
 def _left_at(run: _Run, number: int, loss_scale: float) -> dict[str, float]:
-    """Take a step of losses times zero; return the size of what is left of each gradient, unscaled, on any rank."""
+    """Take a step with losses times zero; return the largest element of each unscaled gradient, over all ranks."""
     run.scaler.is_silent, run.scaler.left = True, {}
     run.step(number)
     names = _names_of(run.loop)
@@ -429,7 +429,7 @@ def _names_of(loop: Any) -> dict[Tensor, str]:
 
 
 def _check_resumes(build: Callable[[Any], Any], fused: bool) -> None:
-    """Require that a run continues exactly from what it saved."""
+    """Require that a run continues exactly from its saved state."""
     run = _Run(build, fused)
     loop: Any = run.loop
     for number in range(_SAVED_AFTER):
@@ -471,7 +471,7 @@ def _on_all_ranks(compare: Callable[P, None]) -> Callable[P, None]:
 
 @_on_all_ranks
 def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
-    """Require that all is as before, but for the optimizer's settings, which are compared with a run without this step.
+    """Require that a step changed nothing; the optimizer's settings are compared with a run without this step.
 
     A loop may set them at the head of a step, from the applied steps so far: the step before did not count itself yet.
     """
@@ -496,7 +496,7 @@ def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
 
 
 def _hint(loop: Any, moved: Iterable[str]) -> str:
-    """Say what keeps a step that the scaler has skipped from moving these: weights, buffers and what follows them."""
+    """Return the advice for parts that a skipped step has changed: weights, buffers and what follows the steps."""
     model = getattr(loop, "model", None)
     buffers = {f"model.{name}" for name, _ in model.named_buffers()} if isinstance(model, torch.nn.Module) else set()
     others = set(moved) - buffers
@@ -545,7 +545,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_zero(value: Any) -> bool:
-    """Return whether an entry is what an optimizer allocates in a first step that its kernel skips."""
+    """Return whether an entry is a state that an optimizer allocates in a first step that its kernel skips: zeros."""
     return not value.any() if isinstance(value, Tensor) else True
 
 
@@ -600,7 +600,7 @@ def _why_not_fused(loop: Any) -> str:
 
 
 def _make_fused(optimizer: Any) -> None:
-    """Let one of torch's optimizers step with its fused kernel, as if it had been made with `fused=True`."""
+    """Make one of torch's optimizers step with its fused kernel, as if it had been made with `fused=True`."""
     # Its constructor sets this: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L107
     optimizer._step_supports_amp_scaling = True
     optimizer.defaults.update(fused=True, foreach=False)

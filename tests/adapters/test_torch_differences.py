@@ -323,9 +323,7 @@ def _wrapper(make_scaler):
     return param.item()
 
 
-@difference(
-    "the dummy step of `torch.distributed.checkpoint` (all gradients and rates zero) counts", 2048.0, 1024.0
-)
+@difference("the dummy step of `torch.distributed.checkpoint` (all gradients and rates zero) counts", 2048.0, 1024.0)
 def _rehearsal(make_scaler):
     _, optimizer = _one(torch.zeros(1))
     optimizer.param_groups[0]["lr"] = 0.0

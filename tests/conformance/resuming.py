@@ -10,7 +10,7 @@ import tensorflow as tf
 import torch
 
 from lossscale.demo._training import begin
-from lossscale.demo._verbs import Learnt
+from lossscale.demo._verbs import LearntValues
 from lossscale_core import state_from_dict, state_to_dict
 
 _ARRAYS = ("weights", "mean", "square")
@@ -71,7 +71,7 @@ def _verbs(asarray):
     def resume(training):
         def call(start):
             arrays = ([asarray(array) for array in getattr(start, name)] for name in _ARRAYS)
-            training.trainer.learnt = Learnt(*arrays, asarray(np.float32(start.adam_steps)))
+            training.trainer.learnt = LearntValues(*arrays, asarray(np.float32(start.adam_steps)))
             state = state_from_dict(start.scale_state, training.policy)
             training.trainer.state = jax.tree.map(asarray, state)
 

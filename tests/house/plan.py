@@ -21,14 +21,14 @@ PLAN = {
         messages:
         tree:
         _settings: errors messages
-        _slips: _settings messages
+        _mistakes: _settings messages
         files: errors messages
         _state: _settings
-        _arrays: _finite _slips _state messages tree
+        _arrays: _finite _mistakes _state messages tree
         _base: _arrays _settings _state errors
-        _guard: _arrays _settings _slips _state errors messages
-        _diagnosis: _base _guard _nonfinite _settings _slips _state messages
-        _policy: _arrays _base _settings _slips _state messages
+        _guard: _arrays _mistakes _settings _state errors messages
+        _diagnosis: _base _guard _mistakes _nonfinite _settings _state messages
+        _policy: _arrays _base _mistakes _settings _state messages
         _schema: _base _settings
         _strategies: _base _settings
         _config: _base _policy _settings errors files messages
@@ -107,7 +107,7 @@ PLAN = {
         _range_interpreter: _attach
         _types:
         _versions:
-        _arrivals: _types
+        _observed: _types
         _axes: _types _versions
         _placement: _types
         _leaves: _types
@@ -117,9 +117,9 @@ PLAN = {
         _finite: _axes _debug _decide _leaves _types
         _late: _decide _types
         _updates: _leaves _types
-        _verbs: _arguments _arrivals _axes _debug _finite _leaves _types
+        _verbs: _arguments _axes _debug _finite _leaves _observed _types
         _report: _debug _leaves _types _verbs
-        testing: _arrivals _leaves _types
+        testing: _leaves _observed _types
         _stages: _axes _decide _finite _leaves _types _verbs
         _accumulation: _decide _finite _leaves _stages _types _verbs
         _nonfinite: _arguments _axes _debug _decide _finite _leaves _stages _types
@@ -128,7 +128,7 @@ PLAN = {
         _retries: _arguments _attach _autodiff _axes _types
         _state: _accumulation _placement _types
         _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _arrivals _axes _debug _decide _late _leaves _nonfinite _placement
+        _optimizer: _accumulation _arguments _axes _debug _decide _late _leaves _nonfinite _observed _placement
             _stages _state _types _updates _verbs
         __init__: _attach _autodiff _decide _export _optimizer _range _report _retries _state _verbs
     """,

@@ -1,4 +1,4 @@
-"""An unpickler for files of `torch.save` that imports nothing from them: whatever they name becomes an inert object."""
+"""An unpickler for files of `torch.save` that imports nothing: each class and function becomes an inert object."""
 
 import io
 import pickle

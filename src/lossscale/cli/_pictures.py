@@ -94,7 +94,7 @@ def _mark(axes: Any, steps: Any, scale: Any, is_marked: Any, label: str, **style
 
 
 def _running_mean(flags: Any, window: int) -> Any:
-    """Return at each step the share of flags over the last `window` ones, or over those that there are."""
+    """Return for each step the share of flags among the last `window` ones, or among all if they are fewer."""
     total = np.concatenate([[0.0], np.cumsum(flags)])
     last = np.arange(1, len(total))
     first = np.maximum(last - window, 0)

@@ -207,7 +207,7 @@ def _numbers(values: Iterable[Any]) -> NDArray[np.float64]:
 
 
 def _number(value: Any, words: dict[str, float]) -> float:
-    """Return a cell as a number; NaN for whatever is not one, since exports have columns of words, too.
+    """Return a cell as a number; NaN for anything else, since exports have columns of words, too.
 
     `words` holds the values of words. The first thousand others are added, since an exception for each cell takes long.
     """

@@ -46,7 +46,7 @@ def command(loop: str, page: Path, overwrite: bool) -> None:
 
 
 def _build_of(loop: str) -> Callable[[Any], Any]:
-    """Import the module from the present folder, or from what is installed, and return what builds the loop."""
+    """Import the module, from the present folder or installed, and return the function that builds the loop."""
     module, _, name = loop.partition(":")
     if not module or not name:
         raise click.UsageError(f"{loop} does not name a function of a module; pass one such as train:build")

@@ -65,7 +65,7 @@ def command(context: click.Context) -> None:
 @_with_options
 @AS_JSON
 def show(file: Path, tool: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
-    """Show the saved scaler in FILE: JSON, or what torch.save wrote."""
+    """Show the saved scaler in FILE: JSON, or a file of torch.save."""
     found = read_state(file, tool, _loaded(policy_file), key)
     if as_json:
         print_json({"file": str(file), **found.as_dict()})

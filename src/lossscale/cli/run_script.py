@@ -59,7 +59,7 @@ def command(
     if page is not None:
         repeat = as_command(program, planted or "", page, resume)
         sys.exit(plant([place, *arguments[1:]], numbers, page, config, trace, resume, repeat))
-    _become(place, arguments, tracing.environment(config, trace))
+    _replace_process(place, arguments, tracing.environment(config, trace))
 
 
 def _make_room(trace: Path, overwrite: bool) -> None:
@@ -76,8 +76,8 @@ def _make_room(trace: Path, overwrite: bool) -> None:
         each.unlink()
 
 
-def _become(place: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Turn this process into the program, which so has its terminal, its signals and its exit status."""
+def _replace_process(place: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """Replace this process by the program, which then has its terminal, its signals and its exit status."""
     if os.name == "posix":
         sys.stdout.flush()
         os.execve(place, arguments, environment)

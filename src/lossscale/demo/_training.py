@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         return sum(step.skipped for step in self.steps)
 
 

@@ -8,7 +8,7 @@ from lossscale.demo._network import LEARNING_RATE, PARAMETERS
 from lossscale_core import ScalingPolicy, StepInfo, check_overflow_streak, step_info
 
 
-class Learnt(NamedTuple):
+class LearntValues(NamedTuple):
     """The values that an applied step changes and a skipped step does not: float32 weights, and Adam's averages."""
 
     weights: list[Any]
@@ -30,7 +30,7 @@ class VerbsTrainer:
     def __init__(self, policy: ScalingPolicy, dtype: str, weight: float, weights: list[Any]) -> None:
         self.policy, self.dtype, self.weight = policy, dtype, self.xp.float32(weight)
         zeros = [self.xp.zeros_like(array) for array in weights]
-        self.learnt = Learnt([self.xp.asarray(array) for array in weights], zeros, zeros, self.xp.float32(0))
+        self.learnt = LearntValues([self.xp.asarray(array) for array in weights], zeros, zeros, self.xp.float32(0))
         self.state = self.verbs.init_state(policy)
 
     def step(self, images: Any, labels: Any) -> tuple[Any, list[Any], StepInfo]:
@@ -43,8 +43,8 @@ class VerbsTrainer:
 
     @classmethod
     def train_step(
-        cls, policy: ScalingPolicy, dtype: str, learnt: Learnt, state: Any, batch: Any, weight: Any
-    ) -> tuple[Learnt, Any, Any, list[Any]]:
+        cls, policy: ScalingPolicy, dtype: str, learnt: LearntValues, state: Any, batch: Any, weight: Any
+    ) -> tuple[LearntValues, Any, Any, list[Any]]:
         """Return the learnt values, the scale state, the loss and the unscaled gradients after a step."""
         loss, scaled = cls.gradients(learnt.weights, dtype, batch, cls.verbs.scale(weight, state))
         grads_finite = cls.verbs.all_finite(scaled[:PARAMETERS])
@@ -54,7 +54,7 @@ class VerbsTrainer:
         return after, policy.update(state, grads_finite), loss, gradients
 
     @classmethod
-    def adam_step(cls, learnt: Learnt, grads: list[Any]) -> Learnt:
+    def adam_step(cls, learnt: LearntValues, grads: list[Any]) -> LearntValues:
         """Take a step of Adam (Kingma and Ba, 2015); its epsilon is too small to notice the weight of the loss."""
         steps = learnt.adam_steps + 1
         mean = [m + 0.1 * (g - m) for m, g in zip(learnt.mean, grads, strict=True)]
@@ -64,4 +64,4 @@ class VerbsTrainer:
             w - LEARNING_RATE * (m / seen) / (cls.xp.sqrt(s / seen_square) + 1e-16)
             for w, m, s in zip(learnt.weights, mean, square, strict=True)
         ]
-        return Learnt(weights, mean, square, steps)
+        return LearntValues(weights, mean, square, steps)

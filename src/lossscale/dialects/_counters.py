@@ -33,7 +33,7 @@ def left_to_one(names: str) -> Counter:
     """Return a counter of the overflows left, of a tool that backs off only if it equals 1, never below."""
 
     def place(_: Any, value: int) -> int:
-        # The tool would count down from here for ever, and compares with 1 only.
+        # The tool would count down from here without end, and compares with 1 only.
         return value if value >= 1 else NEVER
 
     return Counter("the same; below 1 the scale never backs off", (tuple(names.split()),), place, optional=True)

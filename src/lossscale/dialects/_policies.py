@@ -21,7 +21,7 @@ from lossscale_core import (
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.messages import nearest_name, shown
 
-_REMARKS = ("note", "comment", "_comment")  # JSON has no comments, so that people write them under these keys
+_COMMENT_KEYS = ("note", "comment", "_comment")  # JSON has no comments, so people write them under these keys
 _MOST_WRAPPED = 8
 ONE_VALUE = (Number, str, NoneType)
 _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale", "max_scale"))
@@ -81,7 +81,7 @@ def translate(tool: Tool, config: Mapping[str, Any]) -> tuple[ScalingPolicy, lis
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {tool.name} must be a dict of its keys, not {shown(config)}; pass a dict")
     try:
-        config = {name: plain(value) for name, value in tool.unwrap(config).items() if name not in _REMARKS}
+        config = {name: plain(value) for name, value in tool.unwrap(config).items() if name not in _COMMENT_KEYS}
         form = form_of(tool, config)
         entries = list(_entries(tool, form, config))
         settings, bugs, origins = _settings_of(tool, form, entries)
@@ -207,7 +207,7 @@ def _kind_bugs(tool: Tool, kind: str) -> list[str]:
 
 def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     """Return the policy in this form. Raises `NoCounterpartError` if the form, read back, is another policy."""
-    wanted = _essence(policy)
+    wanted = _effective_settings(policy)
     config = {key.name: key.reading.write(policy_to_dict(policy)) for key in form.keys}
     missing = [key.name for key in form.keys if key.default is REQUIRED and config[key.name] is OMIT]
     if missing:
@@ -218,7 +218,7 @@ def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
         back, bugs = translate(tool, config)
     except PolicyError as error:
         raise NoCounterpartError(f"the config written for kind={wanted['kind']!r} is refused: {error}") from None
-    got = _essence(back)
+    got = _effective_settings(back)
     for name in dict.fromkeys([*wanted, *got]):
         if wanted.get(name) != got.get(name):
             raise NoCounterpartError(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
@@ -227,8 +227,8 @@ def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
     return config
 
 
-def _essence(policy: ScalingPolicy) -> Settings:
-    """Return the settings that matter: without hysteresis, for instance, the refill settings have no effect."""
+def _effective_settings(policy: ScalingPolicy) -> Settings:
+    """Return the settings that have an effect; without hysteresis, for example, the refill settings have none."""
     settings = policy_to_dict(policy)
     # With a tolerance of 0 every overflow backs off, as in DynamicScaling.
     if settings["kind"] == "tolerant" and settings["tolerance"] == 0.0:

@@ -65,15 +65,15 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
     saved = _layout(tool, values)
     known = _known_settings(tool, values)
     given = policy is not None
-    scaling = BaseScaling.of(_stand_in(tool, known) if policy is None else as_policy(policy))
+    scaling = BaseScaling.of(_default_policy(tool, known) if policy is None else as_policy(policy))
     fields: dict[str, Any] = {"loss_scale": _number(tool, values, saved.scale)}
     for field, counter in saved.counters.items():
         if field in scaling.state_type._fields and not scaling.is_constant():
-            placed = _placed(tool, values, counter, scaling, None if given else known)
-            fields.update({} if placed is None else {field: placed})
+            converted = _converted(tool, values, counter, scaling, None if given else known)
+            fields.update({} if converted is None else {field: converted})
     notes = _differences(known, scaling) if given else []
-    notes += _refilled(fields, scaling) if given else []
-    notes += _late(saved, fields, scaling) if given or "growth_interval" in known else []
+    notes += _limit_overflows_left(fields, scaling) if given else []
+    notes += _note_beyond_interval(saved, fields, scaling) if given or "growth_interval" in known else []
     if notes:
         warnings.warn(f"{tool.name}: " + "; ".join(notes), CheckpointWarning, stacklevel=2)
     # A streak needs as many skipped steps, or else state_from_dict refuses the state as inconsistent.
@@ -253,7 +253,7 @@ def _number(tool: Tool, values: Mapping[str, Any], names: tuple[str, ...]) -> fl
 
 
 def _known_settings(tool: Tool, values: Mapping[str, Any]) -> Settings:
-    """Return the settings in the checkpoint, with which the tool itself would continue."""
+    """Return the settings in the checkpoint; the tool itself would continue with them."""
     settings: Settings = {}
     for key in tool.forms[tool.saved_form].keys:
         name = _find(values, key.names)
@@ -271,7 +271,7 @@ def _known_settings(tool: Tool, values: Mapping[str, Any]) -> Settings:
     return {name: value for name, value in settings.items() if name not in ("init_scale", "kind")}
 
 
-def _stand_in(tool: Tool, known: Settings) -> Any:
+def _default_policy(tool: Tool, known: Settings) -> Any:
     """Return a policy for the conversion of counters if none was given: the tool's rule, without bounds."""
     rule = {**tool.forms[tool.saved_form].settings, **known, **UNBOUNDED}
     kind = rule.get("kind", "dynamic")
@@ -281,7 +281,9 @@ def _stand_in(tool: Tool, known: Settings) -> Any:
         raise CheckpointError(f"a setting in the checkpoint of {tool.name} is invalid: {reason}") from None
 
 
-def _placed(tool: Tool, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None) -> int | None:
+def _converted(
+    tool: Tool, values: Mapping[str, Any], counter: Counter, policy: Any, known: Settings | None
+) -> int | None:
     """Return a counter converted for `policy`, or None if the checkpoint lacks it.
 
     `known` holds the settings in the checkpoint if no policy was given, else it is None.
@@ -321,7 +323,7 @@ def _differences(known: Settings, policy: Any) -> list[str]:
     ]
 
 
-def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
+def _limit_overflows_left(fields: dict[str, Any], policy: Any) -> list[str]:
     """Lower the count of overflows left to the policy's hysteresis, in place; return a note of a change."""
     left, hysteresis = fields.get("hysteresis_tracker", 0), policy.settings().get("hysteresis", NEVER)
     if left <= hysteresis or left == NEVER:  # NEVER means that the tool no longer backs off
@@ -330,7 +332,7 @@ def _refilled(fields: dict[str, Any], policy: Any) -> list[str]:
     return [f"{left} overflows were left in the checkpoint, and hysteresis={hysteresis} leaves {hysteresis}"]
 
 
-def _late(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
+def _note_beyond_interval(saved: Saved, fields: Mapping[str, Any], policy: Any) -> list[str]:
     """Return a note if a count exceeds its limit, since a tool that compares with `==` then waits for an overflow."""
     counter, tracker = saved.counters.get("growth_tracker"), fields.get("growth_tracker", 0)
     if counter is None or not counter.equal or tracker < policy.growth_interval:

@@ -31,7 +31,7 @@ PAGES: dict[str, tuple[Tool, ...]] = {module.__name__.rpartition("._")[2]: modul
 
 
 def tools() -> tuple[Tool, ...]:
-    """Return the records of all tools, on which conversions, warnings and tables are based.
+    """Return the records of all tools; conversions, warnings and tables are made from them.
 
     Returns:
         The records, in the order in which `guess_tool` prefers them.

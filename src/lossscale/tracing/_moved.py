@@ -18,9 +18,9 @@ class Kind(NamedTuple):
     """A kind of objects that follow the steps."""
 
     what: str
-    """What is required of them."""
+    """The requirement that a page states for them."""
     sentence: str
-    """What to say of those that moved."""
+    """The advice for those that moved."""
 
 
 _SCHEDULE = Kind(
@@ -41,7 +41,7 @@ KINDS = (_SCHEDULE, _AVERAGED, _NORMALISATION)
 class _Counter(NamedTuple):
     name: str
     read: Callable[[], int]
-    """Return a number that changes when the object moves."""
+    """Returns a number that changes when the object moves."""
     start: int | None
     """The number before the first step; None if the object has changed since."""
     kind: Kind

@@ -1,4 +1,4 @@
-"""Planned overflows in a script of the user's, and the lines of a page that say what they moved."""
+"""Planned overflows in a user's script, and the lines of a page about their effects."""
 
 import gc
 import hashlib
@@ -25,7 +25,7 @@ Found = tuple[str, bool | None, str]
 
 
 class Plan:
-    """The planned updates of one scaler: the factors of its losses, and what was found at them.
+    """The planned updates of one scaler: the factors of its losses, and the findings.
 
     `numbers` are those of the updates to make infinite; the loss of the next one after them is multiplied by zero.
     """
@@ -54,7 +54,7 @@ class Plan:
         return self._update == self._silent
 
     def begin_step(self) -> None:
-        """Compare what the step before has left, at the first loss after its update, and take the next digests."""
+        """Compare with the state before the last step, at the first loss after its update; take the next digests."""
         if self._is_in_step:
             return
         self._is_in_step = True
@@ -66,8 +66,8 @@ class Plan:
         if self._update in self._overflows:
             self._before = _digests(self._optimizers())
 
-    def spoil(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-        """Return a scaled loss times infinity or zero, where that is planned."""
+    def multiply(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
+        """Return a scaled loss, times infinity or zero if that is planned for this update."""
         if self._update in self._overflows and _overflows_here():
             return scaled * torch.inf
         if self.is_silent:
@@ -76,7 +76,7 @@ class Plan:
         return scaled
 
     def look(self, optimizer: Any) -> None:
-        """Note the gradients that are not zero although the losses were, before they are unscaled."""
+        """Note the gradients, before they are unscaled, that are not zero although the losses were zero."""
         self._has_looked = True
         for param in _params_of(optimizer):
             if param.grad is not None and bool((_values(param.grad) != 0.0).any()):
@@ -148,7 +148,7 @@ class Plan:
         return _SAME, False, f"{_listed(self._moved)} changed; call scaler.step(optimizer) and not optimizer.step()"
 
     def _of_followers(self) -> Iterator[Found]:
-        """Yield a line for each kind of what follows the steps; learning rates count without a schedule, too."""
+        """Yield a line for each kind of object that follows the steps; learning rates count without a schedule, too."""
         watched, sentences = self._followers.watched(), self._followers.sentences()
         for kind in KINDS:
             names, faults = sorted(watched.get(kind, ())), list(sentences.get(kind, ()))
@@ -202,7 +202,7 @@ class Plan:
 
 
 def write_findings(folder: Path, plan: Plan, rank: int, ranks: int) -> None:
-    """Write what was found, for the process of the command, which waits for this one."""
+    """Write the findings for the process of the command, which waits for this one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     content = {"rank": rank, "ranks": ranks, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
     content.update(begun_with=plan.begun_with, saved=plan.saved)
@@ -218,7 +218,7 @@ def _overflows_here() -> bool:
 
 
 def _differ(before: dict[int, list[float]], after: dict[int, list[float]]) -> bool:
-    """Return whether rates of an optimizer that is in both differ; those that no step uses are seen at first only."""
+    """Return whether the learning rates of an optimizer that is in both dicts differ."""
     return any(before[key] != after[key] for key in before.keys() & after.keys())
 
 
@@ -227,7 +227,7 @@ def _params_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _values(tensor: Any) -> torch.Tensor:
-    """Return the elements of a tensor that lie here: of a shard, or of a sparse tensor."""
+    """Return the elements of a tensor that this rank holds: of a shard, or of a sparse tensor."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.coalesce().values() if local.is_sparse else local
@@ -296,7 +296,7 @@ def _dicts(content: Any, depth: int = 6) -> Iterator[dict[Any, Any]]:
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers in a scaler's state, by which two of them are compared."""
+    """Return the numbers in a scaler's state, for the comparison of two states."""
     return {name: value for name, value in state.items() if isinstance(value, bool | int | float)}
 
 

@@ -54,14 +54,14 @@ class Record:
             self._write_rows()
 
     def finish(self) -> None:
-        """Write the rows that wait, and say on stderr how loss scaling did."""
+        """Write the rows that wait, and print the diagnosis and what moved to stderr."""
         self._leave_parents_rows()
         self._write_rows()
         if self._file is not None:
             with contextlib.suppress(OSError):  # for example a full disk, which `_write_rows` has reported
                 self._file.close()
         for line in (self._scaler.diagnose(), *self._followers.summary()):
-            _say(line)
+            _print_line(line)
         if self.plan is not None and self._findings is not None:
             write_findings(self._findings, self.plan, *_rank())
 
@@ -82,7 +82,7 @@ class Record:
             self._file.flush()
         except OSError as error:  # a full disk must not end the training
             self._trace = None
-            _say(f"the trace ends at step {rows[0][0]}: {error}")
+            _print_line(f"the trace ends at step {rows[0][0]}: {error}")
 
 
 def _rank() -> tuple[int, int]:
@@ -123,7 +123,7 @@ def _as_cell(value: Any) -> str:
     return repr(value)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     rank, ranks = _rank()
     with contextlib.suppress(OSError, ValueError):  # a log on a full disk, or one that the script has closed
         print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)

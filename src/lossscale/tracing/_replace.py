@@ -1,4 +1,4 @@
-"""Putting the traced scalers in the place of torch's."""
+"""The replacement of torch's scalers by the traced ones."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _OF_TORCH = torch.amp.GradScaler
 
 
 def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: list[int], findings: str | None) -> None:
-    """Replace torch's scalers, under every name by which scripts import them, and watch the norms of gradients."""
+    """Replace torch's scalers under every name that scripts import, and watch the norms of gradients."""
     TracedScaler.policy_of_run = None if policy is None else policy_from_dict(policy)
     TracedScaler.trace_of_run = None if trace is None else Path(trace)
     TracedScaler.planted_in_run = None if findings is None else (plant, Path(findings))

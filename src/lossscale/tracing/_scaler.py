@@ -56,7 +56,7 @@ class TracedScaler(GradScaler):
         scaled, plan = super().scale(outputs), self._record.plan
         if plan is None or not isinstance(outputs, torch.Tensor | dict | list | tuple):
             return scaled  # of an iterator, this method scales each tensor
-        return tree.map_leaves(plan.spoil, outputs, scaled)
+        return tree.map_leaves(plan.multiply, outputs, scaled)
 
     def _open(self, optimizer: Any, caller: str) -> Any:
         record, plan = super()._open(optimizer, caller), self._record.plan

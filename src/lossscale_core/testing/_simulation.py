@@ -34,7 +34,7 @@ class Trace(NamedTuple):
     """A simulated run: arrays of shape `(steps,)` with one row per step; the counters are those after the step."""
 
     loss_scale_used: "NDArray[np.float32]"
-    """float32: the scale by which this step's loss was multiplied."""
+    """float32: the scale that multiplied this step's loss."""
     loss_scale_after: "NDArray[np.float32]"
     """float32: the scale of the next step."""
     skipped: "NDArray[np.bool_]"

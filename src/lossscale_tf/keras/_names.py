@@ -39,7 +39,7 @@ REMEDIES = {
 }
 _HYPERPARAMETERS = ("learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay")
 _METHODS = ("add_weight", "aggregate_gradients")
-"""Methods of tf_keras's optimizers, which have nothing to do with scaling."""
+"""Methods of tf_keras's optimizers that do not concern scaling."""
 NAMES = {
     **dict.fromkeys(_HYPERPARAMETERS, Kind.HYPERPARAMETER),
     **dict.fromkeys((*SETTINGS, *_METHODS), Kind.READ),

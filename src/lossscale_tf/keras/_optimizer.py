@@ -586,7 +586,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
     @property
     def _create_or_restore_slot_variable(self) -> Any:
-        """The inner optimizer's method, if it has slots of TensorFlow's own kind."""
+        """Call the inner optimizer's method, if it has slots of TensorFlow's own kind."""
         return self.inner_optimizer._create_or_restore_slot_variable
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:

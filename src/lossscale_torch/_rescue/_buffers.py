@@ -34,7 +34,7 @@ class _Slot(NamedTuple):
         return (now.shape, now.dtype, now.device) == (self.buffer.shape, self.buffer.dtype, self.buffer.device)
 
 
-class _Made(NamedTuple):
+class _NewBuffer(NamedTuple):
     """A buffer that was created after the copy."""
 
     module: Any
@@ -71,7 +71,7 @@ class SavedBuffers:
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, dict[str, Tensor | None]]] = []
-        self._made: list[_Made] | None = None  # since the copy, until the step ended
+        self._new: list[_NewBuffer] | None = None  # since the copy, until the step ended
         self._tensors: set[int] = set()
         self._copies: list[_Copy] = []
         self._versions: dict[int, int] | None = None
@@ -97,13 +97,13 @@ class SavedBuffers:
     def seal(self) -> None:
         """Mark the end of the step: buffers that other code writes from now on are no longer restored."""
         self._versions = {id(slot): slot.buffer._version for copy in self._copies for slot in copy.slots}
-        self._made = self._made_now()
+        self._new = self._new_buffers()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the saved values to the buffers, and remove buffers that were created since."""
-        for made in self._made_now() if self._made is None else self._made:
-            made.remove()
+        for new in self._new_buffers() if self._new is None else self._new:
+            new.remove()
         for copy in reversed(self._copies):
             targets, back = [], []
             for slot, values, before in self._unedited(copy):
@@ -135,9 +135,9 @@ class SavedBuffers:
                 chosen = torch.where(flag, _flattened(targets), _flattened(back))
                 _write(targets, _unflatten_dense_tensors(chosen, targets))
 
-    def _made_now(self) -> list[_Made]:
+    def _new_buffers(self) -> list[_NewBuffer]:
         return [
-            _Made(module, name, buffer, buffer._version, name in held)
+            _NewBuffer(module, name, buffer, buffer._version, name in held)
             for module, held in self._held
             for name, buffer in module._buffers.items()
             if buffer is not None and held.get(name) is None

@@ -61,7 +61,7 @@ class _Minimization:
         self._holds = scaler._nonfinite is not None and holds_lost_losses(scaler, optimizer)
 
     def run(self) -> StepInfo:
-        """Step, and run the losses again while they overflow and retries are left; return what the last try did."""
+        """Step; run the losses again while they overflow and retries are left; return the outcome of the last try."""
         self._require_untouched()
         for each in self._protections:
             each.is_paused = True  # they would copy what is copied here

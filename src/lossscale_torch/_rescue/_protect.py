@@ -21,7 +21,7 @@ _UNPROTECTED = (
 )
 
 
-class _Guarded:
+class _ProtectedModule:
     """One protected module, and the copy of its buffers from before its first forward in training mode."""
 
     def __init__(self, module: Module) -> None:
@@ -74,23 +74,23 @@ class Protection:
         self.is_paused = False
         """Whether `minimize` is running, which restores the buffers itself."""
         self._last_step: StepInfo | None = None
-        self._guarded = [_Guarded(module) for module in modules]
+        self._protected = [_ProtectedModule(module) for module in modules]
         handles: list[Any] = []
         weakref.finalize(self, _remove, handles).atexit = False
-        for number, guarded in enumerate(self._guarded):
-            handles += self._hooks_on(number, guarded.module())
+        for number, protected in enumerate(self._protected):
+            handles += self._hooks_on(number, protected.module())
 
     def modules(self) -> list[Module]:
         """Return the modules that are still alive."""
-        return [module for guarded in self._guarded if (module := guarded.module()) is not None]
+        return [module for protected in self._protected if (module := protected.module()) is not None]
 
     def __call__(self, scaler: Any, info: StepInfo) -> None:
         """Restore buffers if the step before an update was not applied. Does not synchronise."""
         self._last_step = info
         optimizers = [scaler._members[key].optimizer() for key in info._flags or () if key in scaler._members]
         stepped = {id(param) for each in optimizers if each is not None for param in params_of(each)}
-        for guarded in self._guarded:
-            guarded.end_step(info.applied, stepped, scaler._waiting.continued)
+        for protected in self._protected:
+            protected.end_step(info.applied, stepped, scaler._waiting.continued)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_NoHook":
         warnings.warn(_UNPROTECTED, stacklevel=2)
@@ -99,11 +99,11 @@ class Protection:
     def before_forward(self, number: int, module: Module) -> None:
         """Copy the buffers of a module in training mode, which its forward may write."""
         if module.training and not self.is_paused:
-            self._guarded[number].before_forward(module)
+            self._protected[number].before_forward(module)
 
     def forget(self, number: int) -> None:
         """Drop the copy of a module, since its state was loaded."""
-        self._guarded[number].saved = None
+        self._protected[number].saved = None
 
     def average(self, averaged: AveragedModel, model: Module) -> None:
         """Update averaged weights if the last step was applied. Does not synchronise."""

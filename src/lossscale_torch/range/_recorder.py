@@ -29,7 +29,7 @@ _COMPUTES_NOTHING = re.compile(
 _OVERWRITES = re.compile(
     r"aten\.(copy|zero|fill|resize|set|uniform|normal|log_normal|exponential|geometric|cauchy|random|bernoulli)_$"
 )
-"""Operations that write to all of their first argument whatever it holds."""
+"""Operations that overwrite their whole first argument without reading it."""
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 
 

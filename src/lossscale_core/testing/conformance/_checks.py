@@ -95,7 +95,7 @@ def _interface_checks(adapter: Adapter) -> Iterator[Check]:
             functools.partial(_signature, adapter.verbs, verb, parameters),
         )
     eager = Trial(adapter, Way("eager"))
-    for rule in (_steps.states_are_placed, _steps.a_saved_state_goes_on, _steps.a_host_flag_picks_a_side):
+    for rule in (_steps.states_are_placed, _steps.a_saved_state_continues, _steps.a_host_flag_picks_a_side):
         yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
     if adapter.attach is not None:
         for dtype in adapter.dtypes:
@@ -119,7 +119,7 @@ def _checks_of(adapter: Adapter, way: Way, scenarios: Mapping[str, Scenario]) ->
 
 
 _RULES = (
-    _finiteness.nothing_is_finite,
+    _finiteness.an_empty_structure_is_finite,
     _scaling.losses_keep_their_structure,
     _scaling.gradients_keep_their_structure,
     _steps.full_counters_stay_full,

@@ -44,8 +44,8 @@ def long_and_many_leaves_are_seen(trial: Trial, dtype: str) -> None:
         trial.expect_flag(what, check([trial.array(spoiled, dtype), *few]), False)
 
 
-def nothing_is_finite(trial: Trial) -> None:
-    """all_finite of nothing, None, empty and integer leaves is True: a bool of shape ()."""
+def an_empty_structure_is_finite(trial: Trial) -> None:
+    """all_finite of an empty structure, of None and of empty and integer leaves is True: a bool of shape ()."""
     dtype = trial.adapter.dtypes[0]
     nothing: dict[str, Any] = {
         "no leaves": [],
@@ -60,7 +60,7 @@ def nothing_is_finite(trial: Trial) -> None:
 
 
 def nothing_hides_an_overflow(trial: Trial, dtype: str) -> None:
-    """all_finite finds an overflow wherever it is nested, and next to None, empty and integer leaves."""
+    """all_finite finds an overflow at each depth of nesting, and next to None, empty and integer leaves."""
     bad = trial.array([1.0, -np.inf], dtype)
     number, empty = trial.array([1, 2], "int32"), trial.array(np.zeros(0), dtype)
     for grads in (

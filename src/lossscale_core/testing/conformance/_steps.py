@@ -102,7 +102,7 @@ def states_are_placed(trial: Trial) -> None:
         trial.expect_state(f"of init_state({policy!r})", trial.state(policy), host.init_state())
 
 
-def a_saved_state_goes_on(trial: Trial) -> None:
+def a_saved_state_continues(trial: Trial) -> None:
     """Continue from a saved and restored state exactly like the uninterrupted run."""
     for policy in (DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1), TolerantScaling(growth_interval=3)):
         step, state, expected = trial.update(policy), trial.state(policy), policy.init_state()

@@ -1,4 +1,4 @@
-"""The gradients that arrive at `unscale` and at `loss_scaled`, for a check that looks at them."""
+"""The observer that `check_train_step` sets, which receives the scaled gradients of `unscale` and `loss_scaled`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,16 +11,16 @@ _Observer: TypeAlias = Callable[[PyTree, Any], None]
 _OBSERVER: ContextVar[_Observer | None] = ContextVar("lossscale_jax_observer", default=None)
 
 
-def show(grads: PyTree, loss_scale: Any) -> None:
-    """Pass scaled gradients, and the loss scale by which they will be divided, to the check that runs, if any."""
+def pass_to_observer(grads: PyTree, loss_scale: Any) -> None:
+    """Pass scaled gradients, and the loss scale that will divide them, to the observer, if one is set."""
     observer = _OBSERVER.get()
     if observer is not None:
         observer(grads, loss_scale)
 
 
 @contextlib.contextmanager
-def shown_to(observer: _Observer) -> Iterator[None]:
-    """Pass gradients to `observer` within the context."""
+def observed_by(observer: _Observer) -> Iterator[None]:
+    """Set the observer within the context."""
     token = _OBSERVER.set(observer)
     try:
         yield
