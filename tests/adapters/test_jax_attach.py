@@ -408,7 +408,7 @@ def test_micro_batches_are_divided_by_the_user():
     _assert_same(*results)
 
 
-def test_an_attached_loss_whose_gradients_overflow_skips_the_step():
+def test_an_overflow_of_an_attached_loss_skips_the_step():
     """The main loss is finite, and so is every value of the forward pass that it returns."""
     optimizer = loss_scaled(optax.adam(1e-2), "dynamic")
 

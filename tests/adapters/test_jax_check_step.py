@@ -126,7 +126,7 @@ def test_gradients_that_are_clipped_before_they_are_unscaled():
         check_train_step(jax.jit(step), (PARAMS, optimizer.init(PARAMS)), BATCHES)
 
 
-def test_an_overflow_that_the_policy_never_hears_of():
+def test_an_overflow_that_the_policy_never_receives():
     """The scale would never fall."""
 
     def step(state, batch):

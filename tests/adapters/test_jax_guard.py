@@ -91,7 +91,7 @@ def _check_run(step, optimizer, exactly=False):
     return params, opt_state
 
 
-def test_the_simulated_run_tells_something():
+def test_the_simulated_run_is_not_trivial():
     """It has spikes, two in a row among them, overflows, and a scale that grows and backs off."""
     assert list(np.flatnonzero(EXPECTED.spiked)) == [10, 11, 20, 30, 40]
     assert EXPECTED.skipped.sum() == 5
@@ -291,7 +291,7 @@ def test_sharded_arrays_have_one_norm():
     assert step._cache_size() == 1
 
 
-def test_a_saved_guard_goes_on():
+def test_a_saved_guard_continues():
     """Through the plain dict, however deep the state is nested, and through a pickle."""
     optimizer = loss_scaled(ADAM, POLICY, guard=GUARD)
     step, params, opt_state = _in_one(optimizer), PARAMS, optimizer.init(PARAMS)

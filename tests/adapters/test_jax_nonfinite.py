@@ -296,7 +296,7 @@ def test_an_overflow_is_not_an_update():
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
-def test_a_window_whose_step_is_undone_is_dropped(drop, skip):
+def test_a_window_is_dropped_if_its_step_is_undone(drop, skip):
     """The next one starts clean; an overflow in the same call still lowers the scale."""
     settings = {"accumulation_steps": 2, "drop": drop, "skip": skip, "guard": SpikeGuard()}
     optimizer = loss_scaled(optax.adam(0.1), POLICY, on_nonfinite_update="skip", **settings)
@@ -555,7 +555,7 @@ def test_the_wrapped_optimizer_still_gets_the_loss():
     assert _bits(after.inner_state) == _bits(opt_state.inner_state)
 
 
-def test_a_micro_batch_whose_loss_is_not_finite_is_left_out():
+def test_a_micro_batch_with_a_loss_that_is_not_finite_is_left_out():
     """And is no step of the policy; whole windows cannot be held."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=2, drop="micro_batch", on_nonfinite_loss="hold")
     params = {"w": jnp.ones(2)}

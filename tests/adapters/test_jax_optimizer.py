@@ -573,7 +573,7 @@ def test_an_optimizer_with_another_update_has_no_apply_gradients():
         replaced.apply_gradients(GRADS, None, PARAMS)
 
 
-def test_state_travels():
+def test_a_state_is_saved_and_loaded():
     """Through the core's plain dict and through a pickle; the rest continues bit for bit."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     params, opt_state = _run(optimizer, [GRADS, GRADS, BAD])
@@ -788,7 +788,7 @@ def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
 
 @pytest.mark.parametrize("inner", [optax.sgd, optax.adam, optax.adamw])
 @pytest.mark.parametrize("spoilt", [jnp.inf, jnp.nan])
-def test_what_a_skipped_update_drops_is_seen_by_nobody(inner, spoilt):
+def test_values_that_a_skipped_update_drops_have_no_effect(inner, spoilt):
     """Its derivative is zero and not NaN, and `checkify` reports no division by zero."""
 
     def stepped(learning_rate, spoilt):

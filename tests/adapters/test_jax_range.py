@@ -277,7 +277,7 @@ def test_operations_without_a_scope_are_named_by_their_line():
 
 
 @pytest.mark.parametrize("name", ["scan", "remat"])
-def test_the_iterations_of_a_scan_are_told_apart(name):
+def test_the_iterations_of_a_scan_have_numbers(name):
     """The layers of a scan have their numbers, and the backward pass those of the forward pass, in reverse."""
     network, params = _network(name)
     report = range_report(_loss_of(network), params, X)
@@ -286,7 +286,7 @@ def test_the_iterations_of_a_scan_are_told_apart(name):
     assert products == ["layers[1]/layer"] * 2 + ["layers[0]/layer"] * 2
 
 
-def test_what_the_backward_pass_computes_anew_is_not_scaled():
+def test_what_the_backward_pass_computes_again_is_not_scaled():
     """Under `jax.checkpoint` it computes the forward pass again, which no loss scale multiplies."""
     network, params = _network("remat")
     report = range_report(_loss_of(network), params, X)
@@ -345,7 +345,7 @@ def test_a_scale_below_one_fits_where_one_overflows():
     assert report.init_scale == report.overflows_above / 2 < 1.0
 
 
-def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+def test_a_gradient_that_is_not_finite_at_any_scale_is_not_taken_for_an_overflow():
     """The root of zero has an infinite slope, and what is given infinity is named."""
     network, params = _network("mlp")
     report = range_report(lambda params, x: jnp.sqrt(0.0 * _loss_of(network)(params, x)), params, X)
@@ -416,7 +416,7 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_needs_no_scaling_is_told_so(dtype):
+def test_the_report_says_what_needs_no_scaling(dtype):
     """Without float16 there is no limit, or one that is far away."""
     report = range_report(lambda w: jnp.square((X.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)).mean(), X.T)
     assert report.overflows_above == np.inf if dtype is jnp.float32 else report.overflows_above > 2.0**60

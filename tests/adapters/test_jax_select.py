@@ -75,7 +75,7 @@ def test_a_skip_shows_zeros_to_the_wrapped_optimizer(settings):
     assert seen == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0 if "guard" in settings else 1e3]
 
 
-def test_it_goes_on_from_a_run_by_cond():
+def test_it_continues_a_run_by_cond():
     """The state is the same, and one compilation with everything donated serves overflows and growth."""
     by_cond, by_select = (loss_scaled(optax.adam(0.1), POLICY, skip=skip) for skip in ("cond", "select"))
     step = jax.jit(by_select.apply_gradients, donate_argnums=(1, 2))

@@ -348,7 +348,7 @@ def test_the_gradients_of_a_wrong_model_are_named(name, within):
     assert "not follow the loss scale, first [" in str(report)
 
 
-def test_a_scan_whose_layers_add_an_unscaled_loss():
+def test_a_scan_with_layers_that_add_an_unscaled_loss():
     """A multi-token-prediction loss in each layer."""
     hook = _hook(_adds_router_loss)
 

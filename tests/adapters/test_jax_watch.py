@@ -25,7 +25,7 @@ from lossscale_jax import (
 
 
 @pytest.fixture(autouse=True)
-def _hear_everything(caplog):
+def _log_everything(caplog):
     caplog.set_level(logging.INFO, "lossscale")
 
 

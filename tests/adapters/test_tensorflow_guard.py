@@ -251,7 +251,7 @@ def _all_bits(model):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
 @pytest.mark.parametrize("way", SAVED)
-def test_training_goes_on(tmp_path, way):
+def test_training_continues(tmp_path, way):
     """As if it had not been interrupted, the guard included."""
     inputs, targets = _data()
     model, half = _model(_guarded(), jit_compile=False), 13 * ROWS
@@ -314,7 +314,7 @@ def test_the_plain_dict_goes_round():
 
 
 @pytest.mark.parametrize("inner", ["tf_keras, new", "tf_keras, legacy"])
-def test_a_checkpoint_around_tf_keras_goes_on(tmp_path, inner):
+def test_a_checkpoint_around_tf_keras_continues(tmp_path, inner):
     """It holds the guard's state next to the scale's, in the bare optimizer's layout."""
     loop, other = Loop("graph", inner), Loop("graph", inner)
     for norm in NORMS[:12]:

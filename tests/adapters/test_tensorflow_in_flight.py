@@ -107,7 +107,7 @@ def test_a_gradient_waits_while_minimize_grows_the_scale(both, mode):
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_a_dropped_loss_stops_nobody(both, differentiated):
+def test_a_dropped_loss_does_not_block_later_ones(both, differentiated):
     """A batch that was skipped before its gradients were unscaled is over with the next whole step."""
 
     def step():

@@ -375,7 +375,7 @@ def test_retries_stop_at_a_bad_loss(way):
 
 
 @pytest.mark.parametrize("way", ["eager", "graph"])
-def test_a_retry_whose_update_is_undone_restores_averages(way):
+def test_a_retry_with_an_undone_update_restores_averages(way):
     """As a skipped try does, and no other try runs."""
     weight, calls, seen = tf.Variable(1.0), tf.Variable(0), tf.Variable(0.0, trainable=False)
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1), policy=POLICY, **SKIP)

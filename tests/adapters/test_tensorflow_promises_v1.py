@@ -206,7 +206,7 @@ def test_promise_010_gradients_from_elsewhere(world):
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
 
 
-def test_promise_010_beside_good_use():
+def test_promise_010_next_to_good_use():
     """In a graph, too, in which other gradients do come from `compute_gradients`; processed ones are no reason."""
     with tf.Graph().as_default():
         variable = tf1.get_variable("variable", initializer=1.0)
@@ -636,7 +636,7 @@ def test_two_replicas_decide_alike(graph):
         assert first.tobytes() == second.tobytes()
 
 
-def test_a_deep_copy_goes_on_by_itself():
+def test_a_deep_copy_continues_by_itself():
     """It has the state of the optimizer that it was copied from, and neither moves the other's from then on."""
     variable = tf.Variable([1.0, 2.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)

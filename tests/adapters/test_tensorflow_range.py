@@ -327,7 +327,7 @@ def test_modules_give_their_names():
     assert gradients == {"network/low/weight", "network/high/weight"}
 
 
-def test_what_the_backward_pass_computes_anew_is_not_scaled():
+def test_what_the_backward_pass_computes_again_is_not_scaled():
     """Under `tf.recompute_grad` it computes the forward pass again, which no loss scale multiplies."""
     keras.config.set_dtype_policy("mixed_float16")
     layer = layers.Dense(WIDTH, activation="tanh", name="layer")
@@ -401,7 +401,7 @@ def test_a_scale_below_one_fits_where_one_overflows():
     assert report.init_scale == report.overflows_above / 2 < 1.0
 
 
-def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+def test_a_gradient_that_is_not_finite_at_any_scale_is_not_taken_for_an_overflow():
     """The root of zero has an infinite slope, and what is given infinity is named."""
     model, x = _model("mlp")
     report = range_report(model, lambda: tf.sqrt(0.0 * _loss_fn(model, x)()))
@@ -577,7 +577,7 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_what_needs_no_scaling_is_told_so(policy):
+def test_the_report_says_what_needs_no_scaling(policy):
     """Without float16 there is no limit, or one that is far away."""
     model, x = _model("mlp", policy)
     report = range_report(model, _loss_fn(model, x))

@@ -100,7 +100,7 @@ OTHERS = [(way, policy) for way in (".keras", "Checkpoint") for policy in ("dyna
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
 @pytest.mark.parametrize(("way", "policy"), [*((way, "tolerant") for way in WAYS), *OTHERS])
-def test_training_goes_on(tmp_path, way, policy):
+def test_training_continues(tmp_path, way, policy):
     """As if it had not been interrupted."""
     save, policy = WAYS[way], POLICIES[policy]
     model = _model(policy)
@@ -123,7 +123,7 @@ class Interrupted(keras.callbacks.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_an_interrupted_fit_goes_on(tmp_path):
+def test_an_interrupted_fit_continues(tmp_path):
     """From what `BackupAndRestore` kept."""
     policy = POLICIES["tolerant"]
     (model := _model(policy)).fit(INPUTS, TARGETS, batch_size=ROWS, shuffle=False, verbose=0)
@@ -170,7 +170,7 @@ INNERS = {
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
-def test_a_loop_of_ones_own_goes_on(tmp_path, inner, graph):
+def test_a_loop_of_ones_own_continues(tmp_path, inner, graph):
     """From a `Checkpoint` of the variable and the optimizer, restored before and, in a graph, after its slots exist."""
 
     def made():

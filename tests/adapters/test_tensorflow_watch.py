@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
-def _hear_everything(caplog):
+def _log_everything(caplog):
     caplog.set_level(logging.INFO, "lossscale")
 
 
@@ -45,7 +45,7 @@ def _run(optimizer, losses, weight=None):
 
 
 @EACH
-def test_eager_steps_are_heard(make, caplog):
+def test_eager_steps_are_logged(make, caplog):
     """They read the state anyway: the floor at the step that reaches it, and once."""
     _run(make(), [NAN] * 30)
     assert _events(caplog) == [("floor", 10)]
@@ -80,7 +80,7 @@ def _fit(optimizer, callbacks, epochs=2):
     model.fit(inputs, inputs, batch_size=1, epochs=epochs, verbose=0, callbacks=callbacks)
 
 
-def test_fit_is_heard_at_its_end_and_with_the_logger_at_that_of_an_epoch(caplog):
+def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(caplog):
     """Compiled steps stay on their device, so that nothing is said before the state is read."""
     _fit(_keras(), [])
     assert _events(caplog) == [("floor", 40)]

@@ -132,7 +132,7 @@ def test_two_optimizers_have_flags_of_their_own(make_scaler):
 
 @EITHER_KIND
 @AGAINST_TORCH
-def test_a_stage_set_back_to_ready_checks_anew(make_scaler, fused):
+def test_a_stage_set_back_to_ready_checks_again(make_scaler, fused):
     """What was known of the gradients before is forgotten."""
     param, optimizer = _one(fused)
     scaler = make_scaler("cpu", init_scale=1024.0)
@@ -409,7 +409,7 @@ def test_a_factor_that_is_not_positive_and_finite_is_refused(value):
         GradScaler("cpu").load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "growth_factor": value})
 
 
-def test_a_checkpoint_whose_keys_contradict_each_other():
+def test_a_checkpoint_with_keys_that_contradict_each_other():
     """torch's keys are taken, and a warning says so."""
     scaler = GradScaler("cpu")
     saved = GradScaler("cpu", init_scale=8.0).state_dict()

@@ -527,7 +527,7 @@ def test_many_scalers_of_one_optimizer():
     subprocess.run([sys.executable, "-c", _MANY_SCALERS], check=True, timeout=100)
 
 
-def test_an_optimizer_met_for_the_first_time_where_the_scale_was_told():
+def test_an_optimizer_seen_for_the_first_time_after_the_scale_was_read():
     """Nothing tells which of two scales its gradients have, so that it is an error once they differ."""
     (p, first), (q, second) = _one(), _one()
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)

@@ -103,7 +103,7 @@ def test_below_a_scale_of_one_finite_gradients_may_overflow(device, call, monkey
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_norm_whose_squares_overflow_is_a_spike(call):
+def test_a_norm_with_squares_that_overflow_is_a_spike(call):
     """Where float64 is missing, too: finite gradients of 1e30 are refused by the guard, and are not an overflow."""
     with Emulated("mps"):
         param = torch.nn.Parameter(torch.ones(3, device="mps"))

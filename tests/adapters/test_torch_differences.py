@@ -253,7 +253,7 @@ def _unscaled(make_scaler):
 
 
 @difference("gradients that may be of two scales are divided by the last", -1.0, "CallOrderError")
-def _doubtful(make_scaler):
+def _two_scales(make_scaler):
     _, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
     second_optimizer.zero_grad()
     scaler.step(first_optimizer)
@@ -324,7 +324,7 @@ def _wrapper(make_scaler):
 
 
 @difference("the dummy step of `torch.distributed.checkpoint` (all gradients and rates zero) counts", 2048.0, 1024.0)
-def _rehearsal(make_scaler):
+def _dummy_step(make_scaler):
     _, optimizer = _one(torch.zeros(1))
     optimizer.param_groups[0]["lr"] = 0.0
     scaler = _ready(make_scaler, growth_interval=1)

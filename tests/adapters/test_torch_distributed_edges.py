@@ -383,7 +383,7 @@ def _join_in_all_ways(rank, world_size):
         _run_out_of_inputs(rank, world_size, counts, fused)
 
 
-def test_a_rank_without_inputs_decides_and_goes_on_with_the_others():
+def test_a_rank_without_inputs_decides_and_continues_with_the_others():
     """`Join([model, scaler])`: in the end all states are those of the last rank that had inputs."""
     _on_ranks(3, _join_in_all_ways)
 

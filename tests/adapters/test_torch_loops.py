@@ -230,7 +230,7 @@ def test_an_early_look_decides_nothing():
     assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
 
 
-def test_what_nothing_tells_is_an_error():
+def test_an_unknown_scale_is_an_error():
     """A scaled and a hand-made loss, an update between them that changed the scale, and an optimizer never seen."""
     params, optimizers = _two()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
@@ -242,7 +242,7 @@ def test_what_nothing_tells_is_an_error():
         scaler.step(optimizers[1])
 
 
-def test_what_nothing_tells_does_not_matter_while_the_scale_is_unchanged():
+def test_an_unknown_scale_does_not_matter_while_the_scale_is_unchanged():
     """The same loop with a scale that stays is torch's."""
     params, optimizers = _two()
     scaler = GradScaler("cpu", init_scale=1024.0)

@@ -169,7 +169,7 @@ def test_a_streak_of_overflows_is_an_error_after_the_last_try_only():
     _same(before, after)
 
 
-def test_gradients_are_made_anew():
+def test_gradients_are_computed_again():
     """Those of the optimizer's parameters from before the call are dropped; those of the step stay in `.grad`."""
     run, plain = (_Run(init_scale=2.0**10) for _ in range(2))
     for param in run.model.parameters():

@@ -95,7 +95,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("clips", [False, True])
-def test_strange_optimizers(make, clips):
+def test_unusual_optimizers(make, clips):
     """They are unscaled, clipped, stepped and skipped as any other, and nothing warns."""
     param = _param()
     moves = _train(make([param]), param, GradScaler("cpu", init_scale=1024.0), clips)
@@ -114,7 +114,7 @@ def test_torch_applies_scaled_gradients_through_a_delegating_wrapper():
 
 @pytest.mark.parametrize("make", [_Counting, _CountingByElement])
 @pytest.mark.parametrize("steps", [0, 5])
-def test_a_warning_about_a_scaler_that_begins_anew(make, steps):
+def test_a_warning_about_a_scaler_that_starts_over(make, steps):
     """Given where the optimizer has counted steps, however it counts; never raised by a state of another shape."""
     param = _param()
     optimizer = make([param], steps)
@@ -273,7 +273,7 @@ def test_a_fused_step_that_fails():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("make_scaler", "expected"), [(GradScaler, 1024.0), (torch.amp.GradScaler, 2048.0)])
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_a_rehearsal_is_no_step(make_scaler, expected, fused, rate):
+def test_a_dummy_step_does_not_count(make_scaler, expected, fused, rate):
     """Gradients and rates of exactly zero say nothing about the scale; torch counts them, and may grow it."""
     param = _param()
     optimizer = torch.optim.AdamW([param], lr=rate, fused=fused)

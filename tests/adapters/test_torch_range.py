@@ -319,7 +319,7 @@ def test_no_scale_fits_parameters_that_cannot_hold_the_unscaled_gradient():
     assert "is finite at a loss scale of 2**-14, and overflows when unscaled" in str(report)
 
 
-def test_a_gradient_that_is_not_finite_at_any_scale_is_told_from_an_overflow():
+def test_a_gradient_that_is_not_finite_at_any_scale_is_not_taken_for_an_overflow():
     """The root of zero has an infinite slope, in float32; what overflows in float16 is not to blame."""
     model, x = _network("mlp")
     report = range_report(model, lambda: (0.0 * _square(model, x)).sqrt())
@@ -337,7 +337,7 @@ def test_an_infinity_that_is_meant_is_not_an_overflow():
     assert report.overflows_above > 1.0
 
 
-def test_nan_without_infinity_is_foretold():
+def test_nan_without_infinity_is_predicted():
     """In attention whose backward pass alone overflows, the report finds the scale that leaves NaN and no infinity."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in ("query", "key")})
@@ -453,7 +453,7 @@ def test_a_module_within_vmap_is_measured():
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "NoScaling"), (torch.bfloat16, "NoScaling")])
-def test_what_needs_no_scaling_is_told_so(dtype, advice):
+def test_the_report_says_what_needs_no_scaling(dtype, advice):
     """Without float16 there is no limit, or one that is far away."""
     model, x = _network("mlp")
 

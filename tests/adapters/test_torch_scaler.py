@@ -849,7 +849,7 @@ def test_a_policy_may_change_between_two_steps(base):
 
 @pytest.mark.parametrize("source", [GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("target", [GradScaler, torch.amp.GradScaler])
-def test_checkpoints_travel_between_torch_and_ours(source, target):
+def test_checkpoints_load_in_torch_and_ours(source, target):
     """Through `torch.save` and `weights_only` loading: the next scales are those of the uninterrupted run."""
     trace = [True, True, False, True, True, True, True, False, True, True] * 3
     kwargs = {"init_scale": 2.0**10, "growth_interval": 4, "backoff_factor": 0.25}
@@ -902,7 +902,7 @@ def test_a_policy_given_is_a_policy_kept():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"])
 @EACH_OPTIMIZER
-def test_a_copy_goes_on_alike(make, duplicate):
+def test_a_copy_continues_in_the_same_way(make, duplicate):
     """Between iterations; what the copy does leaves the original alone."""
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     _run(scaler, make, [True, False, True, True])

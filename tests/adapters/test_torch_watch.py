@@ -16,7 +16,7 @@ FINE = [1.0]
 
 
 @pytest.fixture(autouse=True)
-def _hear_everything(caplog):
+def _log_everything(caplog):
     caplog.set_level(logging.INFO, "lossscale")
 
 
@@ -44,7 +44,7 @@ def _events(caplog):
 
 
 @EACH
-def test_two_hundred_nans_are_heard(make, caplog):
+def test_two_hundred_nans_are_logged(make, caplog):
     """A plain loop on a CPU, which reads nothing, says that overflows do not end, and that the floor is reached."""
     _run(GradScaler("cpu"), NAN * 200, make)
     assert _events(caplog) == [("below_one", 32), ("floor", 160)]
@@ -85,7 +85,7 @@ def _far(**settings):
 
 
 @pytest.mark.parametrize("read", [GradScaler.get_scale, GradScaler.state_dict, GradScaler.diagnose])
-def test_a_state_on_a_device_is_heard_of_where_it_is_read(read, caplog):
+def test_a_state_on_a_device_is_logged_where_it_is_read(read, caplog):
     """What reads the scale to the host says what there is to say, once."""
     scaler = _far()
     assert caplog.records == []

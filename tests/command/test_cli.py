@@ -183,7 +183,7 @@ def test_policy_check_as_json_says_what_is_wrong(tmp_path):
     assert done.stderr == f"lossscale: {bad['error']}\n"
 
 
-def test_simulate_as_json_has_every_stretch_and_draws_only_if_told(tmp_path):
+def test_simulate_as_json_has_every_stretch_and_draws_only_if_asked(tmp_path):
     """The counts, the final scale and the diagnosis are values, and there is no picture without --plot."""
     (tmp_path / "t.txt").write_text("01" * 50)
     found = json.loads(_succeed("simulate", "dynamic", "--overflow", "t.txt", "--json", cwd=tmp_path))

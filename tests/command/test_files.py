@@ -53,7 +53,7 @@ def test_no_write_follows_a_link(folder, command, leads_somewhere):
     assert (target.read_text() if leads_somewhere else target.exists()) == ("mine" if leads_somewhere else False)
 
 
-def test_simulate_replaces_a_picture_only_where_it_is_told(folder):
+def test_simulate_replaces_a_picture_only_if_asked(folder):
     """`--plot` leaves what is there alone, unless `--overwrite` is given."""
     (folder / "simulation.png").write_text("mine")
     command = ("simulate", "dynamic", "--overflow", "t.txt")

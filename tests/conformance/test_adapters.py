@@ -25,7 +25,7 @@ def test_the_face_lists_what_users_may_touch(adapter):
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
-def test_overflow_report_has_one_face(adapter):
+def test_overflow_report_has_the_same_parameters(adapter):
     """It takes gradients in the form of the framework, and the loss by its name."""
     signature = inspect.signature(adapter.overflow_report)
     assert signature.return_annotation is lossscale_core.OverflowReport

@@ -34,7 +34,7 @@ def test_a_saved_state_is_taken_over_silently(take_over):
 
 
 @EVERYWHERE
-def test_a_newer_version_is_refused_with_the_mend(take_over):
+def test_a_newer_version_is_refused_with_a_remedy(take_over):
     """Nobody guesses what a later release meant."""
     with pytest.raises(CheckpointError, match=r"version=2 .* is newer than 1.*pip install --upgrade lossscale"):
         take_over({**SAVED, "version": 2}, POLICY)
@@ -76,7 +76,7 @@ def test_a_value_that_no_state_can_hold_is_refused(take_over):
         take_over({**SAVED, "loss_scale": float("nan")}, POLICY)
 
 
-def test_torch_warns_of_an_optimizer_that_goes_on_alone():
+def test_torch_warns_of_an_optimizer_that_continues_alone():
     """The checkpoint had the optimizer's state and not the scaler's: said at the first step, once."""
     param = torch.nn.Parameter(torch.ones(2))
 
@@ -103,7 +103,7 @@ def _minimize(optimizer, variable):
 
 
 @pytest.mark.parametrize("mode", [lambda step: step, tf.function(autograph=False)], ids=["eager", "graph"])
-def test_keras_warns_of_an_optimizer_that_goes_on_alone(tmp_path, mode):
+def test_keras_warns_of_an_optimizer_that_continues_alone(tmp_path, mode):
     """A `tf.train.Checkpoint` of the bare optimizer, restored into a wrapped one; one of the wrapper is silent."""
     variable, bare = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_keras_warns_of_an_optimizer_that_goes_on_alone(tmp_path, mode):
     assert int(again.scale_state.steps) == 2
 
 
-def test_v1_warns_of_an_optimizer_that_goes_on_alone():
+def test_v1_warns_of_an_optimizer_that_continues_alone():
     """Eagerly, `global_step` tells; a graph's `Saver` refuses a checkpoint without the state's variables."""
     variable, global_step = tf.Variable(1.0), tf.Variable(7, dtype=tf.int64)
     optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")

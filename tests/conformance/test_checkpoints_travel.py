@@ -116,7 +116,7 @@ def test_the_next_states_are_those_of_the_uninterrupted_run(uninterrupted, origi
 
 
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
-def test_training_goes_on_in_another_framework(uninterrupted, origin, target):
+def test_training_continues_in_another_framework(uninterrupted, origin, target):
     """Weights, optimizer and scale state travel; the whole run is one run over its flags, and continues to learn."""
     run, file = uninterrupted(origin)
     rest = _train(_begin(target, Checkpoint.load(file)), STEPS)
@@ -129,7 +129,7 @@ def test_training_goes_on_in_another_framework(uninterrupted, origin, target):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_in_its_own_framework_everything_goes_on_exactly(uninterrupted, framework):
+def test_in_its_own_framework_everything_continues_exactly(uninterrupted, framework):
     """Losses, flags, states, weights and Adam's memory are the uninterrupted run's, bit for bit."""
     run, file = uninterrupted(framework)
     rest = _train(_begin(framework, Checkpoint.load(file)), STEPS)
@@ -146,7 +146,7 @@ FROZEN = json.loads((Path(__file__).parents[1] / "core/version_1.json").read_tex
 
 @pytest.mark.parametrize("target", WRAPPERS)
 @pytest.mark.parametrize("origin", FROZEN)
-def test_a_frozen_checkpoint_of_version_1_goes_on_in_every_framework(origin, target):
+def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, target):
     """What each framework saved in the first release is taken over by each, silently, and continues as it did."""
     frozen = FROZEN[origin]
     with warnings.catch_warnings():

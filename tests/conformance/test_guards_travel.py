@@ -101,7 +101,7 @@ def _guard_states():
         yield state_to_dict(POLICY.init_state(), guard=state)["guard"]
 
 
-def test_the_run_tells_something():
+def test_the_run_is_not_trivial():
     """A spike lies on either side of the checkpoint, which is in the middle of a streak."""
     assert list(np.flatnonzero(EXPECTED.spiked)) == [9, 11, 12, 20]
     assert list(np.flatnonzero(EXPECTED.skipped)) == [5, 10, 15]
@@ -109,7 +109,7 @@ def test_the_run_tells_something():
 
 
 @pytest.mark.parametrize(("origin", "target"), list(itertools.product(FRAMEWORKS, FRAMEWORKS)))
-def test_a_guarded_run_goes_on_in_another_framework(origin, target):
+def test_a_guarded_run_continues_in_another_framework(origin, target):
     """The guard's state is the host's and the scale's the simulated one after each step, bit for bit."""
     step = FRAMEWORKS[target](json.loads(_saved_by(origin)))
     for n, guard_state in list(enumerate(_guard_states()))[SAVED_AT:]:

@@ -119,7 +119,7 @@ def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale
         assert float(state_from_dict(SAVED, policy).loss_scale) == scale
 
 
-def test_a_tolerance_nobody_kept_starts_full():
+def test_a_tolerance_that_was_not_saved_starts_full():
     """A fixed policy's idle tracker is not taken for a used-up tolerance."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.init_state(), fixed)
@@ -185,7 +185,7 @@ def test_a_policy_of_ones_own_saves_and_restores_its_state():
     assert restored.loss_scale == state.loss_scale
 
 
-def test_a_saved_policy_nobody_can_read_is_a_warning():
+def test_a_saved_policy_that_cannot_be_read_is_a_warning():
     """A policy of a later release does not stand in the way of its state."""
     with pytest.warns(CheckpointWarning, match="cannot be compared"):
         state_from_dict({**SAVED, "policy": {"kind": "clever"}}, DynamicScaling())
@@ -228,7 +228,7 @@ FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
 
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-def test_a_frozen_checkpoint_of_version_1_goes_on_as_it_did(frozen):
+def test_a_frozen_checkpoint_of_version_1_continues_as_it_did(frozen):
     """What any framework saved under version 1 is read by every later release, to the bit."""
     policy = policy_from_dict(frozen["saved"]["policy"])
     with warnings.catch_warnings():

@@ -79,7 +79,7 @@ def test_the_config_is_left_alone():
         ([1], ["table", "kind = 'dynamic'"]),
     ],
 )
-def test_a_bad_config_names_the_mend(config, words):
+def test_a_bad_config_names_the_remedy(config, words):
     """The message names what is wrong and what would be right."""
     with pytest.raises(PolicyError) as caught:
         policy_from_dict(config)

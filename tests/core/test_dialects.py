@@ -267,7 +267,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize(("name", "config", "words"), BUGS, ids=lambda value: value if type(value) is str else "")
-def test_a_config_that_runs_into_a_bug_is_told(name, config, words):
+def test_a_config_that_triggers_a_bug_gets_a_warning(name, config, words):
     """A warning, not silence; and a policy."""
     with pytest.warns(DialectWarning, match=words):
         policy = from_tool(name, config)
@@ -460,7 +460,7 @@ def test_fairseqs_tolerance_beside_a_share(tolerance, grads_finite):
         ("fairseq", {"fp16_init_scale": 4, "update_freq": "[1]"}, r"update_freq='\[1\]' does not say the window"),
     ],
 )
-def test_a_config_that_mixes_things_up_is_told_so(name, config, words):
+def test_a_config_with_mixed_up_keys_is_refused(name, config, words):
     """By the key that is wrong, of whichever form it is."""
     with pytest.raises(PolicyError, match=words):
         from_tool(name, config)

@@ -43,7 +43,7 @@ def _go_on(policy, state, tool, grads_finite):
 
 @pytest.mark.parametrize("name", DRAWN)
 @given(data=st.data())
-def test_a_run_goes_on(name, data):
+def test_a_run_continues(name, data):
     """Stopped anywhere, saved as the tool saves, also through JSON, and gone on with under the policy."""
     model, configs = DRAWN[name]
     config, tool = data.draw(configs), None
@@ -117,7 +117,7 @@ def test_a_fixed_scale():
     assert state == FixedScaling(128.0).init_state()
 
 
-def test_another_kind_of_policy_goes_on_with_the_scale():
+def test_another_kind_of_policy_continues_with_the_scale():
     """Counters are placed under a policy that has them, and left alone under one that has none."""
     saved = {"scale": 8.0, "_growth_tracker": 7}
     assert state_from_tool("torch", saved, 8.0) == FixedScaling(8.0).init_state()
@@ -134,7 +134,7 @@ def test_overflows_in_a_row_are_kept_where_they_end_a_run():
     assert (state.overflow_streak, state.skipped_steps, state.steps) == (500, 500, 500)
 
 
-def test_settings_of_the_checkpoint_that_differ_are_told():
+def test_settings_of_the_checkpoint_that_differ_are_named():
     """The tool would continue with those it saved."""
     saved = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 3}
     with pytest.warns(CheckpointWarning, match=r"growth_factor was 4.0 .* is 2.0 .*; growth_interval was 10"):
@@ -142,7 +142,7 @@ def test_settings_of_the_checkpoint_that_differ_are_told():
     assert state.growth_tracker == 3
 
 
-def test_a_count_past_the_interval_is_told():
+def test_a_count_past_the_interval_gets_a_warning():
     """torch would wait for the next overflow; here the scale grows on the next finite step."""
     policy = from_tool("torch", {"growth_interval": 5})
     with pytest.warns(CheckpointWarning, match="count 9 is past growth_interval=5"):
@@ -246,7 +246,7 @@ def test_the_policy_within_a_checkpoint():
         policy_in("torch", {**GUESSED["torch"], "growth_factor": 1.0})
 
 
-def test_every_tool_has_a_layout_that_is_told_apart():
+def test_every_tool_has_a_layout_that_is_recognised():
     """Each record reads what its model saves."""
     for tool in tools():
         model = DRAWN[tool.name][0]

@@ -242,7 +242,7 @@ def test_a_streak_raises_where_a_limit_is_set():
     check_spike_streak(SpikeGuard(), state, 100.0)
 
 
-def test_the_diagnosis_and_the_metrics_speak_of_spikes():
+def test_the_diagnosis_and_the_metrics_include_spikes():
     """Nothing without a spike, a count with one, and a remedy within a streak."""
     policy = DynamicScaling()
     state = policy.update(policy.init_state(), True)

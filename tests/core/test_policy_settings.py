@@ -40,7 +40,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), BROKEN)
-def test_a_broken_rule_is_named_with_the_value_and_a_mend(name, value, rule):
+def test_a_broken_rule_is_named_with_the_value_and_a_remedy(name, value, rule):
     """The message names the value, the rule and, after a semicolon, what to pass instead."""
     with pytest.raises(PolicyError) as caught:
         DynamicScaling(**{name: value})

@@ -94,7 +94,7 @@ def test_the_search_finds_the_limit(exponent):
     assert len(network.scales) <= 10
 
 
-def test_an_overflow_that_no_result_foretells_is_found():
+def test_an_overflow_that_no_result_predicts_is_found():
     """The scale that is foretold is tried, and halved where it does not hold."""
     network = _network(2.0**-8)
     network.hidden = 2.0**18

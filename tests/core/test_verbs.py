@@ -216,7 +216,7 @@ def test_all_finite_on_a_strict_namespace(bad):
     assert bool(only_integers)
 
 
-def test_a_foreign_tensor_is_refused_with_the_mend():
+def test_a_foreign_tensor_is_refused_with_a_remedy():
     """An object of no namespace is told to bring one."""
 
     class Tensor:

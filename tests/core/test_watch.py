@@ -32,7 +32,7 @@ LOGGER = logging.getLogger("lossscale")
 
 
 @contextlib.contextmanager
-def _heard():
+def _logged_records():
     """Yield the list of the records that the library logs, of every level."""
     records = []
     handler, level = logging.Handler(), LOGGER.level
@@ -49,7 +49,7 @@ def _heard():
 def _run(policy, flags, on_floor="warn", every=1):
     """Return the records of a run whose watch looks after every so many steps, and the state at the end."""
     watch, state = ScaleWatch(on_floor), policy.init_state()
-    with _heard() as records:
+    with _logged_records() as records:
         for step, finite in enumerate(flags, 1):
             state = policy.update(state, finite)
             if step % every == 0:
@@ -113,7 +113,7 @@ def test_a_look_now_and_then_says_the_same_later():
     assert _events(DynamicScaling(), [False] * 12 + FINE, every=16) == [("calibrated", 16)]
 
 
-def test_a_line_names_the_mend_of_diagnose():
+def test_a_line_names_the_remedy_of_diagnose():
     """The level, the step, the diagnosis word for word, and numbers for a handler that acts on them."""
     records, state = _run(TORCHS, [False] * 142)
     line = records[-1]
@@ -150,17 +150,17 @@ def test_a_broken_scale_is_said():
     """A loss scale that no policy reaches, as in a corrupted state."""
     watch = ScaleWatch()
     state = _run(DynamicScaling(), [True, False])[1]._replace(loss_scale=np.float32("nan"))
-    with _heard() as records:
+    with _logged_records() as records:
         watch.log(DynamicScaling(), state)
         watch.log(DynamicScaling(), state)
     assert [record.event for record in records] == ["broken"]
 
 
-def test_a_new_run_speaks_anew():
+def test_a_new_run_logs_its_events_again():
     """A state with fewer steps than the last, as after a restart from a checkpoint, has said nothing yet."""
     watch, policy = ScaleWatch(), FixedScaling(8.0)
     late, early = (_run(policy, [False] * steps)[1] for steps in (30, 25))
-    with _heard() as records:
+    with _logged_records() as records:
         for each in (late, late, early):
             watch.log(policy, each)
     assert [record.steps for record in records] == [30, 25]
@@ -218,7 +218,7 @@ def test_a_copy_remembers_what_was_said(duplicate):
     """It says nothing twice."""
     policy, watch = FixedScaling(8.0), ScaleWatch()
     state = _run(policy, [False] * 30)[1]
-    with _heard() as records:
+    with _logged_records() as records:
         watch.log(policy, state)
         duplicate(watch).log(policy, state)
     assert len(records) == 1
@@ -229,7 +229,7 @@ def test_pure_functions_log_nothing(xp):
     """`diagnose`, `state_to_dict` and `check_overflow_streak` keep no memory between calls."""
     policy = DynamicScaling(init_scale=2.0, min_scale=1.0)
     state = policy.init_state() if xp is None else init_state(policy, xp=xp)
-    with _heard() as records:
+    with _logged_records() as records:
         for _ in range(30):
             state = policy.update(state, False if xp is None else xp.asarray(False))
             diagnose(policy, state)
@@ -244,7 +244,7 @@ def test_a_watch_reads_a_state_of_arrays():
     state = init_state(policy, xp=array_api_strict)
     state = policy.update(state, array_api_strict.asarray(False))
     check_overflow_streak(policy, None)
-    with _heard() as records:
+    with _logged_records() as records:
         for _ in range(2):
             ScaleWatch().log(policy, state)
     assert [record.event for record in records] == ["floor", "floor"]
@@ -258,7 +258,7 @@ def test_the_switch_is_that_of_logging():
     assert (LOGGER.handlers, LOGGER.level, LOGGER.propagate) == ([], logging.NOTSET, True)
     policy = FixedScaling(8.0)
     _, state = _run(policy, [False] * 30)
-    with _heard() as records:
+    with _logged_records() as records:
         LOGGER.setLevel(logging.ERROR)
         ScaleWatch().log(policy, state)
     assert records == []
@@ -276,7 +276,7 @@ def test_runs_under_equal_policies_are_kept_apart():
     """What one run ignores, another one under the same policy still says."""
     policy = DynamicScaling(init_scale=4.0, min_scale=1.0)
     watches, state = [ScaleWatch("ignore"), ScaleWatch()], policy.init_state()
-    with _heard() as records:
+    with _logged_records() as records:
         for _ in range(10):
             state = policy.update(state, False)
             for watch in watches:
@@ -287,6 +287,6 @@ def test_runs_under_equal_policies_are_kept_apart():
 def test_a_broken_scale_is_never_ignored():
     """No policy reaches it."""
     state = DynamicScaling().init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0))
-    with _heard() as records:
+    with _logged_records() as records:
         ScaleWatch("ignore").log(DynamicScaling(), state)
     assert [record.event for record in records] == ["broken"]

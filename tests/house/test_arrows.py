@@ -183,7 +183,7 @@ def _is_policy(node: ast.expr) -> bool:
     return name in {"policy", "_policy"}
 
 
-def test_nobody_asks_a_policy_what_it_is():
+def test_only_the_base_module_asks_for_the_type_of_a_policy():
     """Only `_base` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
     for path in (path for path in SRC.rglob("*.py") if path.name != "_base.py"):
         for node in ast.walk(ast.parse(path.read_text())):

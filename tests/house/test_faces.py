@@ -23,7 +23,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and name != "__version__"
 
 
-def test_the_face_is_what_all_says():
+def test_the_public_names_are_those_in_all():
     """Every public attribute is listed and every listed name exists, sorted; the stable names are among them."""
     public = {name for name in dir(lossscale_core) if not _is_private(name)}
     assert all(hasattr(lossscale_core, name) for name in public)
