@@ -331,7 +331,7 @@ class _Turn:
 
 
 def check_rows(quick: bool) -> list[Row]:
-    """Time the finite check alone against the peers' own."""
+    """Time the finite check alone against those of the other tools."""
     rows = []
     for dtype, bar in ((jnp.float32, 0.35), (jnp.float16, 0.6)):
         grads = arrays(dtype)

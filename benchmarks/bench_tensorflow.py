@@ -39,7 +39,7 @@ def shapes(quick: bool) -> list[tuple[int, ...]]:
 
 
 class Parameters:
-    """Variables and their scaled gradients, and a loss whose gradients those are."""
+    """Variables, a loss, and the scaled gradients of this loss."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.variables = [tf.Variable(tf.random.normal(shape)) for shape in shapes]
@@ -73,7 +73,7 @@ def keras_step(parameters: Parameters, optimizer: Any, clip: float | None = None
 
 
 def tf_keras_step(parameters: Parameters, optimizer: Any, clip: float | None = None) -> Step:
-    """Return a step as tf_keras documents it for a loop of one's own."""
+    """Return a step as tf_keras documents it for a custom loop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     inner.build(parameters.variables)
 
@@ -161,7 +161,7 @@ def graph_rows(quick: bool) -> list[Row]:
 
 
 def xla_rows(quick: bool) -> list[Row]:
-    """Time one compiled step, and a plain one whose update is compiled, against Keras 3's compiled step."""
+    """Time one compiled step, and a plain one with a compiled update, against Keras 3's compiled step."""
     of_resnet = shapes(quick)
 
     def step(wrapper: Any, **options: Any) -> Callable[[], Step]:

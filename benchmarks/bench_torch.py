@@ -195,7 +195,7 @@ class CallCounter(TorchDispatchMode):
 def training_rows(quick: bool, device: str) -> list[Row]:
     """Time the stage after backward on ResNet-50's 161 parameters, with and without clipping.
 
-    Beside a clipped row stands its bound: how often ours and torch's recipe must stream an array of all elements
+    A clipped row also names its bound: how often ours and torch's recipe must stream an array of all elements
     through memory. For AdamW, torch reads and writes the gradients to unscale, reads them for the norm, reads and
     writes them to clip (5), and its kernel reads four arrays and writes three (7); ours reads them for the norm (1),
     and the kernel writes the gradients too (8).
@@ -236,7 +236,7 @@ def training_rows(quick: bool, device: str) -> list[Row]:
 
 
 def minimize_rows(quick: bool, device: str) -> list[Row]:
-    """Time whole steps of a small network: `minimize`, whose first try is good, next to the calls that it replaces."""
+    """Time whole steps of a small network: `minimize` with a good first try, next to the calls that it replaces."""
     widths = (256, 512, 512, 512, 10)
     layers = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.GELU()) for pair in itertools.pairwise(widths)]
     model = torch.nn.Sequential(*layers).to(device)

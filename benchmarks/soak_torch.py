@@ -97,7 +97,7 @@ class Run:
         return {"model": self._model, "optimizer": self._optimizer, "schedule": self._schedule, "scaler": self._scaler}
 
     def resume(self) -> None:
-        """Go on from the last checkpoint, if there is one."""
+        """Continue from the last checkpoint, if one exists."""
         file = self._folder / "checkpoint.pt"
         if file.exists():
             saved = torch.load(file, weights_only=False)

@@ -157,7 +157,7 @@ def model_for(setting: Setting, inputs: torch.Tensor, outputs: int) -> torch.nn.
 
 
 def batches(task: str, seed: int) -> tuple[Callable[[int], Data], int]:
-    """Return what draws a batch whose sequences are this many times as long, and the number of outputs.
+    """Return the function that draws a batch with sequences this many times as long, and the number of outputs.
 
     Targets have a value for each of the last places: classes, or numbers to be met.
     """

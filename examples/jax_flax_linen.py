@@ -1,4 +1,4 @@
-"""flax linen in float16: a `TrainState` whose optimizer is loss-scaled, clipped, and kept together with BatchNorm.
+"""flax linen in float16: a `TrainState` with a loss-scaled, clipped optimizer, kept together with BatchNorm.
 
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_linen.py

@@ -22,7 +22,7 @@ BATCH_SIZE = 128
 
 
 class Keeping(keras.Model):
-    """A model whose moving averages stay as they were where the optimizer skips the batch."""
+    """A model that keeps its moving averages as they were if the optimizer skips the batch."""
 
     def train_step(self, data: Any) -> Any:
         """Take Keras's own step, then put the averages back if `iterations`, the count of applied steps, stands."""

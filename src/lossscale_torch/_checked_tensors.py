@@ -1,4 +1,4 @@
-"""The check of parameters and optimizer state before and after a step: which of them has it made NaN or infinite?"""
+"""The check of parameters and optimizer state before and after a step: it finds those that became NaN or infinite."""
 
 import weakref
 from typing import Any, NamedTuple

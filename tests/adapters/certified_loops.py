@@ -197,7 +197,7 @@ class GAN(_Loop):
 
 
 class _Router(torch.autograd.Function):
-    """A loss within the graph whose gradient is not scaled."""
+    """A loss within the graph with a gradient that is not scaled."""
 
     @staticmethod
     def forward(ctx, x, aux_loss):
@@ -228,7 +228,7 @@ class MixtureOfExperts(_Loop):
 
 
 class Speech(_Loop):
-    """A recurrent network whose gradients are clipped by value."""
+    """A recurrent network with gradients that are clipped by value."""
 
     parts = ("model", "optimizer", "scheduler", "scaler")
 

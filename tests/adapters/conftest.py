@@ -1,4 +1,4 @@
-"""Eight devices on one CPU for JAX, set before anybody imports it."""
+"""Eight devices on one CPU for JAX, set before any test imports it."""
 
 import os
 

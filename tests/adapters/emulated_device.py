@@ -1,4 +1,4 @@
-"""A device on a CPU, whose copies to the host arrive late unless they are waited for; without float64, if not CUDA."""
+"""A device on a CPU: copies to the host arrive late unless a test waits for them; without float64, if not CUDA."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, device: torch.device) -> "OnDevice":
-        """Wrap `values`; autograd takes the tensor for one on `meta`, whose backward needs no stream."""
+        """Wrap `values`; autograd takes the tensor for one on `meta`, where backward needs no stream."""
         if device.type != "cuda" and values.dtype in (torch.float64, torch.complex128):
             raise TypeError(f"{device.type} has no {values.dtype}")
         result = torch.Tensor._make_wrapper_subclass(

@@ -1,4 +1,4 @@
-"""Instruments that tell whether JAX's host waits for a value: a transfer guard lets all pass on a CPU."""
+"""Functions that detect whether JAX's host waits for a value; on a CPU a transfer guard detects nothing."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__ar
 
 @contextlib.contextmanager
 def reading_refused(monkeypatch):
-    """Raise wherever Python makes a number or a NumPy array of one of JAX's."""
+    """Raise an error if Python makes a number or a NumPy array of a JAX array."""
 
     def refuse(self, *args, **kwargs):
         raise AssertionError("the host read an array")

@@ -1,4 +1,4 @@
-"""Two devices on one CPU for TensorFlow, made before anybody uses it: import this first."""
+"""Two devices on one CPU for TensorFlow, made before any other module uses it: import this first."""
 
 import tensorflow as tf
 

@@ -59,7 +59,7 @@ def _train(strategy, kind: str, steps: int, graph: bool, sums: bool, guard: Spik
 
 
 def main() -> None:
-    """Train in a graph and eagerly, and with the Keras wrapper after a sum of one's own, too."""
+    """Train in a graph and eagerly, and with the Keras wrapper after a sum by the caller, too."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     for kind, sums in (("keras", False), ("keras", True), ("v1", False)):
         print(_train(strategy, kind, 200, True, sums), _train(strategy, kind, 10, False, sums))

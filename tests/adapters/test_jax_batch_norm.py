@@ -139,7 +139,7 @@ def test_statistics_that_nothing_keeps_are_ruined_in_silence(step):
 
 @pytest.mark.parametrize("accumulation", [{}, {"drop": "micro_batch"}], ids=["window", "micro_batch"])
 def test_a_bad_micro_batch_moves_no_statistics(accumulation):
-    """In the middle of a window the gradients say so; the policy is told at the end."""
+    """In the middle of a window the gradients show it; the policy receives it at the end."""
 
     @nnx.jit
     def step(network, optimizer, batch):

@@ -224,7 +224,7 @@ STEPS = {
     [(name, add) for name in STEPS for add in ADDED_BY if add != "by hand" or "map" not in name],
 )
 def test_a_loss_that_is_added_without_its_scale_is_named(name, add):
-    """By the parameters whose gradients it adds to; `attach` passes, and so does a loss that is scaled by hand."""
+    """The error names the parameters that get its gradients; `attach` passes, and so does a loss scaled by hand."""
     if name == "pmap" and jax.__version_info__ < (0, 8):
         pytest.skip("before JAX 0.8 a pmap with in_axes=None cannot be compiled within jit")
     step, state = STEPS[name](ADDED_BY[add])

@@ -27,7 +27,7 @@ def _main(name):
 
 
 def _numbers(tree):
-    """Return the leaves that are no activation functions."""
+    """Return the leaves that are not activation functions."""
     return [np.asarray(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if not callable(leaf)]
 
 

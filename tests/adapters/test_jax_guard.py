@@ -56,7 +56,7 @@ def _bits(tree):
 
 
 def _grads(norm, opt_state, dtype=jnp.float32):
-    """Return scaled gradients whose unscaled norm is exactly this one."""
+    """Return scaled gradients with exactly this norm when they are unscaled."""
     scale = get_scale_state(opt_state).loss_scale
     return {"w": jnp.stack([norm * scale, jnp.zeros_like(scale)]).astype(dtype)}
 
@@ -142,7 +142,7 @@ def _windows(drop):
     ("drop", "max_norm", "jitted"), [("window", None, True), ("micro_batch", 0.5, True), ("window", 0.5, False)]
 )
 def test_a_window_is_judged_by_the_norm_of_its_mean(drop, max_norm, jitted):
-    """Once, where it would be applied: not in the middle of a window, whose streak of spikes continues."""
+    """The mean is checked once, at the end of a window; in its middle the streak of spikes continues."""
     guard = SpikeGuard(warmup=2, memory=4)
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=3, drop=drop, max_norm=max_norm, guard=guard)
     step = jax.jit(_in_one(optimizer)) if jitted else _in_one(optimizer)

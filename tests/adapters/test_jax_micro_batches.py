@@ -46,7 +46,7 @@ def test_a_split_batch_gives_the_step_of_the_whole_batch(accumulator):
 
 @needs_microbatch
 def test_the_default_is_a_sum():
-    """Its gradients are as many times as large as there are micro-batches."""
+    """Its gradients are larger by the number of micro-batches."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
     params, _ = _stepper(optimizer, "SUM")(PARAMS, optimizer.init(PARAMS), X, Y)
     assert jnp.allclose(params, -0.4 * jax.grad(_loss)(PARAMS, X, Y), rtol=1e-5)
@@ -95,7 +95,7 @@ def test_flags_are_combined_by_or():
 
 @pytest.mark.parametrize("bad", [None, *range(4)])
 def test_a_bad_micro_batch_is_seen_as_it_passes(bad):
-    """By `all_finite` of its scaled gradients, also in the middle of a window, when the policy is told of nothing."""
+    """By `all_finite` of its scaled gradients, also in the middle of a window, when the policy receives nothing."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=4)
 
     @jax.jit

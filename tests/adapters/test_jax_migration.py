@@ -53,7 +53,7 @@ def test_jmp(period, factor, floor, grads_finite):
 @few_examples
 @given(st.integers(0, 4), st.sampled_from([2.0, 4.0]), st.sampled_from([SMALLEST_SCALE, 1.0]), overflow_traces(40))
 def test_flax(growth_interval, factor, floor, grads_finite):
-    """flax grows one step later than its `growth_interval` says; it has no ceiling to speak of."""
+    """flax grows one step later than its `growth_interval` says, and has almost no ceiling."""
     policy = DynamicScaling(
         growth_interval=growth_interval + 1,
         growth_factor=factor,

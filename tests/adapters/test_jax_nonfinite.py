@@ -61,7 +61,7 @@ def _bits(tree):
 
 
 def _muon():
-    """Return a Muon whose Newton-Schulz iteration runs in float16, without the norm that keeps it small."""
+    """Return a Muon with a Newton-Schulz iteration in float16, without the norm that keeps it small."""
 
     def orthogonal(gradient):
         x = gradient.astype(jnp.float16)
@@ -77,7 +77,7 @@ def _muon():
 
 
 def _with_rate():
-    """Return an optimizer whose learning rate is far too large where a gradient is large."""
+    """Return an optimizer with a learning rate that is far too large for large gradients."""
 
     def update(grads, state, _):
         return jax.tree.map(lambda g: -jnp.where(jnp.abs(g) > 1e3, 1e9, 0.1) * g, grads), state
@@ -463,7 +463,7 @@ def test_in_a_scan_of_an_ensemble():
 
 
 def test_with_x64_strict_promotion_and_debugging_flags():
-    """A gradient that float64 squares is no error, and no infinity of ours is taken for one."""
+    """A gradient with a square in float64 is not an error, and our own infinities are not taken for one."""
     with enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.debug_infs(True), jax.debug_nans(True):
         inner = optax.scale(jnp.float64(-1.0))
         optimizer = loss_scaled(inner, 1.0, on_nonfinite_update="skip", on_nonfinite_loss="hold")
@@ -511,7 +511,7 @@ def test_a_loss_that_is_not_finite_keeps_the_scale(way, transform):
 
 
 def test_losses_are_counted_and_limited():
-    """`max_overflow_streak` limits them too, and the diagnosis tells them from overflows."""
+    """`max_overflow_streak` limits them too, and the diagnosis distinguishes them from overflows."""
     policy = DynamicScaling(init_scale=2.0**10, max_overflow_streak=3)
     optimizer = loss_scaled(optax.sgd(0.1), policy, on_nonfinite_loss="hold")
     params = {"w": jnp.ones(2)}
@@ -556,7 +556,7 @@ def test_the_wrapped_optimizer_still_gets_the_loss():
 
 
 def test_a_micro_batch_with_a_loss_that_is_not_finite_is_left_out():
-    """And is no step of the policy; whole windows cannot be held."""
+    """It does not count as a step of the policy; whole windows cannot be held."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=2, drop="micro_batch", on_nonfinite_loss="hold")
     params = {"w": jnp.ones(2)}
     opt_state = optimizer.init(params)
@@ -617,7 +617,7 @@ def test_losses_of_devices_that_may_differ_are_refused():
 
 
 def _loss(weight, x):
-    """Return a loss whose float16 gradients overflow above a scale of some 2**12."""
+    """Return a loss with float16 gradients that overflow above a scale of about 2**12."""
     return jnp.sum(weight.astype(jnp.float16) * x.astype(jnp.float16) * jnp.float16(8)).astype(jnp.float32)
 
 
@@ -753,7 +753,7 @@ def test_the_check_of_train_steps_accepts_both():
 
 @pytest.mark.parametrize(("name", "value"), [("on_nonfinite_update", "warn"), ("on_nonfinite_loss", True)])
 def test_other_reactions_are_refused(name, value):
-    """The error names those that there are."""
+    """The error names the allowed values."""
     with pytest.raises(PolicyError, match=f"{name}={value!r} must be"):
         loss_scaled(optax.sgd(0.1), POLICY, **{name: value})
     if name == "on_nonfinite_loss":

@@ -306,12 +306,12 @@ def test_clipping_is_optaxs(way, max_norm):
 
 @pytest.mark.parametrize("size", [1e30, 3e38])
 def test_clipping_where_squares_overflow(size):
-    """Gradients whose squares overflow are finite, and are clipped to the right norm."""
+    """Gradients with squares that overflow are finite, and are clipped to the right norm."""
     optimizer = loss_scaled(optax.sgd(1.0), 1.0, max_norm=1.0)
     params, opt_state = jax.jit(_in_one(optimizer))(jnp.zeros(4), optimizer.init(jnp.zeros(4)), jnp.full(4, size))
     assert get_scale_state(opt_state).skipped_steps == 0
     assert jnp.linalg.norm(params) <= 1.0 + 1e-6
-    if size < 1e38:  # beyond, the norm itself is no float32, and the gradient is clipped to less
+    if size < 1e38:  # above, the norm itself exceeds float32, and the gradient is clipped to less
         np.testing.assert_allclose(params, -0.5, rtol=1e-6)
 
 
@@ -637,7 +637,7 @@ def test_a_wrapper_that_hides_overflows_is_refused(name):
 
 
 def test_the_same_wrappers_may_stand_inside():
-    """What they see there is finite, and the scale backs off once an overflow."""
+    """They receive finite values there, and the scale backs off once for each overflow."""
     skipping = optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=optax.skip_not_finite)
     for inner in (optax.apply_if_finite(optax.adam(0.1), 3), skipping.gradient_transformation()):
         _, opt_state = _run(loss_scaled(inner, POLICY), [BAD, BAD, GRADS])

@@ -198,7 +198,7 @@ def _run(program, **jit_options):
         _, results = jit(lambda carry: jax.lax.scan(every, carry, stacked(*batches)))(carry)
         yield from (jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(batches)))
         return
-    if program.mode == "vmap":  # next to a member whose gradients are always finite
+    if program.mode == "vmap":  # next to a member with gradients that are always finite
         both, carry = jit(jax.vmap(step)), stacked(carry, carry)
         for grads, overflows in batches:
             carry = both(carry, stacked((grads, overflows), (grads, jnp.asarray(False))))

@@ -1,4 +1,4 @@
-"""`range_report` on real float16 functions: what it foretells, what it names, and that it changes nothing."""
+"""`range_report` on real float16 functions: its predictions are right, its names too, and it changes nothing."""
 
 import random
 import time
@@ -195,7 +195,7 @@ def test_an_nnx_module_is_measured_as_well():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn])
 def test_parameters_and_gradients_of_few_bits_are_measured(dtype):
-    """Whose largest numbers decide the limit: that of float8 is far below that of float16."""
+    """The largest number of float8 decides the limit, which is far below that of float16."""
     x = jnp.ones(4, dtype)
     report = range_report(lambda x: (x.astype(jnp.float32) * 2).sum(), x)
     largest = float(jnp.finfo(dtype).max)
@@ -417,7 +417,7 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_report_says_what_needs_no_scaling(dtype):
-    """Without float16 there is no limit, or one that is far away."""
+    """Without float16 the limit is infinite, or very large."""
     report = range_report(lambda w: jnp.square((X.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)).mean(), X.T)
     assert report.overflows_above == np.inf if dtype is jnp.float32 else report.overflows_above > 2.0**60
     assert str(report).endswith("use NoScaling()")

@@ -15,7 +15,7 @@ POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=3)
 
 
 def _loss(params, batch):
-    """Return a loss whose float16 gradients overflow above a scale of some 2**12."""
+    """Return a loss with float16 gradients that overflow above a scale of about 2**12."""
     return jnp.sum(params.astype(jnp.float16) * batch.astype(jnp.float16) * jnp.float16(8))
 
 
@@ -73,7 +73,7 @@ def test_a_policy_that_does_not_adapt_is_not_retried(policy):
 
 
 def test_the_function_is_traced_once_for_its_shapes_and_once_for_the_loop():
-    """However many retries there are; a second call traces nothing."""
+    """It is traced as often for any number of retries; a second call traces nothing."""
     traces = []
 
     def loss(params, batch):

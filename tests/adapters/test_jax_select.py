@@ -1,4 +1,4 @@
-"""`loss_scaled(skip="select")`: a skip without a conditional, whose predicate XLA could read on the host."""
+"""`loss_scaled(skip="select")`: a skip without a conditional, since XLA could read its predicate on the host."""
 
 import functools
 
@@ -123,6 +123,6 @@ def test_debugging_sees_no_overflow(wrap):
 
 @pytest.mark.parametrize("skip", ["where", None, True])
 def test_other_ways_to_skip_are_refused(skip):
-    """The error names the two that there are."""
+    """The error names the two allowed values."""
     with pytest.raises(PolicyError, match=rf"skip={skip!r} must be 'cond' or 'select'"):
         loss_scaled(optax.sgd(1.0), POLICY, skip=skip)

@@ -284,7 +284,7 @@ def test_a_report_leaves_no_trace_in_functions_under_jit():
 
 
 def _hook(of_gradient):
-    """Return an identity whose backward pass changes the gradient, with another argument that it may use."""
+    """Return an identity that changes the gradient in its backward pass, with another argument that it may use."""
 
     @jax.custom_vjp
     def identity(hidden, other):

@@ -34,7 +34,7 @@ INPUTS = jnp.arange(6.0).reshape(2, 3) / 4
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_half_loss_is_lifted(dtype):
-    """2**16 times a float16 loss is no infinity."""
+    """2**16 times a float16 loss is finite."""
     scaled = scale({"loss": jnp.ones((2,), dtype)}, init_state("dynamic"))["loss"]
     assert scaled.dtype == jnp.float32
     assert scaled.tolist() == [2.0**16] * 2
@@ -87,12 +87,12 @@ def test_every_position_is_checked(dtype, bad):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_large_finite_values_are_finite(dtype):
-    """The largest number of a dtype, whose square overflows, is never flagged, however many there are."""
+    """The largest number of a dtype is never flagged in any count, though its square overflows."""
     assert all_finite([jnp.full((5000,), jnp.finfo(dtype).max), -jnp.full((3,), jnp.finfo(dtype).max)])
 
 
 def test_what_does_not_count():
-    """Nothing, None, empty and integer leaves are finite; complex parts count; what is no array is refused."""
+    """Nothing, None, empty and integer leaves are finite; complex parts count; anything but an array is refused."""
     assert all_finite({})
     assert all_finite([None, jnp.zeros((0, 3)), jnp.arange(3), np.float32(1), 1])
     assert not all_finite(jnp.array([1 + 1j * jnp.inf]))
@@ -172,7 +172,7 @@ def test_sparse_duplicates_are_summed_first():
 
 
 def test_select_takes_everything_or_nothing():
-    """Parameters, optimizer state, counters, keys and what is no array, in one call."""
+    """Parameters, optimizer state, counters, keys and other objects than arrays, in one call."""
     new = {"w": jnp.ones(2), "n": 2, "key": jax.random.key(1), "activation": jax.nn.relu, "none": None}
     old = {"w": jnp.zeros(2), "n": 1, "key": jax.random.key(0), "activation": jax.nn.relu, "none": None}
     for flag in (True, False, np.True_, jnp.asarray(True), jnp.asarray(False)):

@@ -68,7 +68,7 @@ def test_a_check_raises_at_the_floor_if_asked_to():
 
 
 def test_a_watch_of_ones_own_keeps_runs_apart(caplog):
-    """Two runs under one policy that is read through a `ScaleWatch` each are both heard."""
+    """Two runs under one policy, each with a `ScaleWatch`, are both logged."""
     policy = DynamicScaling(growth_interval=6)
     state = _stuck(policy, jax.jit)
     for watch in (ScaleWatch(), ScaleWatch()):

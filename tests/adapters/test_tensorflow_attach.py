@@ -1,4 +1,4 @@
-"""Losses attached within the graph have gradients at the loss scale, wherever the graph runs."""
+"""Losses attached within the graph have gradients at the loss scale, in each way to run the graph."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 import copy
@@ -16,7 +16,7 @@ X = tf.constant(np.random.default_rng(0).normal(size=(8, 4)), tf.float32)
 
 
 class MoE:
-    """A mixture of two experts, whose router has a loss for the balance and one for the size of its logits.
+    """A mixture of two experts; its router has a loss for the balance and one for the size of its logits.
 
     `attach` is a method of an optimizer; without one, `losses` are to be added to the loss.
     """
@@ -63,7 +63,7 @@ def _scaled_gradients(optimizer, model, x=X, call=None):
 
 
 def _gradients(optimizer, model):
-    """Return the gradients of a loop of one's own."""
+    """Return the gradients of a custom loop."""
     return optimizer.get_unscaled_gradients(_scaled_gradients(optimizer, model))
 
 

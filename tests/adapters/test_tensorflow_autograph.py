@@ -75,7 +75,7 @@ def _said(*arguments, cwd):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_first_traced_step_prints_nothing(tmp_path, name):
-    """In a process of its own, since AutoGraph says it once, and from a file, whose source it reads."""
+    """It runs in a separate process, since AutoGraph prints once, and from a file, since AutoGraph reads the source."""
     (tmp_path / "program.py").write_text(START + PROGRAMS[name])
     assert _said("program.py", cwd=tmp_path) == []
 

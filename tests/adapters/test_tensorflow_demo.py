@@ -1,6 +1,6 @@
 """The demo on TensorFlow: the same network, data and policy file, and the same kind of trace."""
 
-from tests.adapters import tensorflow_devices  # noqa: F401, I001, before anybody uses TensorFlow
+from tests.adapters import tensorflow_devices  # noqa: F401, I001, before any other module uses TensorFlow
 import json
 
 import pytest

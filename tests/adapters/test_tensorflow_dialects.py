@@ -225,7 +225,7 @@ def test_a_checkpoint_on_disk(tmp_path):
 
 
 def test_a_fixed_scale_is_not_checked_there():
-    """TensorFlow says so itself: `update` never refuses; the translation skips, and a warning tells."""
+    """TensorFlow says so itself: `update` never refuses; the translation skips, and a warning says so."""
     fixed = tf.compat.v1.mixed_precision.FixedLossScale(8.0)
     assert fixed.update([_gradient(False)])[1] is True
     with pytest.warns(DialectWarning, match="applies infinite gradients under a fixed scale"):

@@ -29,7 +29,7 @@ def _grow(optimizer):
 
 
 def _gradient(optimizer, scale="get_scaled_loss"):
-    """Return a scaled gradient whose tape and loss are gone; unscaled it is 3."""
+    """Return a scaled gradient without its tape and loss; unscaled it is 3."""
     with tf.GradientTape() as tape:
         scaled = getattr(optimizer, scale)(VARIABLE * 3.0)
     return tape.gradient(scaled, VARIABLE)
@@ -76,7 +76,7 @@ def test_a_loss_at_another_scale_is_refused_while_gradients_are_to_come(both, mo
 
 @EACH_MODE
 def test_gradients_that_are_unscaled_let_the_next_loss_have_another_scale(both, mode):
-    """They may be kept, and applied later; so may those of a loss whose step is over."""
+    """They may be kept and applied later, and so may gradients of a loss from an earlier step."""
 
     def step():
         kept = both.get_unscaled_gradients([_gradient(both)])
@@ -274,7 +274,7 @@ class Two:
         self.apply(self.optimizer.get_unscaled_gradients(grads), weight)
 
     def processed(self, weight, gradient):
-        """Take a step by `compute_gradients`, whose gradients are processed."""
+        """Take a step by `compute_gradients`, and process the gradients."""
         weight = self.weights[weight]
         pairs = self.optimizer.compute_gradients(lambda: weight * gradient, [weight])
         self.optimizer.apply_gradients([(grad * 1.0, each) for grad, each in pairs])
@@ -518,7 +518,7 @@ def test_two_networks_under_one_loss(optimizer, mode):
 
 
 def test_keras_entry_without_a_scaled_loss():
-    """`apply` of gradients that were multiplied by hand is refused, since nothing tells them from unscaled ones."""
+    """`apply` of gradients that were multiplied by hand is refused, since they look like unscaled ones."""
     variable = tf.Variable(1.0)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
     with pytest.raises(CallOrderError, match=r"scale the loss by scale_loss, or .* apply_gradients"):

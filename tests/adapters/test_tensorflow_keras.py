@@ -590,7 +590,7 @@ def test_fit_with_an_optimizer_of_tf_keras(name):
 
 
 def test_a_step_that_was_interrupted_is_forgotten():
-    """What Keras scaled before an exception does not reach into a step of one's own."""
+    """What Keras scaled before an exception does not affect a step of the user's own."""
     optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 1024.0), tf.Variable(1.0)
     optimizer.scale_loss(tf.constant(0.0))
     optimizer.minimize(lambda: variable * 2.0, [variable])

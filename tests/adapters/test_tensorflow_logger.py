@@ -44,7 +44,7 @@ def test_history_and_csv(tmp_path):
 
 
 def test_spikes_are_logged_beside_a_guard():
-    """With a guard the logs hold the spikes so far; without one there is no such entry."""
+    """With a guard the logs hold the spikes so far; without one they have no such entry."""
     guarded = LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY, guard=SpikeGuard(warmup=2))
     inputs = np.ones((4 * ROWS, 3), np.float32)
     inputs[-ROWS:] = 1e6

@@ -170,7 +170,7 @@ def test_an_interruption_and_a_restored_scale(loop, compiled):
 
 
 def test_a_missed_call_after_whole_steps_is_counted(loop, compiled):
-    """Gradients that were not unscaled are told from those that were, each time."""
+    """Gradients that were not unscaled are distinguished from those that were, each time."""
     good = compiled(lambda: loop.apply(loop.unscaled(loop.scaled_gradient(loop.first, FIRST)), loop.first))
     bad = compiled(lambda: loop.apply([tf.constant(1.0)], loop.first))
     with warnings.catch_warnings(record=True) as caught:

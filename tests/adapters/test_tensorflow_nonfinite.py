@@ -128,7 +128,7 @@ def _outcome(info):
 @pytest.mark.parametrize("way", ["eager", "graph"])
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"global_clipnorm": 1e30}], ids=str)
 def test_with_other_options(options, way):
-    """A compiled update, and a guard whose mean must not contain the norm of the step."""
+    """A compiled update, and a guard; its mean must not contain the norm of the step."""
     guard = SpikeGuard(warmup=1, threshold=1e30)
     runs = [Loop(way, guard=guard, **SKIP, **options) for _ in range(2)]
     for loop, bad in zip(runs, [[1e20], []], strict=True):
@@ -139,7 +139,7 @@ def test_with_other_options(options, way):
 
 @pytest.mark.parametrize("way", ["eager", "graph"])
 def test_sparse_updates(way):
-    """Of an embedding, whose rows are written in place."""
+    """The gradients of an embedding: its rows are written in place."""
     ends = []
     for bad in ([HUGE], []):
         table = tf.Variable(tf.reshape(tf.range(12.0), [6, 2]))
@@ -157,7 +157,7 @@ def test_sparse_updates(way):
 
 
 def test_accumulated_gradients():
-    """A window whose last micro-batch is bad takes one more, as after an overflow."""
+    """A window with a bad last micro-batch takes one more, as after an overflow."""
     ends = []
     for bad in ([HUGE], []):
         loop = Loop(inner=keras.optimizers.Adam(0.1, gradient_accumulation_steps=2), **SKIP)

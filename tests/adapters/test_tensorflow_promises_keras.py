@@ -37,7 +37,7 @@ def _wrapped(*args, rate=0.25, of=keras.optimizers, **kwargs):
 
 
 def _apply(optimizer, variable, grad):
-    """Apply an unscaled gradient, as a loop of one's own does."""
+    """Apply an unscaled gradient, as a custom loop does."""
     optimizer.get_scaled_loss(tf.constant(0.0))
     (grad,) = optimizer.get_unscaled_gradients([grad * optimizer.loss_scale])
     return optimizer.apply_gradients([(grad, variable)])
@@ -156,7 +156,7 @@ MAKE_VARIABLE = {"tf.Variable": tf.Variable, "keras.Variable": keras.Variable}
 
 @pytest.mark.parametrize("make", MAKE_VARIABLE.values(), ids=MAKE_VARIABLE)
 def test_promises_059_060_073_090_weights_and_slots(make):
-    """The inner optimizer's weights in creation order, its slots by name, one of one's own; methods reach it."""
+    """The inner optimizer's weights in creation order, its slots by name, a custom one among them; methods reach it."""
     optimizer, variable = LossScaleOptimizer(keras.optimizers.Adam(0.1)), make([1.0, 2.0])
     optimizer.build([variable])
     inner = optimizer.inner_optimizer
@@ -230,7 +230,7 @@ def test_promise_073_slots_of_every_optimizer(optimizers):
 
 
 def test_promises_061_062_063_over_replicas(optimizers):
-    """Gradients are summed over replicas before anyone tests them; one's own sum is left alone; one skips for all."""
+    """Gradients are summed over replicas, then checked; a sum by the user is not repeated; one overflow skips all."""
     for own in (False, True):
         with STRATEGY.scope():
             variable = tf.Variable(1.0)

@@ -207,7 +207,7 @@ def test_promise_010_gradients_from_elsewhere(world):
 
 
 def test_promise_010_next_to_good_use():
-    """In a graph, too, in which other gradients do come from `compute_gradients`; processed ones are no reason."""
+    """In a graph, too, in which other gradients come from `compute_gradients`; processed gradients do not warn."""
     with tf.Graph().as_default():
         variable = tf1.get_variable("variable", initializer=1.0)
         accumulator = tf1.get_variable("accumulator", initializer=0.0, trainable=False)
@@ -442,7 +442,7 @@ def test_promise_036_none_and_sparse(world):
 
 @pytest.mark.filterwarnings("ignore:these gradients")
 def test_promise_043_what_is_no_variable(world):
-    """A `ValueError`; what is no list of pairs a `TypeError`; no gradient at all a `ValueError`."""
+    """It is a `ValueError`; anything but a list of pairs a `TypeError`; no gradient at all a `ValueError`."""
     optimizer = _sgd(8.0)
     with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
         optimizer.apply_gradients([(tf.constant(1.0), tf.constant(1.0))])

@@ -1,4 +1,4 @@
-"""`range_report` on real float16 models: what it foretells, what it names, and that it changes nothing."""
+"""`range_report` on real float16 models: its predictions are right, its names too, and it changes nothing."""
 
 import random
 import time
@@ -33,7 +33,7 @@ class Attention(keras.Model):
 
 
 class Tied(keras.Model):
-    """An embedding whose weights are those of the output as well."""
+    """An embedding that shares its weights with the output layer."""
 
     def __init__(self):
         super().__init__(name="tied")
@@ -271,7 +271,7 @@ def test_a_double_backward_has_the_names_of_its_layers():
 
 
 def test_the_gradient_of_a_bias_belongs_to_its_layer():
-    """An overflow in the sum over a batch is the layer's whose bias it is, not that of the layer above."""
+    """An overflow in the sum over a batch belongs to the layer of the bias, not to the layer above."""
     keras.config.set_dtype_policy("mixed_float16")
     model = _sequential("model", layers.Dense(4, name="low"), layers.Dense(4, name="high"))
     report = range_report(model, lambda: _square(model, X))
@@ -338,7 +338,7 @@ def test_what_the_backward_pass_computes_again_is_not_scaled():
 
 
 def test_loops_and_branches_are_looked_into():
-    """Also those of functions that are compiled otherwise, whose operations have the names of their scopes."""
+    """Functions that are otherwise compiled, too; their operations have the names of their scopes."""
     variable = tf.Variable(1.0)
 
     @tf.function(jit_compile=True)
@@ -427,7 +427,7 @@ def test_an_infinity_that_is_meant_is_not_an_overflow():
 
 
 def _between(compute):
-    """Return a model whose middle layer, `loud`, computes something in float16."""
+    """Return a model with a middle layer, `loud`, that computes something in float16."""
     keras.config.set_dtype_policy("mixed_float16")
     parts = [layers.Dense(WIDTH, name="up"), layers.Lambda(compute, name="loud"), layers.Dense(WIDTH, name="down")]
     return keras.Sequential(parts, name="model")
@@ -578,7 +578,7 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_the_report_says_what_needs_no_scaling(policy):
-    """Without float16 there is no limit, or one that is far away."""
+    """Without float16 the limit is infinite, or very large."""
     model, x = _model("mlp", policy)
     report = range_report(model, _loss_fn(model, x))
     assert report.overflows_above == np.inf if policy == "float32" else report.overflows_above > 2.0**60

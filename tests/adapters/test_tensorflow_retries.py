@@ -19,7 +19,7 @@ FLOAT8 = tf.dtypes.experimental.float8_e5m2
 
 
 class Loop:
-    """A loop of `minimize` whose loss writes to moving averages and to the states of two random generators."""
+    """A loop of `minimize` with a loss that writes to moving averages and to the states of two random generators."""
 
     def __init__(self, way="eager", policy=POLICY, retries=0, **options):
         self.weights = tf.Variable(np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4))
@@ -227,7 +227,7 @@ def test_a_metric_counts_the_applied_try_alone(way, library):
 
 
 class Retrying(keras.Model):
-    """A model whose `fit` retries."""
+    """A model with a `fit` that retries."""
 
     def train_step(self, data):
         """Take a whole step."""
@@ -352,7 +352,7 @@ def test_the_floor_is_no_end_while_a_lower_scale_is_left():
 
 
 class Centred(keras.layers.Layer):
-    """A layer of a user's, whose forward pass writes to its kernel."""
+    """A custom layer that writes to its kernel in the forward pass."""
 
     def build(self, shape):
         """Make the kernel."""
@@ -381,7 +381,7 @@ class Counting(tf.Module):
 
 
 class Halving(tf_keras.layers.Dense):
-    """A layer of tf_keras, whose forward pass writes to its kernel."""
+    """A layer of tf_keras that writes to its kernel in the forward pass."""
 
     def call(self, inputs, training=False):
         """Return the product with the kernel, which is half as large from then on."""
@@ -411,7 +411,7 @@ WRITERS = {
 
 
 class WritingLoop:
-    """A loop of `minimize` with a layer whose forward pass writes to a variable that is trained."""
+    """A loop of `minimize` with a layer that writes to a trained variable in the forward pass."""
 
     def __init__(self, way, writer, init_scale, retries, wrapper, inner):
         keras.utils.set_random_seed(0)

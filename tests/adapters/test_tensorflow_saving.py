@@ -230,7 +230,7 @@ class World:
     ("saver", "restorer"), [("bare", "ours"), ("tf.keras's", "ours"), ("ours", "bare"), ("ours", "tf.keras's")]
 )
 def test_tf_keras_and_ours_read_each_others_checkpoints(tmp_path, saver, restorer, mode, generation, made_first):
-    """Changing the import is enough, both ways: weights, slots, iterations, and the scale where there is one."""
+    """Changing the import is enough, both ways: weights, slots, iterations, and the scale, if it was saved."""
     saved, restored = World(mode, generation, saver), World(mode, generation, restorer)
     saved.step()
     saved.step()

@@ -182,7 +182,7 @@ def _straight_through():
 
 
 class _ScaleOfInputs(layers.Layer):
-    """A weight whose gradient is its new value, as the scales of float8 layers in Keras."""
+    """A weight with a gradient that is its new value, as the scales of float8 layers in Keras."""
 
     def build(self, _):
         self.amount = self.add_weight(shape=(), initializer="ones", name="amount")
@@ -223,7 +223,7 @@ def test_right_models_are_not_named(make, policy):
 
 
 def _between(forward, backward):
-    """Return a model with a function between two layers, whose gradient `backward` changes; and its loss."""
+    """Return a model with a function between two layers, where `backward` changes the gradient; and its loss."""
     model, _ = _of(X, layers.Dense(8, name="low"), layers.Dense(8, name="high"))
     low, high = model.layers
 
@@ -343,7 +343,7 @@ def test_a_report_leaves_the_scale_of_attached_losses():
 
 
 def test_a_concrete_function_keeps_the_scale_of_its_attached_losses():
-    """It is one operation to the report, which cannot tell its attached losses from others that miss the scale."""
+    """It is one operation to the report, which cannot distinguish its attached losses from unscaled ones."""
     weight = tf.Variable(2.0, name="weight")
     traced = tf.function(lambda: OPTIMIZER.attach(3.0 * weight, weight * weight))
     assert range_report(None, traced).unscaled_gradients == ()

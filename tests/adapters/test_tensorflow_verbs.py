@@ -41,7 +41,7 @@ def test_scaling_there_and_back(mode, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_every_position_is_checked(mode, dtype, bad):
-    """One bad element anywhere; the largest number of a dtype, whose square overflows, is none."""
+    """One bad element anywhere; the largest number of a dtype is not bad, though its square overflows."""
     check = mode(lambda x: all_finite([x, tf.ones(3)]))
     for size in (1, 7, 5000):
         clean = np.full(size, dtype.max, dtype.as_numpy_dtype)
@@ -158,7 +158,7 @@ def test_flags_are_combined_over_replicas():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_overflow_report(dtype):
-    """Names the variables whose gradients are not finite."""
+    """It names the variables with gradients that are not finite."""
     bad = tf.constant(np.array([1.0, np.nan, np.inf, -3.0], dtype.as_numpy_dtype))
     pairs = [(bad, tf.Variable(bad, name="w")), (None, tf.Variable(1.0)), (tf.ones(2), tf.Variable([1.0, 2.0]))]
     (report,) = overflow_report(pairs)

@@ -30,7 +30,7 @@ SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1),
 
 
 class MoE(nn.Module):
-    """A layer of experts with a router, whose loss it attaches, or keeps in `aux_loss` for the one who adds it."""
+    """A layer of experts with a router; it attaches the router's loss, or keeps it in `aux_loss` to be added."""
 
     def __init__(self, attach=None, width=8, experts=4, shape="()"):
         super().__init__()

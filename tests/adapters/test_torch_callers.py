@@ -255,7 +255,7 @@ def test_an_optimizer_that_becomes_fused(make_scaler):
 
 
 def test_gradients_that_were_clipped_after_they_were_noted():
-    """A clip that writes by another kernel, as for float64, is no change by others; nothing is divided twice."""
+    """A clip that writes by another kernel, as for float64, is not a change by other code; nothing is divided twice."""
     params = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
     optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -292,7 +292,7 @@ def test_joint_decisions_on_a_device_leave_the_state_on_the_host():
 
 
 def _spiked(kind=GradScaler):
-    """Return two parameters, their optimizers and a scaler whose guard has warmed up on both."""
+    """Return two parameters, their optimizers and a scaler with a guard that has warmed up on both."""
     (p, first), (q, second) = _one(), _one()
     scaler = kind("cpu", init_scale=4.0, guard=SpikeGuard(warmup=2))
     for _ in range(4):
@@ -322,7 +322,7 @@ def test_a_spike_that_waits_is_judged_again(norm_type):
 
 
 def test_a_spike_in_a_joint_clip_of_a_subclass():
-    """It is no overflow, and the loss scale stays."""
+    """It is not an overflow, and the loss scale stays."""
 
     class Unscaling(GradScaler):
         def unscale_(self, optimizer):
@@ -453,7 +453,7 @@ def test_a_new_scale_after_a_spike(device):
 
 
 class _Reused:
-    """An optimizer of plain Python, whose memory is used again at once."""
+    """An optimizer of plain Python; its memory is used again immediately."""
 
     def __init__(self, param):
         self.param_groups = [{"params": [param]}]
@@ -528,7 +528,7 @@ def test_many_scalers_of_one_optimizer():
 
 
 def test_an_optimizer_seen_for_the_first_time_after_the_scale_was_read():
-    """Nothing tells which of two scales its gradients have, so that it is an error once they differ."""
+    """The scaler cannot know which of two scales its gradients have, so it is an error if they differ."""
     (p, first), (q, second) = _one(), _one()
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     _backward(scaler, p, q)

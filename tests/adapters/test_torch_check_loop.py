@@ -408,7 +408,7 @@ def test_a_loop_that_does_not_follow_fails(build, message):
 
 
 def test_other_faults_are_not_named():
-    """An average that moved on a skipped step is told to follow applied steps, and nothing else."""
+    """The error for an average that moved on a skipped step says to follow applied steps, and nothing else."""
     with pytest.raises(LoopError) as caught:
         check_training_loop(Averages)
     assert str(caught.value).endswith("as it was; follow applied steps only (info.applied)")
@@ -513,7 +513,7 @@ class UnscaledRouter(Attaches):
 
 
 class CopiesTheModel(Attaches):
-    """Trains a copy of its model, whose `attach` is that of a copy of the scaler."""
+    """Trains a copy of its model; the copy has the `attach` of a copy of the scaler."""
 
     def __init__(self, scaler):
         super().__init__(scaler)

@@ -163,7 +163,7 @@ def test_extreme_clipping(make, scale, max_norm):
 @pytest.mark.parametrize("init_scale", [2.0**-12, 1.0, 2.0**10])
 @pytest.mark.parametrize("size", [1e-25, 1e-22])
 def test_squares_that_underflow(make, init_scale, size):
-    """The norm of gradients whose squares float32 flushes to zero is exact all the same, below a scale of 1 too."""
+    """The norm is exact also if float32 flushes the squares of gradients to zero, and below a scale of 1, too."""
     norm, _, _ = _clipped(make, [torch.full((4,), size), torch.full((5000,), size)], 1.0, init_scale=init_scale)
     assert norm.item() == pytest.approx(size * 5004**0.5, rel=1e-3)
 
@@ -240,7 +240,7 @@ def test_clip_and_step_comes_once():
 @pytest.mark.parametrize("bad", [None, 0, 1])
 @pytest.mark.parametrize("norm_type", [2.0, 0.5])
 def test_several_optimizers_are_clipped_by_the_norm_of_all(kinds, bad, norm_type):
-    """As torch clips all parameters together; where one overflowed there is no such norm, and none of them steps."""
+    """As torch clips all parameters together; if one overflowed the norm is not finite, and none of them steps."""
     grads = [torch.full((4,), 3.0), torch.full((1,), 8.0)]
     params = _params(*(grad * 1024.0 for grad in grads))
     if bad is not None:

@@ -75,7 +75,7 @@ def test_what_torch_takes_and_no_policy_can_do_is_refused(arguments):
 
 @pytest.fixture(scope="module")
 def process_group(tmp_path_factory):
-    """Make a group of one rank, without which there is no sharded scaler."""
+    """Make a group of one rank, which a sharded scaler needs."""
     store = tmp_path_factory.mktemp("group") / "store"
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield torch.distributed.group.WORLD

@@ -25,7 +25,7 @@ def _in_process(rank, world_size, folder, work):
     work(rank, world_size)
     dist.barrier()  # no rank leaves while another still communicates with it
     if TORCH < (2, 7):
-        time.sleep(0.05)  # it waits for ever if its thread has not yet released the tensors of a collective
+        time.sleep(0.05)  # it waits without end if its thread has not yet released the tensors of a collective
     dist.destroy_process_group()
     os._exit(0)  # past torch's threads, which abort an interpreter's orderly end now and then
 

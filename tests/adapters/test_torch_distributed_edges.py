@@ -133,7 +133,7 @@ def test_a_restored_interval_replaces_one_that_no_policy_can_hold():
 
 
 def _restore_under_accelerate(rank, world_size, folder):
-    """Save and load a state with Accelerate, whose optimizers call the scaler in their dummy step."""
+    """Save and load a state with Accelerate; its optimizers call the scaler in their dummy step."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
@@ -258,7 +258,7 @@ def test_ranks_agree_whether_a_step_is_a_dummy():
 
 
 def _shard_later(rank, world_size):
-    """Shard a module whose optimizer has stepped already, and give its groups the new parameters."""
+    """Shard a module after its optimizer has stepped, and give the optimizer's groups the new parameters."""
     mesh = init_device_mesh("cpu", (world_size,))
     for fused in (False, True):
         module = _layers()
@@ -485,7 +485,7 @@ def test_which_communication_hooks_need_a_group():
     _on_ranks(2, _train_with_hooks)
 
 
-# -- whose flag it is --------------------------------------------------------------------------------------------------
+# -- the flags of several ranks ----------------------------------------------------------------------------------------
 
 
 def _two_optimizers(fused=False):
@@ -583,5 +583,5 @@ def _load_on_one_rank(rank, world_size):
 
 
 def test_a_state_loaded_on_one_rank_alone():
-    """One call after loading tells, before the ranks' steps differ."""
+    """One call after loading raises an error, before the ranks' steps differ."""
     _on_ranks(2, _load_on_one_rank)

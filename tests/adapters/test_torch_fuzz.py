@@ -229,7 +229,7 @@ def _run(seed, fused):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
 def test_random_programs(fused):
-    """Wherever torch's scaler is right, ours does the same; where it is not, ours is right or refuses."""
+    """If torch's scaler is right, ours does the same; if it is not, ours is right or raises an error."""
     found = collections.Counter(_run(seed, fused)[0] for seed in range(PROGRAMS))
     assert set(found) - {None} == set(ROWS)
     assert found["refused"] < 0.05 * PROGRAMS

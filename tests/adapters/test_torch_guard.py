@@ -99,7 +99,7 @@ def test_clip_and_step_checks_too(make):
 @EACH
 @pytest.mark.parametrize("joint_skip", [False, True])
 def test_each_optimizer_has_norms_of_its_own(make, joint_skip):
-    """A large norm of one is no spike of another; a spike skips one optimizer, and with `joint_skip` both."""
+    """A large norm of one is not a spike of another; a spike skips one optimizer, and with `joint_skip` both."""
     params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizers = [make([param]) for param in params]
     scaler = GradScaler("cpu", init_scale=2.0**4, guard=GUARD, joint_skip=joint_skip)

@@ -30,7 +30,7 @@ def _spoil(module):
 
 
 class _Module(LightningModule):
-    """A linear model whose gradients overflow at some steps, and a schedule that follows applied steps only."""
+    """A linear model with gradients that overflow at some steps, and a schedule that follows applied steps only."""
 
     def __init__(self, scaler, fused):
         super().__init__()

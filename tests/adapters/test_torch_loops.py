@@ -38,7 +38,7 @@ def _moved(param, call, *args):
 @EITHER_KIND
 @AGAINST_TORCH
 def test_a_loss_multiplied_by_a_kept_scale_tensor(make_scaler, fused):
-    """Whoever keeps `_scale` multiplies by what it holds now."""
+    """Code that keeps `_scale` multiplies by its present value."""
     param, optimizer = _one(fused)
     scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
     scaler.scale(param.sum())
@@ -97,7 +97,7 @@ def test_a_loss_by_hand_after_a_step_that_the_user_left_out(make_scaler):
 
 @EITHER_KIND
 def test_a_stage_that_never_scales_a_loss(fused):
-    """`place_on` is all that a stage of a pipeline needs, whose gradients another's loss has made."""
+    """A stage of a pipeline only needs `place_on`; its gradients come from another stage's loss."""
     param, optimizer = _one(fused)
     last, stage = (GradScaler("cpu", init_scale=1024.0, growth_interval=1) for _ in range(2))
     other, other_optimizer = _one(fused)
@@ -284,7 +284,7 @@ def test_gradients_that_were_renewed_after_they_were_unscaled():
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_unscaled_gradients_that_wait_may_be_unscaled_again(clips):
-    """A second call after the other's update finds that there is nothing left to do; torch divides once more."""
+    """A second call after the other's update divides nothing; torch divides once more."""
     params, optimizers = _two()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     scaler.scale(sum(params).sum()).backward()

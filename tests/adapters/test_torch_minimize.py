@@ -208,7 +208,7 @@ def test_gradients_of_another_optimizer_are_those_of_the_last_try(left):
 
 
 class _Micro:
-    """A weight whose gradient from micro-batch `i` overflows above a loss scale of its own, and otherwise is exact."""
+    """A weight with gradients that overflow above another loss scale for each micro-batch `i`, and are else exact."""
 
     def __init__(self, limits, init_scale, fused=False, **policy):
         self.weight = torch.nn.Parameter(torch.zeros(3))
@@ -281,7 +281,7 @@ def test_without_retries_micro_batches_are_checked_together(fused):
 
 
 def test_an_overflow_of_the_sum_alone_is_retried():
-    """Two float16 gradients that are finite, and whose sum is not."""
+    """Two float16 gradients are finite, and their sum is not."""
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**15, half_gradients=True)

@@ -234,7 +234,7 @@ def test_large_numbers_are_finite():
 
 @pytest.mark.parametrize(("limit", "steps"), [(None, 20), (3, 3)])
 def test_a_streak_raises(limit, steps):
-    """eps=0 with a zero gradient is NaN at every step, and would stand still for ever; the update is complete."""
+    """eps=0 with a zero gradient is NaN at every step, and would be undone without end; the update is complete."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight], eps=0.0)
     policy = DynamicScaling(init_scale=8.0, max_overflow_streak=limit)

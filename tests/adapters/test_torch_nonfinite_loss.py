@@ -20,7 +20,7 @@ BAD = pytest.mark.parametrize("bad", [NAN, INF, -INF])
 
 
 class Run:
-    """Steps of `minimize`, whose losses are multiplied by given numbers."""
+    """Steps of `minimize` with losses that are multiplied by given numbers."""
 
     def __init__(self, make=lambda params: torch.optim.Adam(params, lr=0.1), **settings):
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_by_default_the_scale_backs_off():
 
 
 def test_an_overflow_of_the_backward_pass_still_backs_off():
-    """It is retried at a lower scale, and `diagnose` tells the two causes apart."""
+    """It is retried at a lower scale, and `diagnose` distinguishes the two causes."""
     run = Run(on_nonfinite_loss="hold")
     info = run.step("overflow", retries=3)
     assert (info.applied, info.loss_scale_after) == (True, 2.0)
@@ -143,7 +143,7 @@ def test_a_streak_raises():
 
 
 def test_other_calls_are_as_before():
-    """A loop of one's own has no loss to ask: there, a lost loss is an overflow."""
+    """In a custom loop the scaler does not see the loss: there, a lost loss is an overflow."""
     run = Run(on_nonfinite_loss="hold")
     run.scaler.scale(run.loss(NAN)).backward()
     run.scaler.step(run.optimizer)

@@ -61,7 +61,7 @@ def test_another_default_dtype(default_dtype, fused, clips):
 
 
 def test_a_float64_norm_beyond_float32():
-    """It comes back in float64, finite, and is no error."""
+    """It comes back in float64, finite and without an error."""
     param = _param(torch.full((4,), 1e60, dtype=torch.float64))
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler = GradScaler("cpu", init_scale=1.0)
@@ -96,7 +96,7 @@ def test_gradients_that_are_negated_lazily(clips):
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_gradient_beside_one_of_a_device_without_an_index(bad):
-    """`meta` stands for MPS, XLA and others, whose index is that of the CPU."""
+    """`meta` stands for MPS, XLA and other devices with the index of the CPU."""
     on_cpu = _param(torch.tensor([1024.0, float("inf") if bad else 1024.0]))
     elsewhere = torch.nn.Parameter(torch.ones(2, device="meta"))
     elsewhere.grad = torch.ones(2, device="meta")

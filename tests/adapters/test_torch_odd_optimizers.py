@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: odd states, little more than `step`, wrappers, and steps that only rehearse."""
+"""Optimizers that are not torch's: odd states, little more than `step`, wrappers, and dummy steps."""
 
 import sys
 import warnings
@@ -125,7 +125,7 @@ def test_a_warning_about_a_scaler_that_starts_over(make, steps):
 
 
 def test_a_warning_never_raises():
-    """Whatever somebody keeps under `state`."""
+    """Any object that an optimizer keeps under `state`."""
     for state in (None, [], {"name": "text", 3: None, "nested": {"step": "many"}, "empty": {}}):
         param = _param()
         optimizer = torch.optim.SGD([param], lr=1.0)
@@ -192,7 +192,7 @@ def test_an_optimizer_that_can_be_iterated_over_is_one():
 
 
 class _Interruption(KeyboardInterrupt):
-    """Ctrl-C, told from a real one."""
+    """An interrupt by a test, distinguished from a real one."""
 
 
 def _interrupted(call, number):

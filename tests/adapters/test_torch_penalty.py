@@ -53,7 +53,7 @@ def test_the_gradients_are_those_of_float32(half, loss_scale):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_of_the_inner_gradient_skips_the_step(fused):
-    """The penalty is not finite then; the scale comes down until both passes fit, and the loss alone tells why."""
+    """The penalty is not finite then; the scale falls until both passes fit, and the loss alone shows the cause."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**30)

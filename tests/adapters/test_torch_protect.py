@@ -44,7 +44,7 @@ class _Loop:
         self.scaler = GradScaler("cpu", protect=[self.model] if protect is None else protect, **policy)
 
     def step(self, is_bad=False):
-        """Take a step whose forward pass overflows, if it is bad: the statistics become infinite or NaN."""
+        """Take a step; if it is bad, its forward pass overflows, and the statistics become infinite or NaN."""
         self.optimizer.zero_grad()
         loss = self.model(X * math.inf if is_bad else X).square().mean()
         self.scaler.scale(loss).backward()
@@ -166,7 +166,7 @@ def test_a_forward_that_two_updates_follow(fused):
 @EITHER_KIND
 @pytest.mark.parametrize("minimizes", [False, True])
 def test_a_step_in_evaluation_mode_takes_nothing_back(minimizes, fused):
-    """What an applied step wrote stays where the next step, whose forward writes nothing, is skipped."""
+    """Values of an applied step stay if the next step, which writes nothing in its forward pass, is skipped."""
     loop = _Loop(fused)
     assert loop.step().applied
     before = _buffers(loop.model)
@@ -196,7 +196,7 @@ def test_two_updates_after_one_loss(fused):
 
 @EITHER_KIND
 def test_an_edit_by_hand_after_an_update_stays(fused):
-    """A module that no forward has run since, and whose statistics were set, is not put back by another's skip."""
+    """If no forward ran and the statistics were set, a skip by another module does not restore them."""
     frozen, trained = _model(), _model()
     loop = _Loop(fused, model=trained, protect=[frozen, trained])
     frozen(X)
@@ -371,7 +371,7 @@ def test_an_average_follows_applied_steps_only(make, use_buffers, fused):
 
 
 def test_an_average_before_the_first_update_is_torchs():
-    """There is no decision yet."""
+    """No step was decided yet."""
     model = _model()
     average = AveragedModel(model)
     loop = _Loop(model=model, protect=[average])

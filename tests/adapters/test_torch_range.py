@@ -1,4 +1,4 @@
-"""`range_report` on real float16 models: what it foretells, what it names, and that it changes nothing."""
+"""`range_report` on real float16 models: its predictions are right, its names too, and it changes nothing."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose weights are those of the output as well."""
+    """An embedding that shares its weights with the output layer."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def test_the_limit_is_the_one_that_bisection_finds(name, weight):
 
 
 def test_parameters_in_float16_are_measured_as_well():
-    """A model that was cast by `half()`, whose loss is float16 too."""
+    """A model that was cast by `half()`; its loss is float16, too."""
     model, x = _network("mlp")
     model.half()
 
@@ -197,7 +197,7 @@ def test_checkpointed_modules_keep_their_names(use_reentrant):
 
 
 def _slope(model, x):
-    """Return the gradient of a model's sum by its inputs, whose own graph is kept, as a penalty needs it."""
+    """Return the gradient of a model's sum by its inputs, with its own graph, as a penalty needs it."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.float16):
         out = model(x).float().sum()
@@ -338,7 +338,7 @@ def test_an_infinity_that_is_meant_is_not_an_overflow():
 
 
 def test_nan_without_infinity_is_predicted():
-    """In attention whose backward pass alone overflows, the report finds the scale that leaves NaN and no infinity."""
+    """If only the backward pass of attention overflows, the report finds the scale that leaves NaN and no infinity."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in ("query", "key")})
     images, values = torch.randn(8, 16), 300.0 * torch.randn(8, 16)
@@ -446,7 +446,7 @@ def test_a_mask_of_infinity_is_not_named_where_it_does_no_harm():
 
 
 def test_a_module_within_vmap_is_measured():
-    """What it is given there has no memory of its own to be told by."""
+    """The arguments there have no memory of their own that could identify them."""
     model, x = _network("mlp")
     report = range_report(model, lambda: _square(torch.vmap(model), _with_nan(x)))
     assert not report.forward_finite
@@ -454,7 +454,7 @@ def test_a_module_within_vmap_is_measured():
 
 @pytest.mark.parametrize(("dtype", "advice"), [(torch.float32, "NoScaling"), (torch.bfloat16, "NoScaling")])
 def test_the_report_says_what_needs_no_scaling(dtype, advice):
-    """Without float16 there is no limit, or one that is far away."""
+    """Without float16 the limit is infinite, or very large."""
     model, x = _network("mlp")
 
     def loss_fn():
@@ -642,7 +642,7 @@ def test_wrong_arguments_are_named(arguments, message):
 
 
 def test_an_error_of_the_loss_is_its_own():
-    """A TypeError within `loss_fn` is not mistaken for wrong arguments; a callable whose signature is unknown runs."""
+    """A TypeError within `loss_fn` is not mistaken for wrong arguments; a callable with an unknown signature runs."""
     model, x = _network("mlp")
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         range_report(model, lambda: _square(model))
@@ -664,7 +664,7 @@ def test_a_line_of_progress(capsys):
 
 
 def test_it_costs_at_most_thirty_steps():
-    """Of a small model, whose operations are so short that measuring each outweighs them."""
+    """A small model: its operations are so short that measuring each takes longer than they do."""
     model, x = _network("attention")
     loss_fn = _loss_fn(model, x)
 

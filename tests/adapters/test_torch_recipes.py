@@ -74,7 +74,7 @@ def _loss_fn(outputs, targets):
 
 
 class _Model(torch.nn.Module):
-    """A linear layer in float16, whose gradients are spoilt in some of its backward passes; it notes its weights."""
+    """A linear layer in float16, with bad gradients in some of its backward passes; it notes its weights."""
 
     def __init__(self, bad=OVERFLOWS, first=0):
         super().__init__()

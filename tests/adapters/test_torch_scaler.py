@@ -220,7 +220,7 @@ def test_update_takes_a_new_scale():
 
 @EACH_OPTIMIZER
 def test_a_scale_set_by_hand_outlives_reading_it(make):
-    """A fixed policy's scale may be set, and stays set wherever the state lives."""
+    """A fixed policy's scale may be set, and stays set on the host and on the device."""
     scaler = GradScaler("cpu", policy=8.0)
     scaler.scale(torch.ones(()))
     scaler.update(32.0)
@@ -333,7 +333,7 @@ def test_mixed_dtypes_and_layouts_in_one_optimizer():
 
 
 def test_sparse_duplicates_are_summed_before_the_check():
-    """Two finite entries whose sum is infinite are an overflow; torch misses it in float32."""
+    """Two finite entries with an infinite sum are an overflow; torch misses it in float32."""
     grad = torch.sparse_coo_tensor([[0, 0]], [[3e38], [3e38]], (2, 1), check_invariants=True)
     param, optimizer = _one_param(grad)
     scaler = _ready(init_scale=1.0)
@@ -416,7 +416,7 @@ def test_an_optimizer_without_gradients_is_a_finite_no_op(make):
 
 
 def test_closures_are_refused_positionally_too():
-    """A positional None, as Accelerate passes it, is no closure."""
+    """A positional None, as Accelerate passes it, is not a closure."""
     _, optimizer = _one_param(torch.ones(2))
     scaler = _ready()
     with pytest.raises(RuntimeError, match="Closure use"):
@@ -538,7 +538,7 @@ def test_the_scale_may_be_set_through_torchs_private_tensor():
 @pytest.mark.parametrize("flag", [2.0, float("nan")])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_flag_raised_by_others_skips(flag, fused):
-    """Any flag but 0 is an overflow, and a fused kernel is told so in the one way it knows."""
+    """Any flag but 0 is an overflow, and a fused kernel receives it as 1.0."""
     param, optimizer = _one_param(torch.ones(1), fused=fused)
     scaler = _ready(init_scale=2.0)
     scaler.unscale_(optimizer)
@@ -550,7 +550,7 @@ def test_a_flag_raised_by_others_skips(flag, fused):
 
 
 def test_an_optimizer_of_the_old_contract_gets_the_scaler():
-    """As with torch: one whose step takes `grad_scaler` is handed it, with a warning at the line that steps."""
+    """As with torch: a step that takes `grad_scaler` receives it, with a warning at the line that steps."""
 
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -572,7 +572,7 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler():
 
 
 def test_torch_settings_that_mean_never_are_taken():
-    """An interval beyond int32, which is given back as it was, and a checkpoint whose factor is 1."""
+    """An interval beyond int32, which is given back as it was, and a checkpoint with a factor of 1."""
     assert GradScaler("cpu", growth_interval=10**10).get_growth_interval() == 10**10
     peer = torch.amp.GradScaler("cpu", growth_interval=10**10)
     peer.set_growth_factor(1.0)
@@ -632,7 +632,7 @@ def test_a_check_after_unscaling_divides_nothing_again(make_scaler, fused):
 
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_losses_within_functional_transforms(is_on_device):
-    """`torch.func.grad`, `grad_and_value` and `vmap` of it scale as eager code does, wherever the state lives."""
+    """`torch.func.grad`, `grad_and_value` and `vmap` of it scale as eager code does, on the host and on the device."""
     scaler = _ready(init_scale=8.0)
     if is_on_device:
         _, optimizer = _one_param(torch.ones(1), fused=True)
@@ -867,7 +867,7 @@ def test_checkpoints_load_in_torch_and_ours(source, target):
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], OPTIMIZERS["sgd-fused"]], ids=["host", "device"])
 def test_a_checkpoint_is_the_cores_state_too(make):
-    """The core restores it from the same dict, counters and all, wherever the state lived."""
+    """The core restores it with all counters from the same dict, of a state on the host or on the device."""
     policy = TolerantScaling(growth_interval=3)
     scaler = GradScaler("cpu", policy=policy)
     trace = [True, False, True, True, True, False]
@@ -889,7 +889,7 @@ def test_loading_into_a_live_scaler_takes_effect_at_once():
 
 
 def test_a_policy_given_is_a_policy_kept():
-    """A checkpoint does not override it, and the difference is told; a broken checkpoint is refused."""
+    """A checkpoint does not override it, and a warning names the difference; a broken checkpoint is refused."""
     scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=7))
     with pytest.warns(CheckpointWarning, match="growth_interval was 2000 and is 7"):
         scaler.load_state_dict(GradScaler("cpu", policy="dynamic").state_dict())
@@ -921,7 +921,7 @@ def test_a_policy_goes_to_its_own_argument():
 
 
 def test_a_policy_that_counts_in_python_numbers():
-    """A policy of one's own may return any numbers."""
+    """A policy of the user's own may return any numbers."""
 
     class Counting:
         def init_state(self):

@@ -160,7 +160,7 @@ def _shard_over_two(rank, world_size):
 
 
 def _overflow_nothing(params, norm_type, fused):
-    """Clip large finite gradients, whose powers overflow float32."""
+    """Clip large finite gradients, with powers that overflow float32."""
     for param in params:
         param.grad = param.grad.sign() * 1e30
     whole = [grad.double() for grad in _whole(params)]

@@ -1,10 +1,10 @@
-"""A run whose processes are killed continues from its checkpoint as if nothing had happened."""
+"""A run with killed processes continues from its checkpoint like a run without kills."""
 
 from benchmarks.soak_torch import soak
 
 
 def test_two_processes_that_are_killed():
-    """Overflows, spikes, retries and two kills: every number of the last checkpoint is that of a calm run."""
+    """Overflows, spikes, retries and two kills: every number of the last checkpoint is that of a run without kills."""
     figures = soak(processes=2, steps=60, kills=2, seed=0)
     assert figures.overflows > 3
     assert figures.spikes > 0

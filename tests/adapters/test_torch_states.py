@@ -155,7 +155,7 @@ def test_replays_update_as_the_policy_does(policy, trace):
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False), (True, True)])
 def test_two_updates_of_one_step_on_a_device(flags):
-    """They count as one step whose flag is theirs combined, as on the host, and leave exactly the policy's state."""
+    """They count as one step with their combined flag, as on the host, and leave exactly the policy's state."""
     policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
     with Emulated("mps"):
         params, optimizers = zip(*(_one("mps", fused=True) for _ in range(2)), strict=True)

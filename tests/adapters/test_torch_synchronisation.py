@@ -75,7 +75,7 @@ def _count(make, clip=False, unscale_first=False, finite=True):
 
 
 class _Plain(torch.optim.Optimizer):
-    """An optimizer whose own step reads nothing."""
+    """An optimizer with a step that reads nothing."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -99,7 +99,7 @@ def test_a_fused_optimizer_costs_none(finite, unscale_first):
 
 
 def test_clipping_costs_an_ordinary_optimizer_the_same_one_synchronisation():
-    """The norm, whose finiteness is the flag."""
+    """It reads the norm: if the norm is finite, so are the gradients."""
     assert _count(_Plain, clip=True) == 1
 
 
@@ -131,7 +131,7 @@ def test_clipping_costs_a_fused_optimizer_none(norm_type, dtype):
 
 
 def test_reading_the_outcome_is_what_costs():
-    """`info.applied` of a fused step is a tensor until somebody asks."""
+    """`info.applied` of a fused step is a tensor until it is read."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
     scaler = GradScaler("cpu")

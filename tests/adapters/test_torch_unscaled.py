@@ -12,7 +12,7 @@ from lossscale_torch import GradScaler, range_report
 
 
 class MoE(nn.Module):
-    """Two experts and a router, whose loss `attach` adds."""
+    """Two experts and a router; `attach` adds the router's loss."""
 
     def __init__(self, attach):
         super().__init__()
@@ -26,7 +26,7 @@ class MoE(nn.Module):
 
 
 class AddedByHand(torch.autograd.Function):
-    """Megatron's way, where nobody has set the scale."""
+    """Megatron's way, without a call that sets the scale."""
 
     @staticmethod
     def forward(ctx, x, aux_loss):
@@ -39,7 +39,7 @@ class AddedByHand(torch.autograd.Function):
 
 
 class AddingToWeights(torch.autograd.Function):
-    """A linear layer whose backward pass adds weight decay."""
+    """A linear layer that adds weight decay in its backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -311,7 +311,7 @@ def test_right_models_are_not_named(name):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_models_are_named(name):
-    """Each parameter whose gradient does not follow the scale is named with the cause, and no other."""
+    """Each parameter with a gradient that does not follow the scale is named with the cause, and no other."""
     model, loss_fn, expected = WRONG[name]()
     report = range_report(model, loss_fn)
     assert [*report.unscaled_gradients] == expected

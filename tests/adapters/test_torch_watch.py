@@ -73,7 +73,7 @@ def test_nothing_waits_for_a_device(caplog):
 
 
 class _Far(torch.Tensor):
-    """A tensor that is read only where somebody asks for its value, as one on a device."""
+    """A tensor that is read only if its value is needed, as one on a device."""
 
 
 def _far(**settings):
@@ -86,7 +86,7 @@ def _far(**settings):
 
 @pytest.mark.parametrize("read", [GradScaler.get_scale, GradScaler.state_dict, GradScaler.diagnose])
 def test_a_state_on_a_device_is_logged_where_it_is_read(read, caplog):
-    """What reads the scale to the host says what there is to say, once."""
+    """A call that reads the scale to the host logs the events, once."""
     scaler = _far()
     assert caplog.records == []
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_raise_after_a_fused_optimizer_waits_for_a_read():
 
 
 def test_ignore_says_nothing_at_the_floor(caplog):
-    """For a policy whose floor is where it belongs."""
+    """For a policy with a floor in its usual place."""
     _run(GradScaler("cpu", policy="dynamic", on_floor="ignore"), NAN * 200)
     assert caplog.records == []
     with pytest.raises(PolicyError, match="on_floor='stop' must be"):
@@ -137,7 +137,7 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
 
 
 def test_a_subclass_may_replace_update(caplog):
-    """What it calls of this class speaks; a disabled scaler has nothing to say."""
+    """The methods of this class that it calls log; a disabled scaler logs nothing."""
 
     class Counting(GradScaler):
         updates = 0

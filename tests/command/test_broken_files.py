@@ -279,7 +279,7 @@ def test_a_policy_file_that_was_cut_is_refused(tmp_path, policy):
 
 
 def test_a_policy_file_written_by_hand_needs_no_last_line(tmp_path):
-    """Comments and lines of one's own do no harm, also after the last line of a written one."""
+    """Comments and added lines do no harm, also after the last line of a written file."""
     (tmp_path / "policy.toml").write_text('kind = "fixed"\ninit_scale = 8.0')
     assert load_policy(tmp_path / "policy.toml") == FixedScaling(8.0)
     dump_policy(DynamicScaling(), tmp_path / "policy.toml")

@@ -129,7 +129,7 @@ def test_simulate_tells_where_training_would_have_stopped(tmp_path):
 
 
 def test_simulate_takes_a_number_and_a_dtype(tmp_path):
-    """A fixed scale, and the dtype whose largest number counts; null is a gradient that is not finite."""
+    """A fixed scale, and the dtype that sets the largest number; null is a gradient that is not finite."""
     (tmp_path / "g.json").write_text("[1.0, null, 1e5]")
     assert "skipped: 66.7%" in _succeed("simulate", "128", "--gradient-max", "g.json", cwd=tmp_path)
     bfloat16 = _succeed(
@@ -184,7 +184,7 @@ def test_policy_check_as_json_says_what_is_wrong(tmp_path):
 
 
 def test_simulate_as_json_has_every_stretch_and_draws_only_if_asked(tmp_path):
-    """The counts, the final scale and the diagnosis are values, and there is no picture without --plot."""
+    """The counts, the final scale and the diagnosis are values, and no picture is drawn without --plot."""
     (tmp_path / "t.txt").write_text("01" * 50)
     found = json.loads(_succeed("simulate", "dynamic", "--overflow", "t.txt", "--json", cwd=tmp_path))
     assert (found["steps"], found["skipped_steps"], found["first_applied_step"]) == (100, 50, 0)

@@ -32,7 +32,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
 def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command):
-    """A write that fails leaves nothing behind, so that the same command works once there is room."""
+    """A write that fails leaves nothing behind, so that the same command works once the disk has room."""
     before = sorted(folder.iterdir())
     assert command[-1] in refused(run(*command, cwd=folder, room=29))
     assert sorted(folder.iterdir()) == before

@@ -79,7 +79,7 @@ def refused_soon(folder, *arguments):
 
 
 class Call:
-    """An object whose pickle calls a function with arguments."""
+    """An object with a pickle that calls a function with arguments."""
 
     def __init__(self, function, *arguments):
         self.called = function, arguments
@@ -232,7 +232,7 @@ NUMBERS = {"FloatStorage": "<f", "DoubleStorage": "<d", "HalfStorage": "<e", "Lo
 
 
 def _with_tensor(kind, code, *, shape=(1,), offset=1, count=2, key="0"):
-    """Return a file whose scale is a tensor with the second number of a storage."""
+    """Return a file in which the scale is a tensor with the second number of a storage."""
     pid = b"(U\x07storagectorch\n%s\nU\x01%sU\x03cpuK%ctQ" % (kind.encode(), key.encode(), count)
     shapes = _body(shape) + _body((1,) * len(shape))
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K%c" % offset + shapes + b"\x89}tR"

@@ -1,4 +1,4 @@
-"""Files of strangers: the command answers in one short sentence, soon, whatever is in them."""
+"""Untrusted files: the command answers any content in one short sentence, soon."""
 
 import json
 import time
@@ -44,7 +44,7 @@ def within():
 
 
 def _guess(checkpoint):
-    """Return whose scaler it is, or what is said where that cannot be told."""
+    """Return the tool that saved the scaler, or the error if it is unknown."""
     try:
         return guess_tool(checkpoint)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Every backend and every way it runs, described for the conformance suite as a stranger would describe theirs."""
+"""Every backend and every way it runs, described for the conformance suite as in a third-party package."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Who knows one adapter knows all of them: the same documented faces. That the verbs agree is `test_backends`'s."""
+"""All adapters have the same documented functions with the same parameters; `test_backends` compares the results."""
 
 import inspect
 

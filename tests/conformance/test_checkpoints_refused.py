@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said alike in every framework."""
+"""Errors of a checkpoint have the same text in every framework."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ EVERYWHERE = pytest.mark.parametrize("take_over", WRAPPERS.values(), ids=WRAPPER
 
 @EVERYWHERE
 def test_a_saved_state_is_taken_over_silently(take_over):
-    """Under the policy it was saved with there is nothing to say."""
+    """Under the policy it was saved with, no warning is issued."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         after = take_over(SAVED, POLICY)(False)
@@ -35,7 +35,7 @@ def test_a_saved_state_is_taken_over_silently(take_over):
 
 @EVERYWHERE
 def test_a_newer_version_is_refused_with_a_remedy(take_over):
-    """Nobody guesses what a later release meant."""
+    """The meaning of a later release's format is not guessed."""
     with pytest.raises(CheckpointError, match=r"version=2 .* is newer than 1.*pip install --upgrade lossscale"):
         take_over({**SAVED, "version": 2}, POLICY)
 
@@ -125,7 +125,7 @@ def test_keras_warns_of_an_optimizer_that_continues_alone(tmp_path, mode):
 
 
 def test_v1_warns_of_an_optimizer_that_continues_alone():
-    """Eagerly, `global_step` tells; a graph's `Saver` refuses a checkpoint without the state's variables."""
+    """Eagerly, `global_step` shows it; a graph's `Saver` refuses a checkpoint without the state's variables."""
     variable, global_step = tf.Variable(1.0), tf.Variable(7, dtype=tf.int64)
     optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
     with pytest.warns(CheckpointWarning, match="has taken 7 steps before"):

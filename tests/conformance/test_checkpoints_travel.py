@@ -1,4 +1,4 @@
-"""A run begun in one framework continues in another.
+"""A run that began in one framework continues in another.
 
 The four frameworks round differently, so their weights drift apart by last digits and one of them may overflow a step
 before another. What must not differ is what the scale state makes of the same overflows. Each framework therefore
@@ -117,7 +117,7 @@ def test_the_next_states_are_those_of_the_uninterrupted_run(uninterrupted, origi
 
 @pytest.mark.parametrize(("origin", "target"), PAIRS)
 def test_training_continues_in_another_framework(uninterrupted, origin, target):
-    """Weights, optimizer and scale state travel; the whole run is one run over its flags, and continues to learn."""
+    """Weights, optimizer and scale state are transferred; the whole run equals one run over its flags, and learns."""
     run, file = uninterrupted(origin)
     rest = _train(_begin(target, Checkpoint.load(file)), STEPS)
     flags = [*run.finite[:SAVED_AT], *rest.finite]

@@ -1,4 +1,4 @@
-"""The recipes of docs/logging.md, run as they stand there with the real loggers, whose files are then read."""
+"""The recipes of docs/logging.md, run unchanged with the real loggers; then their files are read."""
 
 import contextlib
 import csv
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 def _recipes():
-    """Return each recipe as compiled code, whose lines have the numbers that they have on the page, by its heading."""
+    """Return each recipe, by its heading, as compiled code with the line numbers of the page."""
     text = PAGE.read_text(encoding="utf-8")
     found = {}
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):

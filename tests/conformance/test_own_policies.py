@@ -1,4 +1,4 @@
-"""A policy of one's own goes through every facade as it continues the host."""
+"""A policy of the user's own has the same states in every facade as on the host."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How each adapter takes over a saved scale state and steps on: its own wrapper, its own loading path."""
+"""Functions with which each adapter continues from a saved scale state: its own wrapper, its own way to load."""
 
 from typing import NamedTuple
 

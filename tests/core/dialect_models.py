@@ -1,8 +1,8 @@
-"""The rules that other tools publish for their scale, each told again in plain Python: what dialects are held against.
+"""The rules that other tools publish for their scale, each in plain Python, for comparison with the dialects.
 
 A model takes the tool's own keywords, moves by `step(overflow)`, and saves what the tool saves. `DRAWN` draws configs
-for each of them, `PLACED` has each layout that a tool saves, and `GUESSED` what tells its tool. None of them knows a
-policy of this library.
+for each of them, `PLACED` has each layout that a tool saves, and `GUESSED` a layout that identifies its tool. None of
+them uses a policy of this library.
 """
 
 import math
@@ -567,4 +567,4 @@ GUESSED = {
     "paddle": {"scale": [8.0], "incr_count": 7, "decr_count": 0},
     "mindspore": {"loss_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "bad_step": 0},
 }
-"""What each tool saves, as far as it tells the tool from the others."""
+"""A saved layout of each tool that identifies the tool."""

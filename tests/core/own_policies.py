@@ -1,4 +1,4 @@
-"""Policies of one's own: two with one rule, and the one that the documentation writes out.
+"""Policies as users write them: two with one rule, and the example of the documentation.
 
 The rule halves the scale on an overflow, and adds to it after finite steps.
 `AdditiveScaling` derives from `BaseScaling` and names its kind; `BareAdditiveScaling` is what a policy needs at least.
@@ -17,7 +17,7 @@ from lossscale_core import BaseScaling
 
 
 class AdditiveState(NamedTuple):
-    """The fields of `ScaleState`, and a counter of one's own."""
+    """The fields of `ScaleState`, and one more counter."""
 
     loss_scale: object
     growth_tracker: object

@@ -46,7 +46,7 @@ def test_every_position_is_seen(dtype, bad):
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 1000])
 def test_large_finite_values_are_never_flagged(dtype, count):
-    """The largest numbers of a dtype, whose squares and sums overflow, are finite."""
+    """The largest numbers of a dtype are finite, though their squares and sums overflow."""
     largest = _largest(dtype)
     assert all_finite([np.full(count, largest, dtype=dtype), -np.full(count, largest, dtype=dtype)])
     assert all_finite([np.full(count, np.float32(1e30))])

@@ -114,7 +114,7 @@ def test_arrays_of_no_dimension_are_numbers():
     [(FixedScaling(1024.0), 1024.0), ("none", 1.0), (DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0)],
 )
 def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale):
-    """A fixed scale stays what was chosen, whatever was saved; the change is told."""
+    """A fixed scale stays as it was chosen, for any saved scale; a warning names the change."""
     with pytest.warns(CheckpointWarning, match=r"loss_scale was 2\*\*16 and becomes"):
         assert float(state_from_dict(SAVED, policy).loss_scale) == scale
 

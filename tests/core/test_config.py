@@ -110,7 +110,7 @@ def test_a_bad_file_is_named(tmp_path, name, text, words):
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):
-    """A path that is not there is Python's own error."""
+    """A path that does not exist is Python's own error."""
     with pytest.raises(FileNotFoundError):
         as_policy(tmp_path / "none.toml")
 
@@ -125,7 +125,7 @@ def test_dump_keeps_a_file_where_it_may_not_replace_it(tmp_path):
 
 
 def test_dump_refuses_what_it_cannot_write(tmp_path):
-    """Another suffix, or a policy of one's own, is refused before anything is written."""
+    """Another suffix, or a policy that is not the library's, is refused before anything is written."""
 
     class Own:
         def init_state(self):

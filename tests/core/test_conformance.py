@@ -295,7 +295,7 @@ def test_all_failures_are_listed():
 
 
 def test_a_policy_that_drifts_is_caught():
-    """A policy of one's own is checked as a scenario: its states on arrays must be those on the host."""
+    """A policy of the user's own is checked as a scenario: its states on arrays must equal those on the host."""
 
     class Drifting:
         def init_state(self):
@@ -311,7 +311,7 @@ def test_a_policy_that_drifts_is_caught():
 
 
 def test_a_check_says_what_it_is():
-    """Its name is the adapter, the rule and the case; names are unique, so that pytest can tell them apart."""
+    """Its name is the adapter, the rule and the case; names are unique, so that pytest can distinguish them."""
     names = [str(check) for check in conformance.checks(NUMPY)]
     assert len(set(names)) == len(names)
     assert "numpy: every_position_is_seen (eager, float16)" in names

@@ -121,7 +121,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_an_empty_config_is_the_tools_defaults(name):
-    """Nothing said is the tool's default; a bound it lacks is the outermost there is."""
+    """A key that is left out takes the tool's default; a bound that the tool lacks is the outermost possible one."""
     assert from_tool(name, {}) == DEFAULTS[name]
 
 
@@ -429,7 +429,7 @@ def test_fairseq_falls_to_its_threshold(config, floor):
 
 
 def test_an_interval_without_end_is_read():
-    """TensorFlow compares with `>=`; ours is the longest there is."""
+    """TensorFlow compares with `>=`; ours is the longest possible."""
     assert from_tool("tf-v1", {"increment_period": float("inf")}).growth_interval == 2**31 - 1
     assert from_tool("keras", {"dynamic_growth_steps": float("-inf")}).growth_interval == 1
 

@@ -59,7 +59,7 @@ def test_every_large_spike_is_found():
 
 
 def test_slow_growth_is_accepted():
-    """A norm that grows a hundredfold in 5,000 steps is no spike at any of them."""
+    """A norm that grows a hundredfold in 5,000 steps is not a spike at any of them."""
     assert _judged(_log_normal(5000, 1) * np.geomspace(1, 100, 5000))[0].all()
 
 

@@ -73,7 +73,7 @@ def test_a_full_counter_stays_full():
 
 
 def test_too_many_updates_in_a_row_are_an_error_without_a_limit_too():
-    """They would be undone for ever; losses are limited by the policy alone."""
+    """They would be undone without end; losses are limited by the policy alone."""
     updates, losses = _counted(*["bad update"] * 20), _counted(*["bad loss"] * 100)
     check_nonfinite_streak(POLICY, _counted(*["bad update"] * 19))
     check_nonfinite_streak(POLICY, losses)

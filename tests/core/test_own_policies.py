@@ -1,4 +1,4 @@
-"""A policy of one's own goes wherever the library's own policies go, and nothing else has to know it."""
+"""A policy of the user's own is accepted like the library's policies, without a change elsewhere."""
 
 import dataclasses
 import json

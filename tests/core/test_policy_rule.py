@@ -294,7 +294,7 @@ def test_a_full_growth_tracker_grows(kind, xp):
 
 @pytest.mark.parametrize("xp", NAMESPACES)
 def test_a_full_streak_still_trips_its_limit(xp):
-    """A streak that has no room left is the longest there is, not one below zero."""
+    """A streak that cannot count further stays at the largest number, and does not become negative."""
     policy = DynamicScaling(max_overflow_streak=FULL)
     state = _placed(policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL))), xp)
     with pytest.raises(OverflowStreakError):

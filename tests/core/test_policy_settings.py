@@ -85,7 +85,7 @@ def test_scales_out_of_order_are_named(policy_type, settings, low, high):
 
 
 def test_a_policy_error_is_a_value_error():
-    """Whoever catches ValueError catches it."""
+    """Code that catches ValueError catches it."""
     with pytest.raises(ValueError, match="init_scale"):
         FixedScaling(0.0)
     assert issubclass(PolicyError, LossScaleError)
@@ -123,7 +123,7 @@ def test_replace_checks_again():
 
 
 def test_settings_are_keywords():
-    """Nobody has to remember the order of eleven numbers; a fixed scale has just one."""
+    """Eleven settings are given by name, since their order is hard to remember; a fixed scale has just one."""
     for policy_type in (DynamicScaling, TolerantScaling):
         with pytest.raises(TypeError):
             policy_type(0.5)

@@ -37,7 +37,7 @@ class Network:
     def backward(self, loss_scale):
         self.scales.append(loss_scale)
         for name, values in self.halves(loss_scale).items():
-            if loss_scale > self.hidden:  # an overflow within an operation, which its finite results do not foretell
+            if loss_scale > self.hidden:  # an overflow within an operation, which its finite results do not show
                 values = np.full_like(values, np.nan)
             yield _record(name, values, overflowed=not np.isfinite(values).all())
 
@@ -79,7 +79,7 @@ def test_a_large_array_is_measured_in_parts():
 
 @pytest.mark.parametrize("exponent", range(-40, 60))
 def test_the_search_finds_the_limit(exponent):
-    """Wherever it lies, and usually with four backward passes or fewer; the last finite one was at the limit."""
+    """For each limit, and usually with four backward passes or fewer; the last finite one was at the limit."""
     network = _network(2.0**exponent)
     report = network.report()
     assert report.overflows_above == network.limit()
@@ -95,7 +95,7 @@ def test_the_search_finds_the_limit(exponent):
 
 
 def test_an_overflow_that_no_result_predicts_is_found():
-    """The scale that is foretold is tried, and halved where it does not hold."""
+    """The predicted scale is tried, and halved if it overflows."""
     network = _network(2.0**-8)
     network.hidden = 2.0**18
     report = network.report()
@@ -171,7 +171,7 @@ def test_no_scale_fits_where_every_scale_overflows():
 
 
 def test_no_scale_fits_where_only_zeros_are_finite():
-    """An operation that overflows wherever its result is not zero does so at each scale that is of use."""
+    """An operation that overflows if its result is not zero does so at each useful scale."""
     network = Network({"root": np.ones(4)}, hidden=2.0**-40)
     report = network.report()
     assert (report.overflows_above, report.init_scale, report.loss_scale) == (None, None, 1.0)
@@ -256,7 +256,7 @@ def test_what_is_not_a_loss_scale_is_refused(loss_scale):
 
 
 def test_the_repr_is_short():
-    """However many operations there are."""
+    """For any number of operations."""
     assert len(repr(_network(2.0**-8).report())) < 1000
 
 
@@ -293,7 +293,7 @@ def _report_with(inputs, *, loss=float("nan"), forward=(), backward=()):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2])
 def test_what_is_not_finite_is_counted(dtype):
-    """NaN, infinity and negative infinity; there is nothing to tell of an array that is finite or has no floats."""
+    """NaN, infinity and negative infinity; an array that is finite or has no floats is not named."""
     assert _held("x", 1.0, np.nan, np.inf, -np.inf, -np.inf, dtype=dtype) == ("x", 5, 1, 1, 2)
     assert _held("x", 1.0, 2.0, dtype=dtype) is None
     assert NonfiniteInput.of(np.arange(3), "x") is NonfiniteInput.of(np.array(["a"]), "x") is None
@@ -384,7 +384,7 @@ def _fills(svg):
 
 
 def _forward_overflow():
-    """Return a report on a forward pass that overflows, so that there is no gradient."""
+    """Return a report on a forward pass that overflows, which has no gradients."""
     forward = [
         _record("embed", np.float16([351.0, 0.25]), scaled=False),
         _record("loud", np.float16([np.inf, 6e4, 1.0]), scaled=False, overflowed=True),
@@ -401,7 +401,7 @@ def _css(page):
 
 
 def test_the_picture_names_each_module_and_hatches_what_does_not_fit(tmp_path):
-    """Overflow and flush have patterns, so that a print in black and white tells them from the rest."""
+    """Overflow and flush have patterns, so that they differ from the rest in black and white."""
     report = _network(2.0**-8).report()
     fits, large, small = (tmp_path / name for name in ("fits.svg", "large.svg", "small.svg"))
     report.plot(fits)
@@ -538,7 +538,7 @@ def test_the_page_follows_the_colours_of_the_system():
 
 
 def test_the_page_says_that_the_forward_pass_overflowed(tmp_path):
-    """And draws what the forward pass has computed instead of gradients that there are none of."""
+    """It draws the results of the forward pass, since no gradients exist."""
     report = _forward_overflow()
     page = report.to_html()
     assert "The loss is inf, so no backward pass was run. The picture shows the forward pass." in page
@@ -561,7 +561,7 @@ def test_a_module_that_is_wholly_nan_is_drawn_as_all_of_it():
 
 
 def test_a_report_without_anything_to_draw_says_so(tmp_path):
-    """A picture without a module has no axis and no bar, and tells why."""
+    """A picture without a module has no axis and no bar, and says why."""
     infinite = RangeReport.measure(lambda: (float("inf"), []), lambda _: [])
     finite = RangeReport.measure(lambda: (1.0, []), lambda _: [_record("w", np.float32([1.0]))])
     for report in (infinite, finite):

@@ -245,7 +245,7 @@ def test_the_overflow_streak_is_limited_by_the_policy():
 @pytest.mark.parametrize("streak", [0, 3, 2**31 - 1])
 @pytest.mark.parametrize("finite", [True, False])
 def test_step_info_is_right_when_counters_are_full(xp, streak, finite):
-    """Whether a step was applied can be told where `skipped_steps` counts no further."""
+    """Whether a step was applied is known also if `skipped_steps` counts no further."""
     policy, full = DynamicScaling(), np.int32(2**31 - 1)
     before = policy.init_state()._replace(steps=full, skipped_steps=full, overflow_streak=np.int32(streak))
     if xp is not None:

@@ -155,7 +155,7 @@ def test_traces_reach_growth_and_streaks():
 
 
 def test_strategies_without_hypothesis_say_what_to_install(monkeypatch):
-    """hypothesis is no dependency of the package."""
+    """hypothesis is not a dependency of the package."""
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "lossscale_core._strategies", raising=False)
     monkeypatch.delattr(lossscale_core, "_strategies", raising=False)

@@ -1,7 +1,7 @@
 """Recorded runs of the originals that a policy can express, reproduced step for step.
 
 Each run in `tool_runs.json` was made by the named tool's own class; here stands the policy that behaves like it. Not
-among them: Chainer, whose growth is not a policy of this library, and MXNet, whose scale acts one step late.
+among them: Chainer, since its growth is not a policy of this library, and MXNet, since its scale acts one step late.
 """
 
 import json

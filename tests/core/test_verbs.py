@@ -217,7 +217,7 @@ def test_all_finite_on_a_strict_namespace(bad):
 
 
 def test_a_foreign_tensor_is_refused_with_a_remedy():
-    """An object of no namespace is told to bring one."""
+    """The error for an object without a namespace says to pass one."""
 
     class Tensor:
         dtype = "float32"

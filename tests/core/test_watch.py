@@ -47,7 +47,7 @@ def _logged_records():
 
 
 def _run(policy, flags, on_floor="warn", every=1):
-    """Return the records of a run whose watch looks after every so many steps, and the state at the end."""
+    """Return the records of a run with a watch that looks every few steps, and the state at the end."""
     watch, state = ScaleWatch(on_floor), policy.init_state()
     with _logged_records() as records:
         for step, finite in enumerate(flags, 1):

@@ -1,4 +1,4 @@
-"""Which module of each package imports which other ones: the plan, read by `test_arrows.py`.
+"""The import plan: which module of each package imports which other ones; `test_imports.py` checks it.
 
 A line names a module and those that it imports, at its top or, in brackets, within a function. A module stands below
 all that it imports at its top. A subpackage counts as one module, and has a drawing of its own. `*` stands for each

@@ -56,7 +56,7 @@ def test_a_drawing_fits_a_phone_and_the_dark(drawing):
 
 
 def test_the_state_machine_knows_every_setting_of_an_update():
-    """It names each setting of `DynamicScaling` that an update reads, and no setting that there is not."""
+    """It names each setting of `DynamicScaling` that an update reads, and no setting that does not exist."""
     text = "".join(ElementTree.parse(DOCS / "images/state-machine.svg").getroot().itertext())
     settings = {field.name for field in fields(DynamicScaling)}
     words = {*re.findall(r"[a-z_]+", text)}

@@ -50,7 +50,7 @@ def test_one_address_makes_every_link_of_the_readme_absolute(hook, tmp_path):
 
 
 def test_without_an_address_nothing_is_invented(hook, tmp_path):
-    """The README stays as it is, and there are no URLs."""
+    """The README stays as it is, and has no URLs."""
     metadata = _metadata(hook, tmp_path, "")
     assert metadata["readme"] == {"content-type": "text/markdown", "text": README}
     assert metadata["urls"] == {}

@@ -1,4 +1,4 @@
-"""`docs/tensorflow-promises.md` has a row for every promise, and names the tests whose names say its number."""
+"""`docs/tensorflow-promises.md` has a row for every promise, and names the tests with its number in their names."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_every_promise_has_a_row():
 
 
 def test_every_row_names_its_tests():
-    """All those whose names say its number, and no others."""
+    """All tests with its number in their names, and no others."""
     defined = re.findall(r"^def (test_promises?_[\d_]*\d_\w+)\(", TESTS, flags=re.MULTILINE)
     for number, _, cell in ROWS:
         named = re.findall(r"`(\w+)`", cell)

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-RUN = "lossscale"  # run, not imported, but for its dialects: the command's own page tells of it
+RUN = "lossscale"  # run, not imported, except for its dialects: the page of the command describes it
 
 
 def _public_modules() -> dict[str, Path]:
@@ -36,7 +36,7 @@ def _public_names(path: Path) -> list[str]:
 
 
 def _homes(path: Path) -> dict[str, str]:
-    """Return the full names of what a module imports from another package's face."""
+    """Return the full names of the public objects that a module imports from another package."""
     imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"

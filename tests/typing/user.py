@@ -117,7 +117,7 @@ def simulate() -> float:
 
 
 class OwnState(NamedTuple):
-    """The state of a policy of one's own."""
+    """The state of a policy of the user's own."""
 
     loss_scale: Any
     growth_tracker: Any
@@ -129,7 +129,7 @@ class OwnState(NamedTuple):
 
 
 class OwnPolicy:
-    """A policy of one's own, with the two methods that it needs."""
+    """A policy of the user's own, with the two methods that it needs."""
 
     def init_state(self) -> OwnState:
         """Return the state before the first step."""
@@ -141,7 +141,7 @@ class OwnPolicy:
 
 
 def use_own_policy() -> str:
-    """Pass a policy of one's own where the library's may stand."""
+    """Pass a policy of the user's own in place of the library's."""
     policy = OwnPolicy()
     assert_type(as_policy(policy), OwnPolicy)
     assert_type(init_state(policy), OwnState)

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def loss(params: Params, batch: Batch) -> jax.Array:
-    """Compute a loss of one's own."""
+    """Compute a custom loss."""
     return jnp.mean((batch.inputs @ params.weight + params.bias - batch.targets) ** 2)
 
 

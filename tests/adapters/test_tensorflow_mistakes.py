@@ -1,4 +1,4 @@
-"""Likely slips with the TensorFlow wrappers: each is answered in a sentence that says what to do."""
+"""Likely mistakes with the TensorFlow wrappers: the error of each says what to do in one sentence."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from lossscale_tf import LossScaleLogger, LossScaleOptimizer, init_state, scale,
 
 
 class Foreign:
-    """An optimizer of another framework, whose text has several lines."""
+    """An optimizer of another framework with a text of several lines."""
 
     def __repr__(self):
         return "SGD (\nParameter Group 0\n    lr: 0.1\n)"
@@ -34,7 +34,7 @@ def test_the_loss_scale_is_not_set(optimizer):
 
 
 def test_no_gradients_at_all(optimizer):
-    """An empty list is not a list whose gradients are None."""
+    """An empty list is not taken for a list of gradients that are None."""
     with pytest.raises(ValueError, match=r"grads_and_vars is empty, .*; pass"):
         optimizer.apply_gradients([])
 

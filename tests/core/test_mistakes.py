@@ -1,4 +1,4 @@
-"""Likely slips with the core: each is answered in a sentence that says what was given, the rule and what to do."""
+"""Likely mistakes with the core: the error of each says what was given, the rule and what to do in one sentence."""
 
 import copy
 import dataclasses
@@ -106,7 +106,7 @@ def test_a_misspelt_setting_is_answered_alike_in_a_file_and_in_code():
     ],
 )
 def test_a_setting_without_its_name_gets_one(make, sentence):
-    """The value is named by the first setting whose rule takes it, so that what to write is valid."""
+    """The value is named by the first setting with a rule that accepts it, so that the advice is valid."""
     with pytest.raises(TypeError, match=re.escape(sentence)):
         make()
 

@@ -1,4 +1,4 @@
-"""Likely slips with `GradScaler`: each is answered in a sentence that says what was given, the rule and what to do."""
+"""Likely mistakes with `GradScaler`: the error of each says what was given, the rule and what to do in one sentence."""
 
 import inspect
 import re

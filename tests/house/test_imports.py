@@ -1,4 +1,4 @@
-"""The house's arrows, read off the imports: who may import whom. What is not drawn here is not allowed."""
+"""The modules import each other only as `plan.py` says."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""Likely slips with the JAX functions: each is answered in a sentence that says what to do."""
+"""Likely mistakes with the JAX functions: the error of each says what to do in one sentence."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""What others hold, write, replace and override: flags, private names and subclasses of torch's scaler."""
+"""Other code that reads, writes, replaces and overrides flags, private names and methods of torch's scaler."""
 
 import copy
 import pickle

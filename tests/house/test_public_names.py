@@ -1,4 +1,4 @@
-"""What users may touch: the public face is explicit, complete and documented."""
+"""Public names: `__all__` is explicit and complete, and each name is documented."""
 
 import inspect
 from types import ModuleType
@@ -35,7 +35,7 @@ def test_the_public_names_are_those_in_all():
     "module", [lossscale_core, testing, conformance, errors, dialects], ids=lambda module: module.__name__
 )
 def test_every_public_object_is_documented(module):
-    """A docstring on each public function, class and method of one's own."""
+    """A docstring on each public function, class and method of the project."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     for name in names:
         value = getattr(module, name)
@@ -59,7 +59,7 @@ def test_the_tree_of_errors_is_drawn():
 
 
 def test_classes_are_found_where_users_import_them():
-    """A pickle of a policy or state names the face, not the private room that may move."""
+    """A pickle of a policy or state names the public package, not a private module that may be renamed."""
     for name in lossscale_core.__all__:
         value = getattr(lossscale_core, name)
         if inspect.isclass(value):
