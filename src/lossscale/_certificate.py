@@ -84,7 +84,7 @@ def json_of(page: Path) -> Path:
 
 
 def environment_variable(name: str, default: int) -> int:
-    """Return the number in an environment variable of a launcher, or `default` if there is none."""
+    """Return the number in an environment variable of a launcher, or `default` if it is not set."""
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else default
 

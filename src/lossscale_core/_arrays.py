@@ -236,7 +236,7 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
-    """Return `leaf` as an array with its namespace; NumPy arrays and scalars stay in NumPy, whatever `xp` is."""
+    """Return `leaf` as an array with its namespace; NumPy arrays and scalars stay in NumPy for any `xp`."""
     # The usual leaf comes first, since an isinstance check against six types takes longer than this one.
     if type(leaf) is np.ndarray:
         return leaf, np

@@ -201,8 +201,8 @@ def _pressing(policy: BaseScaling, numbers: Numbers) -> str | None:
 def _unexplained_skips(policy: BaseScaling, numbers: Numbers) -> float:
     """Return the skips beyond those that lowered the scale from `init_scale`.
 
-    These are subtracted once the calibration is known to be over: the scale has grown since, or there are enough finite
-    steps, in a row or in all.
+    These are subtracted once the calibration is known to be over: the scale has grown since, or enough steps were
+    finite, in a row or in all.
     """
     if not policy.adapts:
         return numbers.skipped

@@ -173,7 +173,7 @@ class RangeReport:
         """Draw a histogram of the gradients' exponents for each module, and save the picture.
 
         The picture shows the range of float16; bars that overflow or flush to zero are coloured and hatched. If the
-        loss is not finite, so that there are no gradients, it shows the forward pass.
+        loss is not finite, no gradients exist, and it shows the forward pass.
 
         Args:
             path: The path of the file: `.svg`, `.png`, or `.html` with the text of the report above the picture.

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Histograms(NamedTuple):
-    """The content of a picture: a title, the modules from top to bottom, and the text if there are none."""
+    """The content of a picture: a title, the modules from top to bottom, and the text without modules."""
 
     title: str
     rows: list[Row]

@@ -87,7 +87,7 @@ def shown(value: Any) -> str:
     """Return the `repr` of a value on one line, cut to a few hundred characters.
 
     Args:
-        value: Any value, of a user or from a file, whatever its size is and whatever its `repr` raises.
+        value: Any value, of a user or from a file, of any size, also if its `repr` raises an error.
 
     Returns:
         The text.

@@ -40,7 +40,7 @@ class Progress:
             print(f"\rrange_report: {self._count} operations", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End the line, if there is one, and start to count from zero."""
+        """End the line, if one was begun, and start to count from zero."""
         if self._count >= 1000:
             print(file=sys.stderr)
         self._count = 0
@@ -53,7 +53,7 @@ def check_loss_shape(shape: Sequence[int]) -> None:
         shape: The shape of the loss, all of it known.
 
     Raises:
-        ValueError: There is no element, or there are several.
+        ValueError: The loss has no element, or several.
     """
     if any(length != 1 for length in shape):
         raise ValueError(f"loss_fn returned shape {tuple(shape)}; a loss has one element: return its mean or sum")

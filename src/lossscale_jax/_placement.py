@@ -27,7 +27,7 @@ def place_with(state: Tree, params: PyTree) -> Tree:
 
 
 def _mesh(params: PyTree) -> Mesh | AbstractMesh | None:
-    """Return the mesh that holds all of `params`, in this process only; None if there is no such mesh."""
+    """Return the mesh that holds all of `params`, in this process only; None without such a mesh."""
     leaves = jax.tree.leaves(params)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return None

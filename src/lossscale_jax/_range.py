@@ -36,7 +36,7 @@ def range_report(
     synchronises with it.
 
     If a scale fits, three more backward passes, at this scale, at half of it and at zero, find the gradients that do
-    not follow the loss scale. `attach` uses the scale of each pass, whatever state it is given.
+    not follow the loss scale. `attach` uses the scale of each pass and not that of its state.
 
     Args:
         fun: Returns the loss, unscaled, a scalar of any float dtype; with `has_aux`, a pair of the loss and anything

@@ -23,7 +23,7 @@ from lossscale_tf._verbs import all_replicas, finite_when_unscaled, is_gradient
 
 
 class Nonfinite:
-    """The reactions of one optimizer, and the counters of such steps in variables, if there is anything to count.
+    """The reactions of one optimizer, and the counters of such steps in variables, if they are needed.
 
     `state_of` returns the variables of the wrapped optimizer. An update is checked by one read of the parameters and
     these variables after it; a variable that was not finite before a step does not count.

@@ -33,7 +33,7 @@ def range_report(model: Any, loss_fn: Callable[[], tf.Tensor]) -> RangeReport:
 
     Args:
         model: A Keras 3 or tf_keras model, or a `tf.Module`, for the names: an operation is named by the innermost
-            layer, or by its name scope if there are no layers; a gradient is named by its variable.
+            layer, or by its name scope without layers; a gradient is named by its variable.
         loss_fn: Runs the forward pass as training does, and returns the loss, unscaled: a tensor with one element of
             any float dtype.
 

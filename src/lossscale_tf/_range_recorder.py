@@ -141,7 +141,7 @@ class Recorder:
         return [record._replace(module=layers.path_in(record.module)) for _, record in records]
 
     def cause(self, loss: tf.Tensor) -> OperationRange | None:
-        """Return the operation in low precision that makes the loss infinite or NaN; None if there is none.
+        """Return the operation in low precision that makes the loss infinite or NaN; None without one.
 
         Infinity and NaN pass from operation to operation to the loss, but the infinity of a mask ends at the softmax.
         Of the operations on such a path, return the first that overflows. If none overflows, return the first one: its

@@ -77,11 +77,10 @@ class Step:
     ) -> Any:
         """Call `update` if all gradients are finite on every replica, else change nothing.
 
-        The guard, if there is one, may refuse finite gradients, which also leaves the policy's state unchanged; and so
-        does a loss that is not finite, if `loss_finite` says so and `on_nonfinite_loss` is `"hold"`. `loss_scale` is
-        the scale of the gradients, or None if they are unscaled. Eagerly the flag is read, the state is updated on the
-        host, and None is returned. In a graph, the result of `in_graph` for the tensors and operations of this step is
-        returned.
+        A guard may refuse finite gradients; the policy's state then stays unchanged. It also stays unchanged if
+        `loss_finite` is False and `on_nonfinite_loss` is `"hold"`. `loss_scale` is the scale of the gradients, or None
+        if they are unscaled. Eagerly the flag is read, the state is updated on the host, and None is returned. In a
+        graph, the result of `in_graph` for the tensors and operations of this step is returned.
         """
         finite, norm, factor = self._check(grads, variables, loss_scale)
         finite, norm = all_replicas(finite), None if self.guard is None else mean_over_replicas(norm)
@@ -270,7 +269,7 @@ class Step:
 
 
 def cast_to_variables(grads: Sequence[Gradient], variables: list[Any], factor: tf.Tensor | None) -> list[Gradient]:
-    """Return gradients times `factor`, if there is one, each in its variable's dtype."""
+    """Return gradients times `factor`, if it is not None, each in its variable's dtype."""
     return [
         grad if is_overwritten(variable) else cast_for(variable, grad, factor)
         for grad, variable in zip(grads, variables, strict=True)

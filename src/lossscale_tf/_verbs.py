@@ -140,7 +140,7 @@ def times(tensor: Any, factor: Any) -> Gradient:
 
 
 def cast_for(variable: Any, grad: Gradient, factor: tf.Tensor | None = None) -> Gradient:
-    """Multiply a gradient by `factor`, if there is one, and cast it to its variable's dtype."""
+    """Multiply a gradient by `factor`, if it is not None, and cast it to its variable's dtype."""
     grad, dtype = grad if factor is None else times(grad, factor), tf.as_dtype(variable.dtype).base_dtype
     if grad.dtype == dtype:
         return grad

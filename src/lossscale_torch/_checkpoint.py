@@ -113,7 +113,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
-    """Return the policy of a checkpoint: the saved policy if there is one, else torch's rule with its settings."""
+    """Return the policy of a checkpoint: the saved policy if it has one, else torch's rule with its settings."""
     if "policy" not in saved and "version" in saved:
         return policy
     try:

@@ -54,7 +54,7 @@ class Clipped(NamedTuple):
     found: dict[Any, Tensor]
     """1.0 if a gradient was not finite, so that all are unchanged, else 0.0; empty without gradients."""
     deferred: Tensor | None
-    """The factor by which a fused optimizer must still divide the gradients; None if they are clipped already."""
+    """The divisor that a fused optimizer must still apply to the gradients; None if they are clipped already."""
     has_gradients: bool
     """Whether there were gradients on this rank."""
     known_to: Sequence[Any] = ()

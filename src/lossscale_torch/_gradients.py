@@ -244,7 +244,7 @@ def multiply_(bucket: Bucket, factor: float | Tensor) -> None:
 
 
 def _without_signs(bucket: Bucket, error: RuntimeError) -> Bucket:
-    """Return views of a bucket without lazy negation; raise the kernel's error if there is none."""
+    """Return views of a bucket without lazy negation; raise the kernel's error if that is not possible."""
     if not any(each.is_neg() for each in bucket):
         raise error
     return [_without_lazy_bits(each) for each in bucket]

@@ -44,7 +44,7 @@ class Record(dict[str, Any]):
     is_kept: bool = False
     """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
     deferred: Tensor | None = None
-    """The factor by which a fused optimizer must still divide gradients that count as unscaled."""
+    """The divisor that a fused optimizer must still apply to gradients that count as unscaled."""
     is_left_scaled: bool = False
     """Whether a clip is known on the host to have changed nothing, since the norm is not finite."""
     had_none: bool = False

@@ -23,7 +23,7 @@ class Ranks:
     def combine(
         self, optimizer: Any, found: dict[Any, Tensor], device: torch.device, known_to: Iterable[Any] = ()
     ) -> dict[Any, Tensor]:
-        """Return the flags of an optimizer, combined by *max* over its groups: `found` itself if there is no group.
+        """Return the flags of an optimizer, combined by *max* over its groups: `found` itself without a group.
 
         Every rank of a group must call this, also a rank without gradients. Groups in `known_to` have combined these
         flags already. Does not synchronise.
@@ -105,7 +105,7 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
 
 
 def check_join(config: Any, process_group: Any) -> None:
-    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other forever."""
+    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other without end."""
     if config.enable and process_group is not None:
         raise CallOrderError(
             "a scaler with process_group= waits for every rank at each step, and Join lets ranks end earlier; make the "

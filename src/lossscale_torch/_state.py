@@ -362,7 +362,7 @@ class DeviceState:
         return self
 
     def _keep(self, state: Any) -> None:
-        """Make the tensors besides the persistent ones, and set them to `state`, host scalars."""
+        """Make the tensors other than the persistent ones, and set them to `state`, host scalars."""
         self._placed = as_tensors(state, self.tensors.loss_scale.device)._replace(**self.tensors._asdict())
 
     def _live(self) -> Any:
@@ -386,7 +386,7 @@ class KernelState(DeviceState):
     """
 
     policy: DynamicScaling
-    _is_recorded = False  # then the graph keeps these tensors and this kernel, whatever is loaded
+    _is_recorded = False  # then the graph keeps these tensors and this kernel after any load
 
     def with_policy(self, policy: ScalingPolicy) -> DeviceState:
         """Return the state under another policy; waits for the device."""

@@ -62,7 +62,7 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
         process_group: The group of ranks over which the flag is combined; each of them must call this function.
 
     Returns:
-        A bool tensor of shape `()`; True if there is nothing to check.
+        A bool tensor of shape `()`; True without gradients.
     """
     local = [_readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
     device = local[0].device if local else None
@@ -166,7 +166,7 @@ def _named(value: Any) -> str:
 
 
 def _as_tensor(leaf: Any) -> Tensor:
-    """Return a tensor as it is, and a Python number in float32, complex64 or int64, whatever the default dtype."""
+    """Return a tensor as it is, and a Python number in float32, complex64 or int64 under any default dtype."""
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, float):

@@ -65,7 +65,7 @@ def fsdp2_explained() -> Iterator[None]:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the type of this machine's accelerator, or None if there is none."""
+    """Return the type of this machine's accelerator, or None without one."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:  # before 2.7, which returns None

@@ -271,9 +271,9 @@ WRONG = {
     ),
     "one more parameter": (
         {"all_finite": lambda grads, *, axis: np.True_},
-        "takes axis besides; make them keyword-only, with defaults",
+        "also takes axis; make them keyword-only, with defaults",
     ),
-    "a verb is missing": ({"select": None}, "there is no select; the five verbs are"),
+    "a verb is missing": ({"select": None}, "select is missing; the five verbs are"),
 }
 
 

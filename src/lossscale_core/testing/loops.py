@@ -18,7 +18,7 @@ __all__ = [
 BAD_STEPS = frozenset((0, 3, 4))
 """The steps that overflow: the first, when nothing has moved yet, and two in a row."""
 SCALES = (1.0, 2.0**10)
-"""The loss scales that must give the same results: powers of two, by which scaling and unscaling round nothing."""
+"""The loss scales that must give the same results: powers of two, with which scaling and unscaling round nothing."""
 CLOSE = 0.02
 """The relative difference up to which the results of two loss scales are the same."""
 _FEW = 4

@@ -18,8 +18,8 @@ class LossScaleLogger(keras.callbacks.Callback):
     the list of callbacks. Reading the numbers synchronises with the host, which `fit` does at the end of an epoch
     anyway; batches cost nothing unless `every_n_batches` is set. When the numbers are read, an `OverflowStreakError` is
     raised if the policy's `max_overflow_streak` is reached; at the end of an epoch `check_overflow_streak` is called,
-    which raises the other errors, too. A warning is issued if the optimizer is not a
-    `LossScaleOptimizer`, so that there is nothing to log.
+    which raises the other errors, too. A warning is issued if the optimizer is not a `LossScaleOptimizer`, since it has
+    no numbers to log.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:

@@ -428,7 +428,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def variables(self) -> list[Any]:
         """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
 
-        The counters of updates and losses that are not finite are last, if there are any. Around an optimizer of
+        The counters of updates and losses that are not finite are last, if it counts them. Around an optimizer of
         tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         guards = [] if self._step.guard is None else self._step.guard.state.all

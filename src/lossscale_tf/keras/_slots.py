@@ -49,7 +49,7 @@ class Slots:
             return self._find(variables).get((id(variable), name))
         try:
             return self._inner.get_slot(variable, name)
-        except KeyError:  # tf_keras raises it if there is none
+        except KeyError:  # tf_keras raises it if the slot does not exist
             return None
 
     def _find(self, variables: list[Any]) -> dict[tuple[int, str], Any]:

@@ -28,7 +28,7 @@ class Updates:
         return aggregate(grads if loss_scale is None else unscale_by(grads, loss_scale), variables), None
 
     def run(self, grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> None:
-        """Apply gradients times `factor`, if there is one, in the variables' dtypes."""
+        """Apply gradients times `factor`, if it is not None, in the variables' dtypes."""
         if self.is_compiled:
             self._compiled_for(variables)(tuple(grads), factor)
         else:

@@ -64,7 +64,7 @@ class _Copy(NamedTuple):
 class SavedBuffers:
     """The buffers of some modules, as they were when each module was saved.
 
-    Every dense buffer is copied, whatever its dtype, since counters and flags belong to the statistics. Buffers that
+    Every dense buffer of any dtype is copied, since counters and flags belong to the statistics. Buffers that
     cannot be written in place are not restored: sparse, expanded, quantized and uninitialised ones, and those created
     in inference mode. A buffer that was created after the copy is removed, unless it is not persistent, as a cache.
     """

@@ -77,7 +77,7 @@ class ModulePaths:
         elif task == -1:
             self._last = OUTSIDE
         # Outside of nodes autograd sums the gradients of a tensor that was used several times; the nodes that
-        # accumulate a parameter's gradient have the largest number there is.
+        # accumulate a parameter's gradient have the largest possible number.
         elif node is not None and (number := node._sequence_nr()) < 2**63:
             self._last = self._path_at(number)
         return self._last

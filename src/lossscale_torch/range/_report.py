@@ -150,7 +150,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _gradient_kept(leaf: Tensor) -> Iterator[None]:
-    """Begin without a gradient, and without the hooks by which an optimizer may step within the backward pass."""
+    """Begin without a gradient, and without hooks that let an optimizer step within the backward pass."""
     grad, hooks = leaf.grad, leaf._post_accumulate_grad_hooks
     leaf.grad = None
     if hooks:

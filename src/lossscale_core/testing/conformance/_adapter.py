@@ -90,7 +90,7 @@ class Adapter:
     """The keyword arguments of `init_state`."""
     ways: Sequence[Way] = (Way("eager"),)
     attach: Callable[[Callable[[Any], Any], Callable[[Any], Any], Any, float], Any] | None = None
-    """Differentiates a loss with an attached one: `attach(main, aux, x, loss_scale)`; None if there is no `attach`.
+    """Differentiates a loss with an attached one: `attach(main, aux, x, loss_scale)`; None without `attach`.
 
     It computes `y`, which is `x` with the attached loss `aux(x)`, and returns the gradient for `x` of the sum of
     `main(y)` times `loss_scale`, still scaled. `main` and `aux` map an array to an array with `*` and `+` alone.

@@ -137,10 +137,10 @@ _RULES_OF_REAL_NUMBERS = (
 
 def _signature(verbs: Any, verb: str, expected: list[str]) -> None:
     function: Any = getattr(verbs, verb, None)
-    require(callable(function), f"there is no {verb}; the five verbs are {', '.join(VERBS)}")
+    require(callable(function), f"{verb} is missing; the five verbs are {', '.join(VERBS)}")
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     require(positional == expected, f"{verb} takes ({', '.join(positional)}), but must take ({', '.join(expected)})")
     others = [p for p in parameters if p.name not in expected]
     good = all(p.kind is p.VAR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.default is not p.empty) for p in others)
-    require(good, f"{verb} takes {', '.join(p.name for p in others)} besides; make them keyword-only, with defaults")
+    require(good, f"{verb} also takes {', '.join(p.name for p in others)}; make them keyword-only, with defaults")
