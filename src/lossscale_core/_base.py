@@ -46,8 +46,8 @@ KINDS: dict[str, type["BaseScaling"]] = {}
 class BaseScaling:
     """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
 
-    A policy of your own needs `init_state` and `update` only, and no base class. If it derives from this class as a
-    frozen dataclass with a `kind` of its own, the library also reads and writes it as a dict or file, saves it in
+    A policy of your own needs `init_state` and `update` only, and no base class. It may derive from this class as a
+    frozen dataclass with a `kind` of its own. Then the library also reads and writes it as a dict or file, saves it in
     checkpoints, includes it in the JSON Schema and generates it in `lossscale_core.testing.policies`. The fields are
     the settings, each a `float`, `int` or `bool`. A field that has the name of a setting of the library's policies
     follows the same rule.

@@ -20,21 +20,22 @@ ATTACHED = "lossscale.attach"
 def attach(x: Tree, aux_loss: ArrayLike, state: HasLossScale) -> Tree:
     """Return `x`, and add the gradients of `aux_loss`, times the loss scale, to the backward pass through `x`.
 
-    A layer adds a loss of its own in this way, such as the router loss of a mixture of experts, without returning it:
+    A layer uses it to add a loss that it does not return, such as the router loss of a mixture of experts:
 
     ```python
     hidden = attach(hidden, 0.01 * router_loss, state)
     ```
 
     The gradients are those of `loss + sum(aux_loss)`, each call counted once, also under `jit`, `checkpoint`, `scan`,
-    `vmap` and `shard_map`. Nothing is divided by the number of tokens, examples, micro-batches or devices: divide
+    `vmap` and `shard_map`. `attach` does not divide by the number of tokens, examples, micro-batches or devices: divide
     `aux_loss` as you divide the loss. Under `vmap` and `shard_map` each example and each device adds its own
-    `aux_loss`; where the gradients are then averaged over the devices, the attached losses are averaged, too.
+    `aux_loss`. If the gradients are then averaged over the devices, the attached losses are averaged, too.
 
-    The loss is lost, without a warning, if no gradient passes through the result: use it in place of `x`. Its gradients
-    are too large by the loss scale if the main loss is not scaled, as in the penalty of a gradient that the loss itself
-    computes, and they count twice if a function that `jax.vjp` returned is called twice. `jax.jvp` and `jax.jacfwd`
-    raise an error, and so does `retrying_value_and_grad`. Does not synchronise with the host.
+    If no gradient passes through the result, the loss is lost without a warning: use the result in place of `x`. If the
+    main loss is not scaled, the gradients of `aux_loss` are too large by the loss scale; a gradient that the loss
+    computes itself, for a penalty, is such a case. If a function that `jax.vjp` returned is called twice, they count
+    twice. `jax.jvp` and `jax.jacfwd` raise an error, and so does `retrying_value_and_grad`. Does not synchronise with
+    the host.
 
     Args:
         x: An array of floats, or a pytree that holds one.

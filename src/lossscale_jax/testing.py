@@ -39,10 +39,10 @@ def check_train_step(
 
     The check makes the loss scale infinite for steps 0, 3 and 4, so that every gradient overflows. After such a step
     everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
-    It also requires that steps with a loss scale of 1 and of 1024 move everything alike, and, once, that a loss scale
-    of zero makes every gradient zero that arrives at `unscale`, `value_and_grad` or `loss_scaled`: what is left does
-    not come from the loss, such as a router loss that was added within the graph without `attach`. This step runs
-    without `jax.jit`, one operation after the other.
+    It also requires that steps with a loss scale of 1 and of 1024 have the same result. In one step the loss scale is
+    zero, and every gradient that `unscale`, `value_and_grad` or `loss_scaled` receives must be zero. Any other gradient
+    does not come from the scaled loss, but for example from a router loss that was added within the graph without
+    `attach`. This step runs without `jax.jit`, one operation after the other.
 
     ```python
     check_train_step(step, (params, opt_state, average), [batch] * 6)
@@ -66,10 +66,10 @@ def check_train_step(
         may_move: Paths that a skipped step may change, as in the message of the error: random keys, a count of batches.
 
     Warns:
-        UserWarning: The step does not run without `jax.jit`, so that its gradients were not looked at.
+        UserWarning: The step does not run without `jax.jit`, so that its gradients were not checked.
 
     Raises:
-        TrainStepError: The step fails; the message says at which step, and what has moved.
+        TrainStepError: The step fails; the message names the step, and what has changed.
         ValueError: There are fewer than five batches, or `state` holds no scale state.
     """
     batches = list(batches)

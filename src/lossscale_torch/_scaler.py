@@ -392,8 +392,8 @@ class GradScaler(TorchNames):
         """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
 
         Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
-        skips the step. The step of an optimizer without gradients is not skipped. Synchronises with the host once; for a
-        fused optimizer not at all.
+        skips the step. An optimizer without gradients steps, and nothing changes. Synchronises with the host once; for
+        a fused optimizer not at all.
 
         Returns:
             The result of the optimizer; None if the step was skipped.

@@ -81,13 +81,13 @@ class LoopCheck(NamedTuple):
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
     """Require that a loop skips a step as a whole, and then continues as if it had never seen that batch.
 
-    The check runs the loop some times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4 infinite:
-    in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on the last
-    rank alone. After each such step, parameters, buffers, the optimizer's state, schedule and average must be as
-    before; after each other step these and the optimizer's settings, such as `lr`, must be bit for bit those of a run
-    without the infinite losses. It also requires that the loss scale makes no difference to the gradients that the
-    optimizer sees, that gradients are zero before they are unscaled if each loss is multiplied by zero (an attached
-    one, too), and that a run which is saved and loaded continues as one that is not.
+    The check runs the loop several times for eight steps, with a scaler that makes the loss of steps 0, 3 and 4
+    infinite: in each call of `scale` within the step, or only in the first (one micro-batch); in a process group, on
+    the last rank alone. After each such step, parameters, buffers, the optimizer's state, schedule and average must be
+    as before. After each other step these and the optimizer's settings, such as `lr`, must be bit for bit those of a
+    run without the infinite losses. It also requires three things. The optimizer receives the same gradients at each
+    loss scale. If each loss is multiplied by zero, an attached one, too, the gradients are zero before they are
+    unscaled. A run that is saved and loaded continues like one that is not.
 
     ```python
     def build(scaler):
@@ -105,7 +105,7 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
         What was checked, for loops that lack a part: a sentence for each.
 
     Raises:
-        LoopError: The loop fails; the message says at which step, and what has moved.
+        LoopError: The loop fails; the message names the step, and what has changed.
         TypeError: `build` does not return a loop.
     """
     checked = []
@@ -122,8 +122,8 @@ def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[L
     """Run the checks of `check_training_loop` one by one, and return the result of each instead of the first error.
 
     A first check requires that the loop uses the scaler that `build` was given, and that two runs from the same seed
-    end alike. If it fails, nothing else is tried. An error that the loop raises counts as a failure where another loss
-    than usual, or another scale, is the only difference to that first run; in a process group it is raised.
+    have the same end. If it fails, no other check is tried. An error that the loop raises counts as a failure if an
+    unusual loss or scale is the only difference to that first run; in a process group it is raised.
 
     Args:
         build: Makes the loop, with a model of its own, around the scaler that it is given. In a process group every

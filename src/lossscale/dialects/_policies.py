@@ -30,8 +30,8 @@ _ORDER = (("min_scale", "init_scale"), ("init_scale", "max_scale"), ("min_scale"
 def from_tool(name: str, config: Mapping[str, Any], *, warn: bool = True) -> ScalingPolicy:
     """Return the policy that behaves like the tool `name` under `config`.
 
-    The policy reproduces the scales and the skipped steps of every run in which the original's scale stays between
-    2**-126 and 2**126 and above its own floor, exactly if all factors are powers of two. `docs/migrating.md` lists the
+    The policy reproduces the scales and the skipped steps of every run, exactly if all factors are powers of two, as
+    long as the original's scale stays between 2**-126 and 2**126 and above its own floor. `docs/migrating.md` lists the
     differences.
 
     Args:
