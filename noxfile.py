@@ -43,11 +43,11 @@ def _group(name: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, name)
 
 
-# What tests need, without its dependencies: timm's torchvision has no build for this torch, and tf-keras brings the
-# whole of tensorflow along, over tensorflow-cpu and of another version.
+# Packages to install without their dependencies: timm's torchvision has no build for this torch, and tf-keras would
+# install tensorflow of another version over tensorflow-cpu.
 ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
 
-# Each process begins with a stretch of the tests, so that neighbours share what they compile, and helps out at the end.
+# Each process begins with consecutive tests, which share what they compile; at the end it takes tests from the others.
 IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
 
 
@@ -166,7 +166,7 @@ def smoke(session: nox.Session, framework: str) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Run one suite and the docs' examples on all frameworks with the loggers, and carry checkpoints between them.
+    """Run one suite and the docs' examples on all frameworks with the loggers; load checkpoints of each in the others.
 
     The examples run here, since every framework is installed here already.
     """
@@ -228,7 +228,7 @@ def _require_that_others_stay(session: nox.Session, wheel: Path) -> None:
     stubs = [_empty_wheel(folder, name, version) for name, version in others.items()]
     session.install("virtualenv")
     for extras in ("", "[torch,jax,tensorflow]"):
-        environment = folder / "beside"
+        environment = folder / "environment"
         session.run("virtualenv", "--clear", "--quiet", str(environment))
         python = next(path for path in environment.glob("*/python*") if path.stem == "python")
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: rows held against a bar, fair timing, and the table they are kept in."""
+"""Functions that the benchmarks share: rows with a bar, interleaved timing, and the table."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ NOISE = 1.05
 
 
 class Row(NamedTuple):
-    """One measured number, what it is a ratio of (if it is one), and the bar it is held against."""
+    """One measured number, the name of its divisor if it is a ratio, and its bar."""
 
     work: str
     unit: str

@@ -1,11 +1,11 @@
-"""Train under fire, and compare bit for bit with an undisturbed run.
+"""Train with overflows, spikes and killed processes, and compare bit for bit with a run without kills.
 
     python benchmarks/soak_torch.py                  2 and 4 processes, some minutes
     python benchmarks/soak_torch.py --quick          2 processes, a minute
 
 Processes train together (DistributedDataParallel over gloo) with BatchNorm, a schedule, clipping, a spike guard and
-retries. Chance decides at which steps the gradients of one rank overflow, at which a batch has a norm that is far too
-large, and when which process is killed with SIGKILL: between two steps, between backward and step, or while it saves.
+retries. At random steps the gradients of one rank overflow, a batch has a norm that is far too large, or a process is
+killed with SIGKILL: between two steps, between backward and step, or while it saves.
 The run then continues from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
 must be those of the same run without kills.
 """
@@ -35,7 +35,7 @@ FINISHED, KILLED = "finished.pt", -signal.SIGKILL
 
 
 class Figures(NamedTuple):
-    """What a soak went through, and what came out."""
+    """The counts of a soak, and the differences at its end."""
 
     processes: int
     steps: int

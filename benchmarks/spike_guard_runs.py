@@ -3,9 +3,9 @@
     python benchmarks/spike_guard_runs.py            measure and print, some minutes
     python benchmarks/spike_guard_runs.py --quick    a smoke test, in seconds
 
-Small networks train in float32 on one thread of a CPU, on data that scikit-learn brings along and on sequences made by
-chance. Each norm is that of the gradients before they are clipped to 1. The guard works in training, so that a refused
-step is skipped. With the same torch on the same machine each call finds the same numbers.
+Small networks train in float32 on one thread of a CPU, on scikit-learn's bundled data and on random sequences. Each
+norm is that of the gradients before they are clipped to 1. The guard works in training, so that a refused step is
+skipped. With the same torch on the same machine each call finds the same numbers.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Data = tuple[torch.Tensor, torch.Tensor]
 
 
 class Setting(NamedTuple):
-    """What trains on what, and how."""
+    """The network, the data and the optimizer of a run."""
 
     family: str
     task: str
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is unusual at a step: factors of the loss, of the inputs, of the targets, and of a sequence's length."""
+    """The disturbance of a step: factors of the loss, of the inputs, of the targets, and of a sequence's length."""
 
     loss: float = 1.0
     inputs: float = 1.0

@@ -4,7 +4,7 @@
     python examples/jax_equinox.py
 
 A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large.
-`apply_gradients` takes the scaled gradients; where they overflowed it returns weights and optimizer as they were.
+`apply_gradients` takes the scaled gradients; if they overflowed, it returns weights and optimizer as they were.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ BATCH_SIZE = 128
 
 
 class Result(NamedTuple):
-    """How well the model reads the test images, and where training ended."""
+    """The accuracy on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState

@@ -3,8 +3,8 @@
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_linen.py
 
-A perceptron learns to read scikit-learn's handwritten digits. `loss_scaled` holds back weights and optimizer where a
-step overflows, as the first ones do here; `select` does the same for the batch statistics, which are none of its own.
+A perceptron learns to read scikit-learn's handwritten digits. If a step overflows, as the first ones do here,
+`loss_scaled` keeps weights and optimizer as they were. It does not hold the batch statistics: `select` keeps those.
 """
 
 import functools
@@ -27,7 +27,7 @@ BATCH_SIZE = 128
 
 
 class Network(nn.Module):
-    """Master weights in float32, as flax keeps them, and everything computed in float16."""
+    """A perceptron with float32 master weights, as flax keeps them, that computes in float16."""
 
     @nn.compact
     def __call__(self, images: jax.Array, is_training: bool) -> jax.Array:
@@ -38,13 +38,13 @@ class Network(nn.Module):
 
 
 class TrainState(train_state.TrainState):
-    """flax's, with the running mean and variance of BatchNorm."""
+    """flax's `TrainState`, with the running mean and variance of BatchNorm."""
 
     batch_stats: Any
 
 
 class Result(NamedTuple):
-    """How well the network reads the test images, and where training ended."""
+    """The accuracy on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState

@@ -3,9 +3,9 @@
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_nnx.py
 
-A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large.
-`loss_scaled` holds back weights and optimizer where a step overflows. The forward pass has changed the batch statistics
-by then; the step copies them before it, and `select` puts the copy back.
+A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large. If a step
+overflows, `loss_scaled` keeps weights and optimizer as they were. The forward pass has changed the batch statistics by
+then; the step copies them before it, and `select` restores the copy.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ BATCH_SIZE = 128
 
 
 class Network(nnx.Module):
-    """Master weights in float32, as flax keeps them, and everything computed in float16."""
+    """A perceptron with float32 master weights, as flax keeps them, that computes in float16."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(64, 64, dtype=jnp.float16, rngs=rngs)
@@ -39,7 +39,7 @@ class Network(nnx.Module):
 
 
 class Result(NamedTuple):
-    """How well the network reads the test images, and where training ended."""
+    """The accuracy on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState

@@ -32,7 +32,7 @@ class Training(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How well the weights read the test images, and where training ended."""
+    """The accuracy on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState

@@ -1,4 +1,4 @@
-"""Plain JAX in float16: an overflow holds back weights, momentum, averaged weights and learning rate alike.
+"""Plain JAX in float16: an overflow leaves weights, momentum, averaged weights and learning rate as they were.
 
     pip install . scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_plain.py
@@ -25,7 +25,7 @@ BATCH_SIZE = 128
 
 
 class Training(NamedTuple):
-    """What a step changes: all of it, or nothing."""
+    """The values that a step changes, all or none."""
 
     params: Any
     momentum: Any
@@ -34,7 +34,7 @@ class Training(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How well the averaged weights read the test images, and where training ended."""
+    """The accuracy of the averaged weights on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState

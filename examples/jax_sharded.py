@@ -25,7 +25,7 @@ MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 32
 
 
 class Result(NamedTuple):
-    """How well the network reads the test images, and where training ended."""
+    """The accuracy on the test images, and the state at the end."""
 
     accuracy: float
     scale_state: ScaleState
@@ -72,7 +72,7 @@ def main(steps: int = 200, seed: int = 0) -> Result:
     watch = ScaleWatch()
     for n, rows in enumerate(rng.integers(0, 1347, (steps, MICRO_BATCHES, MICRO_BATCH_SIZE))):
         state = compiled(state, images[rows] / 16, labels[rows])
-        jax.block_until_ready(state)  # else virtual devices, which share a CPU, may wait for each other forever
+        jax.block_until_ready(state)  # else virtual devices, which share a CPU, may wait for each other without end
         if n % 50 == 0:
             watch.log(POLICY, get_scale_state(state.opt_state))
     accuracy = float((forward(state.params, images[1347:] / 16).argmax(axis=1) == labels[1347:]).mean())

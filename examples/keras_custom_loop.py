@@ -21,7 +21,7 @@ BATCH_SIZE, MICRO_BATCHES = 128, 4
 
 
 class Training(tf.Module):
-    """What takes a step, and what a checkpoint holds."""
+    """The state that a checkpoint saves as a whole, and the step that changes it."""
 
     def __init__(self) -> None:
         super().__init__()

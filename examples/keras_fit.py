@@ -1,4 +1,4 @@
-"""Keras `fit` in float16: a batch that is skipped moves neither weights nor schedule nor BatchNorm's averages.
+"""Keras `fit` in float16: a skipped batch changes neither weights nor schedule nor BatchNorm's averages.
 
     pip install . scikit-learn    # on a fresh machine: '.[tensorflow]' instead of the dot
     python examples/keras_fit.py
@@ -25,7 +25,7 @@ class Keeping(keras.Model):
     """A model that keeps its moving averages as they were if the optimizer skips the batch."""
 
     def train_step(self, data: Any) -> Any:
-        """Take Keras's own step, then put the averages back if `iterations`, the count of applied steps, stands."""
+        """Take Keras's own step; restore the averages if `iterations`, the count of applied steps, has not grown."""
         averages = [each for each in self.non_trainable_variables if "float" in each.dtype]
         before = [tf.identity(each) for each in averages]
         iterations = tf.identity(self.optimizer.iterations)

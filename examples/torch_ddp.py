@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/torch_ddp.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. Each rank reads rows
-of its own. DDP averages the gradients, so that all ranks find the same overflows without asking each other.
+of its own. DDP averages the gradients, so that all ranks find the same overflows without more communication.
 """
 
 import torch
@@ -57,7 +57,7 @@ def main(steps: int = 100) -> tuple[float, nn.Module, GradScaler]:
         if scaler.update().applied:
             scheduler.step()
 
-    scaler.check_sync()  # raises where ranks disagree
+    scaler.check_sync()  # raises an error if ranks differ
     accuracy = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()
     if rank == 0:
         print(f"accuracy {accuracy:.3f}; {scaler.diagnose()}")

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. `fully_shard` casts
-the weights to float16, and each rank keeps a shard of the float32 ones. The scaler asks all ranks before a step.
+the weights to float16, and each rank keeps a shard of the float32 ones. The ranks combine their flags before a step.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def main(steps: int = 100, folder: str = "runs/torch_fsdp2") -> tuple[float, nn.
     scaler = GradScaler(device.type, policy=POLICY)
 
     def run(done: int) -> dict[str, Any]:
-        """Return what a checkpoint holds, where this many steps are done."""
+        """Return the content of a checkpoint after this many steps."""
         weights, slots = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": slots, "scaler": scaler, "done": done}
 

@@ -23,7 +23,7 @@ BATCH_SIZE, MICRO_BATCHES = 128, 4
 
 
 class Training:
-    """What takes a step, and what a checkpoint holds."""
+    """The state that a checkpoint saves as a whole, and the step that changes it."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -32,7 +32,7 @@ class Training:
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.95), use_buffers=True)
         self.optimizers = [torch.optim.SGD(body.parameters(), 0.2, 0.9), torch.optim.AdamW(head.parameters(), 1e-2)]
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.99) for each in self.optimizers]
-        # `protect` puts BatchNorm's statistics back where a step is skipped.
+        # `protect` restores BatchNorm's statistics if a step is skipped.
         self.scaler = GradScaler(DEVICE, init_scale=2.0**24, growth_interval=50, protect=[self.model])
         self.parts = [self.model, self.average, self.scaler, *self.optimizers, *self.schedulers]
 
