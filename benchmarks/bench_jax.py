@@ -43,22 +43,22 @@ WHERE = f"{len(SHAPES)} arrays ({ON})"
 LAYERS, WIDTH, BATCH_SIZES = (2, 128, (8,)) if "--quick" in sys.argv else (8, 1024, (32, 256))
 
 NOTES = f"""A train step is that of a perceptron of {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
-float32 weights, and twice as much for Adam. A CPU emulates float16, so that the rows computed in float32, which need
-no scaling, show what scaling costs next to a fast backward pass.
+float32 weights, and twice as much for Adam. A CPU emulates float16, so the rows computed in float32, which need no
+scaling, show the cost of scaling next to a fast backward pass.
 
-Without scaling, XLA can use up each gradient as soon as it is there. With scaling, all gradients are kept until it is
-known whether they are finite, and the update reads them once more: that is the temporary memory beyond that of no
-scaling. jmp, flax and mpx, which select afterwards, and `skip="select"` keep the old parameters and states as well.
+Without scaling, XLA can use each gradient up as soon as it is computed. With scaling, all gradients are kept until it
+is known whether they are finite, and the update reads them once more. This is the additional temporary memory. jmp,
+flax and mpx select after the update, as `skip="select"` does, and so also keep the old parameters and states.
 
-On a CPU, glibc gives blocks of 32 MiB and more back to the system when they are freed, and the next step meets a page
-fault for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step: see
-the rows of an own process, which begins as a user's does. Those with freed memory kept have what the variables
-`MALLOC_MMAP_MAX_=0` and `MALLOC_TRIM_THRESHOLD_=1073741824` set. What is left there is that gradients
+On a CPU, glibc returns blocks of 32 MiB and more to the system when they are freed, and the next step has a page fault
+for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The rows
+with an own process show it: the process begins as a user's does. The rows with freed memory kept run with the variables
+`MALLOC_MMAP_MAX_=0` and `MALLOC_TRIM_THRESHOLD_=1073741824`. The remaining difference: gradients
 are written, read to be checked and read again to be applied, while without scaling they stay in the processor's cache.
 
-Where an optimizer's updates follow element by element from its new state and the gradients, as Adam's do, `update`
-computes them outside of the conditional, so that XLA fuses them into what adds them and stores none. Other updates take
-the memory of the gradients, or of a copy where those come from outside of the compiled function and are not donated.
+If an optimizer's updates follow element by element from its new state and the gradients, as Adam's do, `update`
+computes them outside of the conditional. XLA then fuses them into their addition, and stores none. Other updates take
+the memory of the gradients, or of a copy if those come from outside of the compiled function and are not donated.
 The bound of both rows of the optimizer alone is 8 / 7 = 1.14 × no scaling: the check reads the gradients once more."""
 SELECTING = 'apply_gradients, skip="select"'
 PEERS = ("jmp", "flax DynamicScale", "mpx", "optax.apply_if_finite")

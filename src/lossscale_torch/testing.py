@@ -37,7 +37,7 @@ _GROWTH_INTERVAL = 3
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
 _PARTS = {"model": "the model's buffers", "scheduler": "learning-rate schedules", "ema": "averaged weights"}
 _SETTINGS = "optimizer.param_groups."
-_RUNS = "eight steps run with the scaler, and run twice from one seed they end alike"
+_RUNS = "eight steps run with the scaler, and two runs from one seed have the same end"
 _NO_SCALER = (
     "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
 )
