@@ -18,11 +18,11 @@ class Line(NamedTuple):
     """One line of a page."""
 
     what: str
-    """What is required, a sentence."""
+    """The requirement, as a sentence."""
     held: bool | None
     """True for held, False for not held, None for not tried."""
     reason: str
-    """How it was found, or why it was not tried."""
+    """The evidence, or the reason why it was not tried."""
 
 
 class Certificate(NamedTuple):

@@ -76,7 +76,7 @@ def _warn_of_lost(scaler: Any, _: object) -> None:
 
 @contextlib.contextmanager
 def attached_with(scale: Tensor) -> Iterator[None]:
-    """Within the context, make each `attach` of any scaler read `scale`, float32 of shape `()`."""
+    """Make each `attach` of any scaler read `scale`, float32 of shape `()`, within the context."""
     token = _INSTEAD.set(scale)
     try:
         yield

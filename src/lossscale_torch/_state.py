@@ -500,7 +500,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def unrecorded(device: torch.device) -> Iterator[None]:
-    """Within the context, keep operations out of a graph that is being recorded; each replay would repeat them.
+    """Keep the operations within the context out of a graph that is being recorded; each replay would repeat them.
 
     Raises `CallOrderError` while CUDA captures a graph, since CUDA cannot leave operations out.
     """

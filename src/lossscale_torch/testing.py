@@ -71,11 +71,11 @@ class LoopCheck(NamedTuple):
     """The result of one check of a training loop."""
 
     what: str
-    """What the check requires, a sentence."""
+    """The requirement, as a sentence."""
     held: bool | None
     """True if the loop has passed, False if it has failed, None if the check was not tried."""
     reason: str
-    """What was compared if it has passed, why it has failed, or why it was not tried."""
+    """The comparison if it has passed, else the reason why it has failed or was not tried."""
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:

@@ -121,7 +121,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         watch = ScaleWatch(on_floor)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
-        # After the checks, since Keras's constructor sets `loss_scale_factor` of the inner optimizer to None for good:
+        # After the checks: Keras's constructor sets `loss_scale_factor` of the inner optimizer to None permanently:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
         self._slots = Slots(inner)
