@@ -34,7 +34,16 @@ TORCH = "torch==2.13.0"
 JAX = ["jax==0.10.2", "optax==0.2.8"]
 FLAX = "flax==0.12.8"
 TENSORFLOW = "tensorflow-cpu==2.21.*"
-FRAMEWORKS = {"numpy": [], "torch": [TORCH], "jax": [*JAX, FLAX], "tensorflow": [TENSORFLOW, "keras==3.15.*"]}
+MLX = "mlx[cpu]==0.32.*"
+FRAMEWORKS = {
+    "numpy": [],
+    "torch": [TORCH],
+    "jax": [*JAX, FLAX],
+    "tensorflow": [TENSORFLOW, "keras==3.15.*"],
+    "mlx": [MLX],
+}
+# A notebook on Kaggle or Colab has no MLX.
+IN_NOTEBOOKS = [name for name in FRAMEWORKS if name != "mlx"]
 # In sessions that take other versions.
 UNPINNED = {name: [re.split("[=>]", each)[0] for each in pins] for name, pins in FRAMEWORKS.items()}
 
@@ -87,7 +96,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", TORCH, *JAX, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, *JAX, MLX, *_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
     session.run("pyright", "-p", "tests/typing")
@@ -99,7 +108,8 @@ def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests, and its benchmark quickly, where the others are not installed."""
     _install(session, framework)
     _run_tests(session, framework)
-    session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
+    if framework != "mlx":  # which has no benchmark yet
+        session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
     if framework == "torch":
         session.run("python", "benchmarks/spike_guard_runs.py", "--quick")
 
@@ -127,14 +137,14 @@ def oldest(session: nox.Session, framework: str) -> None:
 
 
 @nox.session(default=False, python="3.12")
-@nox.parametrize("framework", list(FRAMEWORKS))
+@nox.parametrize("framework", IN_NOTEBOOKS)
 def kaggle(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the versions of a Kaggle notebook: `nox -s kaggle`, nightly."""
     _test_with(session, framework, "-c", "tests/versions/kaggle.txt")
 
 
 @nox.session(default=False, python="3.13")
-@nox.parametrize("framework", list(FRAMEWORKS))
+@nox.parametrize("framework", IN_NOTEBOOKS)
 def colab(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the versions of a Colab notebook: `nox -s colab`, nightly."""
     _test_with(session, framework, "-c", "tests/versions/colab.txt")
@@ -170,8 +180,8 @@ def conformance(session: nox.Session) -> None:
 
     The examples run here, since every framework is installed here already.
     """
-    groups = [*_group("test"), *_group("conformance"), *_group("logging")]
-    session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW)
+    groups = [*_group("test"), *_group("logging")]
+    session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)

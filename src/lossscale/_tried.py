@@ -11,6 +11,7 @@ TRIED = {
     "flax": ("0.11.2", "0.12.12"),
     "tensorflow": ("2.18", "2.21"),
     "keras": ("3.9", "3.15"),
+    "mlx": ("0.30", "0.32"),
 }
 """The oldest and the newest release of each that a test session was run with; `docs/works-with.md` lists them."""
 

@@ -5,11 +5,14 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import keras
+import mlx.core as mx
+import numpy as np
 import tensorflow as tf
 import torch
 
 import lossscale_core
 import lossscale_jax
+import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 from lossscale_core.testing.conformance import Adapter, Way
@@ -153,6 +156,22 @@ def tf_adapter(name="tensorflow", **settings):
     return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **{**described, **settings})
 
 
+def _mlx_array(values, dtype):
+    return mx.array(values, dtype=mx.bool_ if dtype == "bool" else getattr(mx, dtype))
+
+
+def _from_mlx(array):
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
+
+
+def mlx_adapter(name="mlx", **settings):
+    """Return MLX's adapter, eagerly and traced; what is traced and never read has no values."""
+    ways = (Way("eager"), Way("trace", mx.compile, has_values=False))
+    described = {"verbs": lossscale_mlx, "dtypes": (*ALL_DTYPES[:4], "complex64"), "xp": mx, "ways": ways}
+    described["context"] = lambda: mx.stream(mx.cpu)  # where MLX has float64
+    return Adapter(name=name, asarray=_mlx_array, to_numpy=_from_mlx, **{**described, **settings})
+
+
 EAGERLY = (Way("eager"),)
 BACKENDS = [
     *CORE,
@@ -175,4 +194,5 @@ BACKENDS = [
         context=lambda: enable_x64(True),
     ),
     tf_adapter(),
+    mlx_adapter(),
 ]

@@ -8,18 +8,12 @@ import tensorflow as tf
 import torch
 
 import lossscale_jax
+import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import conformance
-from tests.conformance.backends import jax_adapter, tf_adapter, torch_adapter
-
-
-def test_an_adapter_of_mlx_conforms():
-    """Forty lines for another array library pass every check, float16 to float64, traced without values, too."""
-    from tests.conformance.mlx_adapter import MLX  # here, so that only this test needs MLX
-
-    conformance.check(MLX)
+from tests.conformance.backends import jax_adapter, mlx_adapter, tf_adapter, torch_adapter
 
 
 def _verbs(package, **wrong):
@@ -52,8 +46,9 @@ def _waiting_select(package):
         (lossscale_torch, torch_adapter, {"compile", "meta"}),
         (lossscale_jax, jax_adapter, {"jit", "scan", "vmap", "eval_shape"}),
         (lossscale_tf, tf_adapter, {"graph", "xla", "trace"}),
+        (lossscale_mlx, mlx_adapter, {"trace"}),
     ],
-    ids=["torch", "jax", "tensorflow"],
+    ids=["torch", "jax", "tensorflow", "mlx"],
 )
 def test_a_select_that_waits_for_the_flag_is_found(package, make, blind):
     """Eagerly it answers well; wherever there is no value to wait for it breaks both rules that need it."""
@@ -74,8 +69,8 @@ class _WaitingPolicy:
 
 @pytest.mark.parametrize(
     ("make", "way"),
-    [(torch_adapter, "meta"), (jax_adapter, "eval_shape"), (tf_adapter, "trace")],
-    ids=["torch", "jax", "tensorflow"],
+    [(torch_adapter, "meta"), (jax_adapter, "eval_shape"), (tf_adapter, "trace"), (mlx_adapter, "trace")],
+    ids=["torch", "jax", "tensorflow", "mlx"],
 )
 def test_an_update_that_waits_for_the_flag_is_found(make, way):
     """A policy of one's own is checked as a scenario: what reads a value raises where there is none."""

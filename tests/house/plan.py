@@ -9,6 +9,7 @@ ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+    "lossscale_mlx": {"mlx"},
 }
 """The packages that each adapter imports besides the core."""
 
@@ -171,6 +172,13 @@ PLAN = {
         _foreign:
         _optimizer: _foreign
         __init__: _optimizer
+    """,
+    "lossscale_mlx": """
+        _verbs:
+        _norm: _verbs
+        _report: _verbs
+        _optimizer: _norm _verbs
+        __init__: _optimizer _report _verbs
     """,
     "lossscale": """
         __init__: (dialects)

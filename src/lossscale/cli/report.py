@@ -12,7 +12,10 @@ from lossscale.cli._shared import AS_JSON, FILE, TOOLS_HELP, example, print_json
 from lossscale.cli.checkpoint import SavedScaler, read_state
 from lossscale_core import ScalingPolicy, __version__, policy_to_dict
 
-_PACKAGES = ("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tensorflow", "keras", "tf_keras", "click")
+_PACKAGES = (
+    *("numpy", "array-api-compat", "torch", "jax", "optax", "flax", "tensorflow", "keras", "tf_keras", "mlx"),
+    *("click",),
+)
 # Other builds of a package have distributions of other names.
 _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}
 

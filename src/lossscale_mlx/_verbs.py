@@ -1,0 +1,147 @@
+"""The five verbs: pure functions of trees of arrays, of which none evaluates an array."""
+
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from lossscale_core import PolicyLike, ScaleState, as_policy, tree
+from lossscale_core.messages import not_a_flag, not_a_state
+
+Tree = TypeVar("Tree")
+
+_HALVES = (mx.float16, mx.bfloat16)
+
+
+def init_state(policy: PolicyLike) -> ScaleState[mx.array]:
+    """Return the state before the first step under `policy`.
+
+    Does not synchronise with the host. MLX arrays belong to no device, so that there is nothing to place.
+
+    Args:
+        policy: Anything that `lossscale_core.as_policy` accepts.
+
+    Returns:
+        The policy's state, a NamedTuple of float32 and int32 arrays of shape `()`: a `ScaleState`, or the type of state
+        that the policy has in its place.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+    """
+    return as_arrays(as_policy(policy).init_state())
+
+
+def scale(loss: Any, state: Any) -> Any:
+    """Multiply `loss` by the loss scale: differentiate the result.
+
+    Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
+    synchronise with the host.
+
+    Args:
+        loss: An array of any shape and numeric dtype, a Python number, or a tree of them; `None` passes through.
+        state: The state before the step.
+
+    Returns:
+        The scaled loss, in float32 or wider, in the structure of `loss`.
+
+    Raises:
+        TypeError: `state` is not a state.
+    """
+    loss_scale = _loss_scale_of(state, "scale(loss, state)")
+
+    def scale_leaf(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        array = mx.array(leaf)
+        return lift(array if is_gradient(array) else array.astype(mx.float32)) * loss_scale
+
+    return tree.map_leaves(scale_leaf, loss)
+
+
+def all_finite(grads: Any) -> mx.array:
+    """Return whether every gradient element is finite.
+
+    The check is exact: large finite values are never flagged. Does not synchronise with the host.
+
+    Args:
+        grads: A tree of arrays of any float or complex dtype. `None` and integer leaves do not count; a tree without
+            gradients is finite.
+
+    Returns:
+        A bool array of shape `()`.
+    """
+    leaves = [leaf for leaf in tree.leaves(grads) if leaf is not None and is_gradient(leaf)]
+    finite = [mx.all(mx.isfinite(part)) for leaf in leaves for part in real_parts(leaf)]
+    return mx.all(mx.stack(finite)) if finite else mx.array(True)
+
+
+def unscale(grads: Tree, state: Any) -> Tree:
+    """Divide `grads` by the loss scale.
+
+    Does not synchronise with the host.
+
+    Args:
+        grads: A tree of arrays, such as `mx.grad` of the scaled loss returns; `None` passes through.
+        state: The state that scaled the loss, not the one after `policy.update`.
+
+    Returns:
+        The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves as they are.
+
+    Raises:
+        TypeError: `state` is not a state.
+    """
+    loss_scale = _loss_scale_of(state, "unscale(grads, state)")
+
+    def unscale_leaf(leaf: Any) -> Any:
+        return leaf if leaf is None or not is_gradient(leaf) else lift(leaf) / loss_scale
+
+    return tree.map_leaves(unscale_leaf, grads)
+
+
+def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
+
+    Pass everything that a skipped step must not change: parameters, running averages, counters. Does not synchronise
+    with the host.
+
+    Args:
+        grads_finite: A bool array of shape `()`, or a Python bool.
+        new: The tree after the step.
+        old: The tree before the step, with the same containers, keys, shapes and dtypes.
+
+    Returns:
+        One of the two trees, leaf by leaf.
+
+    Raises:
+        TypeError: `grads_finite` is not a flag, but for example a tree.
+        ValueError: The structures or the shapes differ; the message names the first place.
+    """
+    if not isinstance(grads_finite, bool) and getattr(grads_finite, "shape", None) != ():
+        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
+    return tree.map_leaves(lambda a, b: None if a is None else mx.where(grads_finite, a, b), new, old)
+
+
+def as_arrays(state: Any) -> Any:
+    """Return a state of host scalars as arrays of shape `()` with the same dtypes."""
+    return state._make(map(mx.array, state))
+
+
+def is_gradient(leaf: mx.array) -> bool:
+    """Return whether an array holds floats, real or complex."""
+    return mx.issubdtype(leaf.dtype, mx.inexact)
+
+
+def real_parts(leaf: mx.array) -> list[mx.array]:
+    """Return the real and the imaginary part of a complex array, or a list of the array itself."""
+    # `isfinite` of MLX before 0.32.4 ignores the imaginary part.
+    return [mx.real(leaf), mx.imag(leaf)] if mx.issubdtype(leaf.dtype, mx.complexfloating) else [leaf]
+
+
+def lift(leaf: mx.array) -> mx.array:
+    """Return float16 and bfloat16 in float32, and any other dtype as it is."""
+    return leaf.astype(mx.float32) if leaf.dtype in _HALVES else leaf
+
+
+def _loss_scale_of(state: Any, call: str) -> Any:
+    if not hasattr(state, "loss_scale"):
+        raise not_a_state(state, call)
+    return state.loss_scale

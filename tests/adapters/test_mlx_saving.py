@@ -1,0 +1,118 @@
+"""Saving and resuming: MLX's own files continue a run bit for bit, and the plain dict is that of every framework."""
+
+import json
+import math
+import warnings
+from functools import partial
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lossscale_core import DynamicScaling, SpikeGuard, TolerantScaling, state_to_dict
+from lossscale_core.errors import CheckpointError, CheckpointWarning
+from lossscale_mlx import LossScaleOptimizer
+from tests.adapters.mlx_training import batch, bits, network, squared_error
+
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3, hysteresis=2, refill_on_finite=False, cooldown=1)
+GUARD = SpikeGuard(warmup=2, memory=4)
+OVERFLOWS = {2, 5, 6, 9}
+SAVED_AT, STEPS = 6, 12
+INNER = {
+    "SGD": lambda: optim.SGD(0.1),
+    "Adam": lambda: optim.Adam(optim.exponential_decay(0.1, 0.9), bias_correction=True),
+    "MultiOptimizer": lambda: optim.MultiOptimizer([optim.Muon(0.01), optim.Lion(0.01)], [lambda _, w: w.ndim == 2]),
+}
+
+
+def _train(model, optimizer, steps):
+    for n in steps:
+        x, y = batch(n)
+        x = x * (math.inf if n in OVERFLOWS else 1.0)
+        _, grads = optimizer.value_and_grad(model, squared_error)(model, x, y)
+        optimizer.update(model, grads)
+
+
+@pytest.mark.parametrize("make", INNER.values(), ids=INNER)
+def test_files_of_mlx_continue_a_run_bit_for_bit(make, tmp_path):
+    """`save_weights` and `save_safetensors` of the flattened state, with a guard and a schedule."""
+    model, optimizer = network(), LossScaleOptimizer(make(), POLICY, guard=GUARD)
+    _train(model, optimizer, range(SAVED_AT))
+    model.save_weights(str(tmp_path / "model.safetensors"))
+    mx.save_safetensors(str(tmp_path / "optimizer.safetensors"), tree_flatten(optimizer.state, destination={}))
+    _train(model, optimizer, range(SAVED_AT, STEPS))
+
+    resumed, other = network(), LossScaleOptimizer(make(), POLICY, guard=GUARD)
+    resumed.load_weights(str(tmp_path / "model.safetensors"))
+    other.state = tree_unflatten(mx.load(str(tmp_path / "optimizer.safetensors")))
+    _train(resumed, other, range(SAVED_AT, STEPS))
+    assert bits([resumed, other.state]) == bits([model, optimizer.state])
+
+
+def test_the_plain_dict_is_that_of_the_core():
+    """Plain numbers under the names of every framework, with the policy and the guard; JSON takes it."""
+    model, optimizer = network(), LossScaleOptimizer(optim.SGD(0.1), POLICY, guard=GUARD)
+    _train(model, optimizer, range(SAVED_AT))
+    saved = json.loads(json.dumps(optimizer.state_dict()))
+    assert saved == state_to_dict(optimizer.scale_state, POLICY, guard=optimizer.guard_state)
+    other = LossScaleOptimizer(optim.SGD(0.1), POLICY, guard=GUARD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(saved)
+    assert bits([*other.scale_state, *other.guard_state]) == bits([*optimizer.scale_state, *optimizer.guard_state])
+
+
+def test_a_step_that_is_compiled_continues_from_the_plain_dict():
+    """The dict is read into the arrays that the compiled function takes, without another trace."""
+    optimizer = LossScaleOptimizer(optim.SGD(0.5), POLICY)
+    weight = {"w": mx.ones(2)}
+    optimizer.init(weight)
+    state = [weight, optimizer.state]
+    traces = []
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(grad):
+        traces.append(1)
+        weight.update(optimizer.apply_gradients({"w": grad}, weight))
+
+    step(mx.ones(2))
+    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 2.0**20})
+    step(mx.full(2, 2.0**20))
+    assert optimizer.last_step.loss_scale_used.item() == 2.0**20
+    assert len(traces) == 1
+
+
+def test_what_differs_is_warned_about():
+    """Another policy, a checkpoint without a guard, and a state of MLX without one."""
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), POLICY, guard=GUARD)
+    without = LossScaleOptimizer(optim.SGD(0.1), TolerantScaling())
+    with pytest.warns(CheckpointWarning) as caught:
+        optimizer.load_state_dict(without.state_dict())
+    assert len(caught) == 2
+    assert "growth_interval was 2000 and is 3" in str(caught[0].message)
+    assert "no state of a spike guard" in str(caught[1].message)
+    with pytest.warns(CheckpointWarning, match="has no guard_state"):
+        optimizer.state = LossScaleOptimizer(optim.SGD(0.1), POLICY).state
+
+
+def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
+    """And the error says where to assign it."""
+    plain = optim.Adam(0.1)
+    plain.init({"w": mx.ones(2)})
+    optimizer = LossScaleOptimizer(optim.Adam(0.1))
+    with pytest.raises(CheckpointError, match=r"no scale_state, last_step, but step.* assign it to inner\.state"):
+        optimizer.state = plain.state
+    optimizer.inner.state = plain.state
+    optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
+    assert optimizer.step.item() == 1
+
+
+@pytest.mark.parametrize("saved", [None, {}, {"version": 99}, {"version": 1, "steps": 1}], ids=str)
+def test_what_is_no_saved_state_is_refused(saved):
+    """And the optimizer keeps its own."""
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), POLICY, guard=GUARD)
+    before = bits(optimizer.state)
+    with pytest.raises(CheckpointError):
+        optimizer.load_state_dict(saved)
+    assert bits(optimizer.state) == before
