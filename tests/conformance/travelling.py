@@ -5,12 +5,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import keras
+import mlx.core as mx
+import mlx.optimizers
 import numpy as np
 import tensorflow as tf
 import torch
 
 import lossscale_core
 import lossscale_jax
+import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 
@@ -109,10 +112,27 @@ def v1_wrapper(saved, policy):
     return step
 
 
+def mlx_wrapper(saved, policy):
+    """Do the same through `LossScaleOptimizer` of MLX."""
+    optimizer = lossscale_mlx.LossScaleOptimizer(mlx.optimizers.SGD(1e-3), policy)
+    optimizer.load_state_dict(saved)
+    parameters = {"w": mx.ones(3)}
+
+    def step(finite):
+        nonlocal parameters
+        factor = 1.0 if finite else np.inf
+        grads = mx.grad(lambda parameters: optimizer.scale(mx.sum(parameters["w"] * factor)))(parameters)
+        parameters = optimizer.apply_gradients(grads, parameters)
+        return optimizer.state_dict()
+
+    return step
+
+
 WRAPPERS = {
     "numpy": numpy_wrapper,
     "torch": torch_wrapper,
     "jax": jax_wrapper,
     "tensorflow": tensorflow_wrapper,
     "tf.compat.v1": v1_wrapper,
+    "mlx": mlx_wrapper,
 }
