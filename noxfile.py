@@ -108,8 +108,7 @@ def tests(session: nox.Session, framework: str) -> None:
     """Run one framework's tests, and its benchmark quickly, where the others are not installed."""
     _install(session, framework)
     _run_tests(session, framework)
-    if framework != "mlx":  # which has no benchmark yet
-        session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
+    session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
     if framework == "torch":
         session.run("python", "benchmarks/spike_guard_runs.py", "--quick")
 
@@ -286,7 +285,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, *_group("jax-test"))
+    session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, MLX, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
-    for name in ("core", "torch", "step", "jax", "tensorflow"):
+    for name in ("core", "torch", "step", "jax", "tensorflow", "mlx"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

@@ -1,8 +1,8 @@
 """Loss scaling for float16 training without a framework: policies, states and the five verbs on NumPy.
 
 A policy (`DynamicScaling()`) is a frozen config, and a state is a small NamedTuple of scalars. The loss scale changes
-only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `lossscale_jax` and `lossscale_tf` have
-functions of the same names for arrays on their framework's devices.
+only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `lossscale_jax`, `lossscale_tf` and
+`lossscale_mlx` have functions of the same names for arrays on their framework's devices.
 """
 
 import typing as _typing
