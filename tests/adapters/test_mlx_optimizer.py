@@ -82,7 +82,7 @@ def test_a_run_is_the_plain_run_without_the_skipped_steps(make):
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_one_bad_number_in_one_gradient_skips_everything(bad):
-    """Also those parameters keep their bits whose gradients are finite."""
+    """Parameters with finite gradients keep their bits, too."""
     model = network()
     optimizer = LossScaleOptimizer(optim.Adam(0.1), POLICY)
     _scaled_step(model, optimizer, *batch())

@@ -1,8 +1,8 @@
 """The import plan: which module of each package imports which other ones; `test_imports.py` checks it.
 
-A line names a module and those that it imports, at its top or, in brackets, within a function. A module stands below
-all that it imports at its top. A subpackage counts as one module, and has a drawing of its own. `*` stands for each
-module of the package that has no line.
+A line names a module and those that it imports, at its top or, in brackets, within a function. A module is below all
+that it imports at its top. A subpackage counts as one module, and has a plan of its own. `*` stands for each module of
+the package that has no line.
 """
 
 ADAPTERS = {
@@ -11,7 +11,7 @@ ADAPTERS = {
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
     "lossscale_mlx": {"mlx"},
 }
-"""The packages that each adapter imports besides the core."""
+"""The packages that each adapter imports in addition to the core."""
 
 PLAN = {
     "lossscale_core": """

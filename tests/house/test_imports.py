@@ -16,8 +16,12 @@ STANDARD_LIBRARY = sys.stdlib_module_names
 IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
 CORE_REQUIRES = {"numpy", "array_api_compat"}
-FOR_WHO_TESTS = {"_strategies": {"hypothesis"}, "testing": {"hypothesis"}, "_state": {"typing_extensions"}}  # or types
-FOR_WHO_DRAWS = {"_range_picture": {"matplotlib"}}
+REQUIRED_BY_TESTS = {
+    "_strategies": {"hypothesis"},
+    "testing": {"hypothesis"},
+    "_state": {"typing_extensions"},
+}  # or types
+REQUIRED_BY_PICTURES = {"_range_picture": {"matplotlib"}}
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 
@@ -28,10 +32,10 @@ COMMAND = {
     "dialects": {"numpy"},
     "cli": {"click", "matplotlib", "numpy", "rich", "tensorboard"},
 }
-"""What the parts of the command import besides the core; the others import nothing."""
+"""The imports of the parts of the command in addition to the core; the other parts have none."""
 
 
-def _room(path: Path, package: str) -> str:
+def _module_of(path: Path, package: str) -> str:
     """Return the module or subpackage of a package in which a file is: `_policy`, `demo`, `__init__`."""
     return path.relative_to(SRC / package.replace(".", "/")).parts[0].removesuffix(".py")
 
@@ -68,30 +72,33 @@ def _files(package: str) -> list[Path]:
     return sorted((SRC / package.replace(".", "/")).rglob("*.py"))
 
 
-def _arrows(package: str, only_at_top: bool = False) -> dict[str, set[str]]:
+def _module_imports(package: str, only_at_top: bool = False) -> dict[str, set[str]]:
     """Return which modules of a package each of its modules imports."""
-    arrows: dict[str, set[str]] = {_room(path, package): set() for path in _files(package)}
+    found: dict[str, set[str]] = {_module_of(path, package): set() for path in _files(package)}
     for path in _files(package):
+        module = _module_of(path, package)
         for name in _imports(path, only_at_top):
             if name == package or name.startswith(f"{package}."):
                 target = name[len(package) + 1 :].partition(".")[0]
-                arrows[_room(path, package)] |= {target if target in arrows else "__init__"} - {_room(path, package)}
-    return arrows
+                found[module] |= {target if target in found else "__init__"} - {module}
+    return found
 
 
-def _drawn(package: str, modules: Iterable[str]) -> dict[str, tuple[set[str], set[str]]]:
+def _planned(package: str, modules: Iterable[str]) -> dict[str, tuple[set[str], set[str]]]:
     """Return for each module in the plan what it imports at its top, and what within a function; `*` is all others."""
     lines = re.sub(r"\n {12}", " ", PLAN[package]).split("\n")
-    drawn = {}
+    planned = {}
     for line in filter(str.strip, lines):
-        room, _, names = line.strip().partition(":")
+        module, _, names = line.strip().partition(":")
         late = set(re.findall(r"\((\w+)\)", names))
-        drawn[room] = ({*re.findall(r"\w+|\*", names)} - late, late)
-    if "*" not in drawn:
-        return drawn
-    imported, late = drawn.pop("*")
-    others = {*modules} - drawn.keys()
-    named = {room: ((top - {"*"}) | (others if "*" in top else set()), inside) for room, (top, inside) in drawn.items()}
+        planned[module] = ({*re.findall(r"\w+|\*", names)} - late, late)
+    if "*" not in planned:
+        return planned
+    imported, late = planned.pop("*")
+    others = {*modules} - planned.keys()
+    named = {
+        module: ((top - {"*"}) | (others if "*" in top else set()), inside) for module, (top, inside) in planned.items()
+    }
     return {**named, **dict.fromkeys(others, (imported, late))}
 
 
@@ -105,14 +112,16 @@ def _is_private(name: str) -> bool:
 
 
 @pytest.mark.parametrize("package", PLAN)
-def test_a_package_has_the_arrows_drawn(package):
-    """No more and no fewer, and no module is missing in the plan; draw there what you add."""
-    at_top, anywhere = _arrows(package, only_at_top=True), _arrows(package)
-    assert {room: (at_top[room], anywhere[room] - at_top[room]) for room in anywhere} == _drawn(package, anywhere)
+def test_a_package_imports_as_planned(package):
+    """No import more and none fewer, and no module is missing in the plan; add yours there."""
+    at_top, anywhere = _module_imports(package, only_at_top=True), _module_imports(package)
+    assert {module: (at_top[module], anywhere[module] - at_top[module]) for module in anywhere} == _planned(
+        package, anywhere
+    )
 
 
-def test_every_package_is_drawn():
-    """Also those within packages, if they have several modules."""
+def test_every_package_is_in_the_plan():
+    """Also subpackages with several modules."""
     folders = {path.parent for path in SRC.rglob("*.py") if path.name != "__init__.py"}
     assert {str(folder.relative_to(SRC)).replace("/", ".") for folder in folders} <= PLAN.keys() | {
         "lossscale.tracing.site"
@@ -122,7 +131,7 @@ def test_every_package_is_drawn():
 @pytest.mark.parametrize("package", PLAN)
 def test_no_package_has_an_import_circle(package):
     """Its modules can be put in an order; what a function imports when it is called does not count."""
-    list(graphlib.TopologicalSorter(_arrows(package, only_at_top=True)).static_order())
+    list(graphlib.TopologicalSorter(_module_imports(package, only_at_top=True)).static_order())
 
 
 def test_only_the_watch_logs():
@@ -131,23 +140,23 @@ def test_only_the_watch_logs():
     assert logging == {"_watch.py"}
 
 
-def test_torchs_step_does_not_know_what_is_built_on_it():
-    """Neither the rescue of a batch, nor the range report, nor the check of a loop."""
-    assert _arrows("lossscale_torch", only_at_top=True)["_scaler"].isdisjoint({"_rescue", "range", "testing"})
+def test_torchs_step_does_not_import_what_is_built_on_it():
+    """Neither retries, nor the range report, nor the check of a loop."""
+    assert _module_imports("lossscale_torch", only_at_top=True)["_scaler"].isdisjoint({"_rescue", "range", "testing"})
 
 
 @pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
-def test_the_core_stands_on_numpy_and_array_api_compat(path):
+def test_the_core_needs_numpy_and_array_api_compat_only(path):
     """No adapter and no framework is imported, not within a function either; some need more to test or to draw."""
-    room = _room(path, "lossscale_core")
-    more = FOR_WHO_TESTS.get(room, set()) | FOR_WHO_DRAWS.get(room, set())
+    module = _module_of(path, "lossscale_core")
+    more = REQUIRED_BY_TESTS.get(module, set()) | REQUIRED_BY_PICTURES.get(module, set())
     assert _outside(path, "lossscale_core") <= CORE_REQUIRES | more
 
 
 def test_the_command_imports_little_besides_the_core():
     """And everything by its public name."""
     for path in _files("lossscale"):
-        allowed = COMMAND.get(_room(path, "lossscale"), set())
+        allowed = COMMAND.get(_module_of(path, "lossscale"), set())
         assert _outside(path, "lossscale", "lossscale_core") - {"(computed)"} <= allowed, path
 
 
@@ -170,7 +179,7 @@ def test_adapters_use_their_own_framework():
 
 @pytest.mark.parametrize("folder", ["src/lossscale_core", *(f"src/{package}" for package in ADAPTERS), "examples"])
 def test_nothing_imports_the_command(folder):
-    """`lossscale` is what a person runs, and no package needs it."""
+    """`lossscale` is for people who run it, and no package needs it."""
     for path in (SRC.parent / folder).rglob("*.py"):
         assert "lossscale" not in {name.partition(".")[0] for name in _imports(path)}, path
 

@@ -1,4 +1,4 @@
-"""The suite checks adapters from outside of the package, and finds what waits for a device."""
+"""The suite checks adapters of other packages, and finds functions that wait for a device."""
 
 import types
 
@@ -51,7 +51,7 @@ def _waiting_select(package):
     ids=["torch", "jax", "tensorflow", "mlx"],
 )
 def test_a_select_that_waits_for_the_flag_is_found(package, make, blind):
-    """Eagerly it answers well; wherever there is no value to wait for it breaks both rules that need it."""
+    """Eagerly its result is right; in ways without values it breaks both rules that use it."""
     rules = {"selection_is_atomic", "a_step_is_applied_or_skipped"}
     adapter = make(verbs=_verbs(package, select=_waiting_select(package)), dtypes=("float32",))
     assert _failures(adapter, rules) == dict.fromkeys(blind, rules)
@@ -73,7 +73,7 @@ class _WaitingPolicy:
     ids=["torch", "jax", "tensorflow", "mlx"],
 )
 def test_an_update_that_waits_for_the_flag_is_found(make, way):
-    """A policy of one's own is checked as a scenario: what reads a value raises where there is none."""
+    """A policy of the user's own is checked as a scenario: if it reads a value, ways without values raise an error."""
     scenarios = {"mine": conformance.Scenario(_WaitingPolicy(), [True, False])}
     broken = _failures(make(), {"states_are_the_hosts"}, scenarios)
     assert way in broken
