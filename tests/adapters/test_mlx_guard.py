@@ -57,6 +57,8 @@ def test_a_norm_beyond_float32_is_a_spike():
         optimizer.apply_gradients({"w": mx.ones(4)}, {"w": mx.ones(4)})
     optimizer.apply_gradients({"w": mx.full(4, 3e38)}, {"w": mx.ones(4)})
     assert (optimizer.last_step.spiked.item(), optimizer.last_step.overflowed.item()) == (True, False)
+    assert optimizer.last_norm.item() == float(np.finfo(np.float32).max)
+    assert optimizer.guard_state.spikes.item() == 1
 
 
 def test_an_overflow_by_the_cast_back_leaves_the_guard_as_it_is():

@@ -176,26 +176,28 @@ def test_a_compiled_run_is_the_eager_one_bit_for_bit():
     assert traces == 1
 
 
-def test_float16_parameters_stay_float16_and_the_state_is_float32():
-    """So that Adam's second moment does not underflow; only the new parameters are rounded."""
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "Lion"])
+def test_float16_parameters_stay_float16_and_the_state_is_float32(name):
+    """The wrapped optimizer sees all in float32; only the new parameters are rounded."""
     model = network()
     model.apply(lambda weight: weight.astype(mx.float16))
-    optimizer = LossScaleOptimizer(optim.Adam(0.01), POLICY)
-    reference, adam = network(), optim.Adam(0.01)
-    reference.apply(lambda weight: weight.astype(mx.float16).astype(mx.float32))
+    optimizer = LossScaleOptimizer(INNER[name](), POLICY)
+    optimizer.init(model.trainable_parameters())
+    wide, plain = network(), INNER[name]()
+    wide.apply(lambda weight: weight.astype(mx.float16).astype(mx.float32))
+    plain.init(wide.trainable_parameters())
+    assert bits(optimizer.inner.state) == bits(plain.state)
     for n in range(3):
         x, y = batch(n)
+        scale = optimizer.scale_state.loss_scale
         _, grads = optimizer.value_and_grad(model, squared_error)(model, x.astype(mx.float16), y)
         assert {leaf.dtype for _, leaf in tree_flatten(grads)} == {mx.float16}
-        wide = tree_map(lambda grad: grad.astype(mx.float32) / optimizer.scale_state.loss_scale, grads)
         optimizer.update(model, grads)
-        adam.update(reference, wide)
-        reference.apply(lambda weight: weight.astype(mx.float16).astype(mx.float32))
-        assert {leaf.dtype for _, leaf in tree_flatten(model.parameters())} == {mx.float16}
-        assert bits(optimizer.inner.state) == bits(adam.state)
-        assert bits(tree_map(lambda weight: weight.astype(mx.float32), model.parameters())) == bits(
-            reference.parameters()
-        )
+        plain.update(wide, tree_map(lambda grad, scale=scale: grad.astype(mx.float32) / scale, grads))
+        assert bits(optimizer.inner.state) == bits(plain.state)
+        wide.apply(lambda weight: weight.astype(mx.float16))
+        assert bits(model) == bits(wide)
+        wide.apply(lambda weight: weight.astype(mx.float32))
 
 
 def test_keep_dtypes_gives_the_wrapped_optimizer_what_mlx_would():
@@ -379,11 +381,23 @@ def test_frozen_parameters_are_left_alone():
     assert [name for name, _ in tree_flatten(optimizer.state) if "last.weight" in name]
 
 
-def test_no_gradients_are_finite():
-    """An empty tree is a step of the policy and of the wrapped optimizer."""
+@pytest.mark.parametrize(
+    "grads", [{}, {"w": mx.zeros(3)}, {"w": mx.zeros(3, mx.float16)}, {"w": mx.zeros(0), "v": mx.zeros(1)}], ids=str
+)
+def test_no_gradients_and_zeros_are_finite(grads):
+    """An empty tree, an empty array and zeros are a step of the policy and of the wrapped optimizer."""
     optimizer = LossScaleOptimizer(optim.SGD(0.1), POLICY, max_norm=1.0)
-    assert optimizer.apply_gradients({}, {}) == {}
+    assert bits(optimizer.apply_gradients(grads, grads)) == bits(grads)
     assert (optimizer.last_step.applied.item(), optimizer.last_norm.item(), optimizer.step.item()) == (True, 0.0, 1)
+
+
+@pytest.mark.parametrize("max_norm", [math.inf, 1e300, 10.0], ids=str)
+def test_a_norm_that_is_not_exceeded_clips_nothing(max_norm):
+    """Not by a digit; with infinity the norm is measured only."""
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), FixedScaling(2.0), max_norm=max_norm)
+    after = optimizer.apply_gradients({"w": mx.array([12.0, 16.0])}, {"w": mx.zeros(2)})
+    assert after["w"].tolist() == [-6.0, -8.0]
+    assert optimizer.last_norm.item() == 10.0
 
 
 def test_a_run_is_described_and_a_streak_is_an_error():

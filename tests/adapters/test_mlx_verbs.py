@@ -54,6 +54,9 @@ def test_a_loss_of_any_kind_is_scaled_in_float32():
     for loss in (3.0, 3, mx.array(3), mx.array(3.0, mx.float16), mx.array(3.0, mx.bfloat16)):
         scaled = scale(loss, state)
         assert (scaled.dtype, scaled.item()) == (mx.float32, 3 * 2.0**17)
+    on_host = FixedScaling(2.0**17).init_state()
+    assert scale(mx.array(3.0, mx.float16), on_host).item() == 3 * 2.0**17
+    assert unscale(mx.array(3.0, mx.float16), on_host).item() == 3 * 2.0**-17
     assert scale({"a": [1.0, None]}, state)["a"][0].item() == 2.0**17
 
 
