@@ -109,6 +109,16 @@ def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
     assert optimizer.step.item() == 1
 
 
+def test_moments_that_a_state_lacks_begin_at_zero_before_the_step():
+    """So that a skipped step leaves them at zero."""
+    optimizer = LossScaleOptimizer(optim.Adam(0.1), POLICY)
+    weight = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
+    inner_state = {name: optimizer.inner.state[name] for name in ("step", "learning_rate")}
+    optimizer.state = {**optimizer.state, "inner_state": inner_state}
+    optimizer.apply_gradients({"w": mx.full(2, math.nan)}, weight)
+    assert optimizer.inner.state["w"]["m"].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("saved", [None, {}, {"version": 99}, {"version": 1, "steps": 1}], ids=str)
 def test_what_is_no_saved_state_is_refused(saved):
     """And the optimizer keeps its own."""
