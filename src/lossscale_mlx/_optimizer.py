@@ -97,7 +97,7 @@ class LossScaleOptimizer(Optimizer):
         state = init_state(self.policy)
         self._state_type: Callable[..., ScaleState[mx.array]] = type(state)
         no = mx.array(False)
-        # The dicts stay the same objects for good, since `mx.compile` reads and writes what they hold.
+        # The dicts are never replaced, since `mx.compile` reads and writes what they hold.
         self._own: dict[str, dict[str, mx.array]] = {
             "scale_state": state._asdict(),
             "last_step": {"applied": no, "loss_scale_used": state.loss_scale, "overflowed": no, "spiked": no},
@@ -292,9 +292,8 @@ class LossScaleOptimizer(Optimizer):
         tries = retries if BaseScaling.of(self.policy).adapts else 0
         before = tree_map(lambda leaf: leaf, model)
         differentiate = self.value_and_grad(model, loss_fn)
-        random: Any = mx.random.state
         for left in range(tries, -1, -1):
-            key = _read(random[0]) if left else (0, 0)
+            key = _read(mx.random.state[0]) if left else (0, 0)  # type: ignore[index]  # MLX says object
             _, grads = differentiate()
             after = self.apply_gradients(grads, model)
             info = self.last_step
@@ -377,7 +376,10 @@ def _read(array: mx.array) -> Any:
     """Return the value of an array as Python numbers; raise `CallOrderError` where it has none."""
     try:
         return array.tolist()
-    except (ValueError, RuntimeError) as error:  # the latter where the state is not an input of the function
+    except (ValueError, RuntimeError) as error:
+        # The words of MLX for an array that depends on an input, and for an input itself.
+        if not any(words in str(error) for words in ("function transformations", "without a primitive")):
+            raise
         raise CallOrderError(
             "minimize(retries=...) waits for the flag of the step, which has no value while mx.compile traces a "
             "function; call it outside of mx.compile, or leave retries out"

@@ -9,8 +9,6 @@ from lossscale_core.messages import not_a_flag, not_a_state
 
 Tree = TypeVar("Tree")
 
-_HALVES = (mx.float16, mx.bfloat16)
-
 
 def init_state(policy: PolicyLike) -> ScaleState[mx.array]:
     """Return the state before the first step under `policy`.
@@ -138,7 +136,7 @@ def real_parts(leaf: mx.array) -> list[mx.array]:
 
 def lift(leaf: mx.array) -> mx.array:
     """Return float16 and bfloat16 in float32, and any other dtype as it is."""
-    return leaf.astype(mx.float32) if leaf.dtype in _HALVES else leaf
+    return leaf.astype(mx.float32) if leaf.dtype in (mx.float16, mx.bfloat16) else leaf
 
 
 def _loss_scale_of(state: Any, call: str) -> Any:
