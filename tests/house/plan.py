@@ -9,6 +9,7 @@ ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+    "lossscale_keras": {"keras", "jax", "torch", "tensorflow", "numpy"},
 }
 """The packages that each adapter imports besides the core."""
 
@@ -170,6 +171,15 @@ PLAN = {
         _foreign:
         _optimizer: _foreign
         __init__: _optimizer
+    """,
+    "lossscale_keras": """
+        _backend:
+        _verbs:
+        _report: _verbs
+        _step: _backend _verbs
+        _optimizer: _backend _step _verbs
+        _logger: _optimizer
+        __init__: _logger _optimizer _report _verbs
     """,
     "lossscale": """
         __init__: (dialects)
