@@ -127,7 +127,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
         """
-        return scale(loss, self.scale_state)
+        return scale(loss, self._state.read())
 
     @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
@@ -196,10 +196,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _decide(self, grads: list[Any], variables: list[Any], cond: Callable[..., Any]) -> tuple[Any, Any, LastStep]:
         """Update the states; return whether the step is applied, the divisor of its gradients, and its record."""
-        before = self.scale_state
+        before = self._state.read()
         with_norm = self.guard is not None or self.global_clipnorm is not None
         finite, norm, applies = check(grads, variables, before.loss_scale, with_norm, cond)
-        loss_scale = divisor = ops.copy(before.loss_scale)  # torch's `before` are the variables themselves
+        loss_scale = divisor = self.loss_scale  # a copy, since the state is updated before the gradients are divided
         if self.global_clipnorm is not None:
             divisor = loss_scale * xp.where(norm > self.global_clipnorm, norm / self.global_clipnorm, 1.0)
         after, outcome = self.policy.update(before, finite, xp=xp), xp.where(finite, 1, 2)
@@ -215,7 +215,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The current loss scale: float32, of shape `()`."""
-        return self.scale_state.loss_scale
+        return ops.copy(self.dynamic_scale)
 
     @property
     def dynamic_scale(self) -> Any:
@@ -230,23 +230,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def scale_state(self) -> ScaleState:
         """The policy's state, as arrays of shape `()`."""
-        return self._state.read()
+        return self._state.copy()
 
     @property
     def guard_state(self) -> GuardState | None:
         """The spike guard's state, as arrays of shape `()`; None without a guard."""
-        return None if self._guard_state is None else self._guard_state.read()
+        return None if self._guard_state is None else self._guard_state.copy()
 
     @property
-    def last_step(self) -> StepInfo | None:
-        """The outcome of the last step, as host scalars; None before it. Synchronises with the host.
+    def last_step(self) -> StepInfo:
+        """The outcome of the last step, as arrays of shape `()`; before it, a step that was not applied.
 
-        During an epoch of `fit` on JAX, call `model.jax_state_sync()` first.
+        Does not synchronise with the host. In a traced `train_step` it is the step that is traced. In a callback for
+        batches on JAX, call `model.jax_state_sync()` first.
         """
-        last, state = self._last.read_on_host(), self._state.read_on_host()
-        if not last.outcome:
-            return None
-        applied, overflowed, spiked = (bool(last.outcome == code) for code in (1, 2, 3))
+        last, state = self._last.copy(), self.scale_state
+        applied, overflowed, spiked = (last.outcome == code for code in (1, 2, 3))
         return StepInfo(applied, last.loss_scale, state.loss_scale, state.overflow_streak, overflowed, spiked)
 
     def metrics(self) -> dict[str, Any]:
@@ -313,9 +312,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             PolicyError: The policy has no `kind`, so that no config describes it.
         """
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        if inner["module"].startswith("keras.src.backend.torch."):  # the other backends would make torch's class, too
+            inner = {**inner, "module": "keras.optimizers", "registered_name": None}
         return {
             "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "inner_optimizer": inner,
             "policy": policy_to_dict(self.policy),
             "guard": None if self.guard is None else dataclasses.asdict(self.guard),
             "global_clipnorm": self.global_clipnorm,
@@ -338,12 +340,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(**{**config, "inner_optimizer": inner, "guard": guard})
 
     def save_own_variables(self, store: Any) -> None:
-        """Store the inner optimizer's variables by number, as it does alone, and the states by name.
+        """Store the states by name. Keras stores the inner optimizer's variables by itself.
 
         Args:
             store: A mapping of names to arrays, which Keras writes to a file.
         """
-        self.inner_optimizer.save_own_variables(store)
         saved = self.state_dict()
         saved.pop("policy", None)  # the config has it
         guard = {f"guard_{name}": number for name, number in saved.pop("guard", {}).items()}
@@ -351,7 +352,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             store[name] = np.asarray(number)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored, on any backend, or what the inner optimizer stored alone.
+        """Load what `save_own_variables` stored, on any backend.
 
         A `CheckpointWarning` says if the scale or the guard starts over, since it was not saved.
 
@@ -359,9 +360,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             store: A mapping of names to arrays.
         """
         saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
-        self.inner_optimizer.load_own_variables({name: saved.pop(name) for name in list(saved) if name.isdigit()})
-        if not saved:
-            message = "the file has no loss scale, so that it starts over; it was saved without this wrapper"
+        if "loss_scale" not in saved:
+            message = (
+                "the file was saved without this wrapper: the loss scale starts over; to keep the inner optimizer's "
+            )
+            message += "variables, load them without the wrapper, and wrap the loaded optimizer"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
             return
         guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}

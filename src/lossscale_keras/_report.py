@@ -1,12 +1,13 @@
 """Which variables overflowed, and how."""
 
+import math
 from typing import Any
 
-import numpy as np
 from keras import ops
 
 from lossscale_core import GradientReport, OverflowReport
-from lossscale_keras._verbs import dense, is_gradient, lifted
+from lossscale_keras._backend import xp
+from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
@@ -25,11 +26,10 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     """
     reports = []
     for grad, variable in grads_and_vars:
-        values = ops.convert_to_numpy(lifted(dense(grad))) if is_gradient(grad) else np.zeros(0)
-        finite = np.isfinite(values)
-        if not finite.all():
-            counts = int(np.isnan(values).sum()), int((values == np.inf).sum()), int((values == -np.inf).sum())
-            largest = float(np.abs(values[finite]).max(initial=0.0))
+        if is_gradient(grad) and not bool(all_finite(grad)):
+            values = lifted(dense(grad))
+            bad = ops.isnan(values), values == math.inf, values == -math.inf
+            counts = (int(ops.sum(ops.cast(each, "int32"))) for each in bad)
+            largest = float(ops.max(xp.where(ops.isfinite(values), ops.abs(values), 0.0)))
             reports.append(GradientReport(getattr(variable, "path", variable.name), *counts, largest))
-    is_loss_finite = None if loss is None else bool(np.isfinite(ops.convert_to_numpy(loss)).all())
-    return OverflowReport(reports, loss_finite=is_loss_finite)
+    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))

@@ -25,16 +25,20 @@ class Stored:
         ]
 
     def read(self) -> Any:
-        """Return the numbers as arrays of the backend."""
+        """Return the numbers as arrays of the backend; torch's are the variables themselves, which change."""
         return self._start._make(map(ops.convert_to_tensor, self.variables))
+
+    def copy(self) -> Any:
+        """Return the numbers as new arrays of the backend."""
+        return self._start._make(map(ops.copy, self.variables))
 
     def read_on_host(self) -> Any:
         """Return the numbers as host scalars. Synchronises with the host."""
-        values = zip(self._start, self.variables, strict=True)
-        return self._start._make(type(first)(variable.numpy()) for first, variable in values)
+        values = zip(self._start, self.read(), strict=True)
+        return self._start._make(type(first)(float(value)) for first, value in values)  # exact, also for int32
 
     def assign(self, numbers: Any) -> None:
-        """Set every variable; `numbers` must not be those that `read` returned, which change with torch's variables."""
+        """Set every variable to a new number."""
         for variable, value in zip(self.variables, numbers, strict=True):
             variable.assign(value)
 

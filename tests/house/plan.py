@@ -175,7 +175,7 @@ PLAN = {
     "lossscale_keras": """
         _backend:
         _verbs:
-        _report: _verbs
+        _report: _backend _verbs
         _step: _backend _verbs
         _optimizer: _backend _step _verbs
         _logger: _optimizer
