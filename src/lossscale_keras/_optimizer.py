@@ -151,7 +151,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
-        cond = ops.cond if BACKEND == "tensorflow" else _cond
+        cond = ops.cond if traced else _cond
         applies, divisor, last = self._decide(grads, variables, cond)
         cond(applies, lambda: self.inner_optimizer.apply(unscaled(grads, variables, divisor), variables), lambda: None)
         # Not within `_decide`: TorchInductor 2.13 would write the new scale, if both assignments were in one graph.
@@ -178,7 +178,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
-        cond = _cond if BACKEND == "torch" else ops.cond
+        cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
@@ -386,7 +386,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """Call one of two functions, which may assign variables.
 
-    JAX's own condition would trace both, and `ops.cond` makes `torch.compile` start over at every step.
+    Eagerly, `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
     """
     return yes() if bool(flag) else no()
 

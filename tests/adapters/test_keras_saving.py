@@ -116,6 +116,20 @@ def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
     assert "the loss scale starts over" in messages[0]
 
 
+def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
+    """The loaded optimizer keeps its variables when it is wrapped."""
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    plain.compile(keras.optimizers.SGD(0.0, momentum=1.0), "mse", jit_compile=False)
+    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    inner = plain.optimizer
+    before = values_of(inner.variables)
+    plain.compile(LossScaleOptimizer(inner, "none"), "mse", jit_compile=False)
+    plain.fit(BAD, np.ones(8), batch_size=8, verbose=0)
+    assert_same(values_of(inner.variables), before)
+    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    assert int(inner.iterations) == 16
+
+
 def test_a_config_holds_the_policy():
     """It is JSON, and makes an equal optimizer around a new inner one."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
