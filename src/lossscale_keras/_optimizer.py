@@ -10,28 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from lossscale_core import (
-    BaseScaling,
-    GuardState,
-    OnFloor,
-    PolicyLike,
-    ScaleState,
-    ScaleWatch,
-    ScalingPolicy,
-    SpikeGuard,
-    StepInfo,
-    as_policy,
-    check_guard,
-    check_overflow_streak,
-    check_setting,
-    check_spike_streak,
-    diagnose,
-    guard_state_from_dict,
-    metrics,
-    policy_to_dict,
-    state_from_dict,
-    state_to_dict,
-)
+import lossscale_core as core
 from lossscale_core.errors import CheckpointWarning
 from lossscale_core.messages import shown
 from lossscale_keras._backend import BACKEND, is_traced, require_no_strategy, unconverted, xp
@@ -79,25 +58,25 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer: Any,
-        policy: PolicyLike = "dynamic",
+        policy: core.PolicyLike = "dynamic",
         *,
-        guard: SpikeGuard | None = None,
+        guard: core.SpikeGuard | None = None,
         global_clipnorm: float | None = None,
-        on_floor: OnFloor = "warn",
+        on_floor: core.OnFloor = "warn",
         name: str | None = None,
     ) -> None:
         require_no_strategy()
         clipnorm = _clipnorm_of(inner_optimizer, global_clipnorm)
-        policy = as_policy(policy)
-        check_guard(guard)
-        watch = ScaleWatch(on_floor)
+        policy = core.as_policy(policy)
+        core.check_guard(guard)
+        watch = core.ScaleWatch(on_floor)
         # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         inner_optimizer.loss_scale_factor = None  # as in Keras's wrapper, so that nothing is scaled twice
         if clipnorm is not None:
             inner_optimizer.global_clipnorm = None
         self.inner_optimizer = inner_optimizer
-        self.policy: ScalingPolicy = policy
+        self.policy: core.ScalingPolicy = policy
         self.guard = guard
         self.global_clipnorm = clipnorm
         self._watch = watch
@@ -223,22 +202,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._state.variables[0]
 
     @property
-    def initial_scale(self) -> float:
-        """The loss scale of the first step."""
-        return float(self.policy.init_state().loss_scale)
-
-    @property
-    def scale_state(self) -> ScaleState:
+    def scale_state(self) -> core.ScaleState:
         """The policy's state, as arrays of shape `()`."""
         return self._state.copy()
 
     @property
-    def guard_state(self) -> GuardState | None:
+    def guard_state(self) -> core.GuardState | None:
         """The spike guard's state, as arrays of shape `()`; None without a guard."""
         return None if self._guard_state is None else self._guard_state.copy()
 
     @property
-    def last_step(self) -> StepInfo:
+    def last_step(self) -> core.StepInfo:
         """The outcome of the last step, as arrays of shape `()`; before it, a step that was not applied.
 
         Does not synchronise with the host. In a traced `train_step` it is the step that is traced. In a callback for
@@ -246,7 +220,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         last, state = self._last.copy(), self.scale_state
         applied, overflowed, spiked = (last.outcome == code for code in (1, 2, 3))
-        return StepInfo(applied, last.loss_scale, state.loss_scale, state.overflow_streak, overflowed, spiked)
+        return core.StepInfo(applied, last.loss_scale, state.loss_scale, state.overflow_streak, overflowed, spiked)
 
     def metrics(self) -> dict[str, Any]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise.
@@ -254,7 +228,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Arrays of shape `()`: those of `lossscale_core.metrics`.
         """
-        return metrics(self.scale_state, guard=self.guard_state)
+        return core.metrics(self.scale_state, guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`.
@@ -262,7 +236,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Synchronises with the host.
         """
         state, guard_state = self._read_and_log()
-        return diagnose(self.policy, state, guard=guard_state)
+        return core.diagnose(self.policy, state, guard=guard_state)
 
     def check_overflow_streak(self) -> None:
         """Log events and raise the errors of limits that are reached. Synchronises with the host.
@@ -276,10 +250,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             SpikeStreakError: The guard's `max_streak` is reached.
         """
         state = self._state.read_on_host()
-        check_overflow_streak(self.policy, state)
+        core.check_overflow_streak(self.policy, state)
         self._watch.check(self.policy, state)
         if self.guard is not None and self._guard_state is not None:
-            check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
+            core.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and the policy as plain numbers, which other frameworks can restore.
@@ -287,7 +261,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Keras's files keep the state without this method. Synchronises with the host.
         """
         state, guard_state = self._read_and_log()
-        return state_to_dict(state, self.policy, guard=guard_state)
+        return core.state_to_dict(state, self.policy, guard=guard_state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
@@ -300,9 +274,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
-        state = state_from_dict(saved, self.policy)
+        state = core.state_from_dict(saved, self.policy)
         if self._guard_state is not None:
-            self._guard_state.assign(guard_state_from_dict(saved))
+            self._guard_state.assign(core.guard_state_from_dict(saved))
         self._state.assign(state)
         self._last.assign(LastStep())
 
@@ -318,7 +292,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {
             "name": self.name,
             "inner_optimizer": inner,
-            "policy": policy_to_dict(self.policy),
+            "policy": core.policy_to_dict(self.policy),
             "guard": None if self.guard is None else dataclasses.asdict(self.guard),
             "global_clipnorm": self.global_clipnorm,
             "on_floor": self._watch.on_floor,
@@ -336,7 +310,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The wrapper, around a new inner optimizer.
         """
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        guard = None if config["guard"] is None else SpikeGuard(**config["guard"])
+        guard = None if config["guard"] is None else core.SpikeGuard(**config["guard"])
         return cls(**{**config, "inner_optimizer": inner, "guard": guard})
 
     def save_own_variables(self, store: Any) -> None:
@@ -373,10 +347,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _has_limits(self) -> bool:
         """Return whether a step may end in an error, so that it reads the state."""
         has_streak = self.guard is not None and self.guard.max_streak is not None
-        limit = BaseScaling.of(self.policy).max_overflow_streak
+        limit = core.BaseScaling.of(self.policy).max_overflow_streak
         return has_streak or limit is not None or self._watch.on_floor == "raise"
 
-    def _read_and_log(self) -> tuple[ScaleState, GuardState | None]:
+    def _read_and_log(self) -> tuple[core.ScaleState, core.GuardState | None]:
         """Return the states as host scalars, and log the events of the scale."""
         state = self._state.read_on_host()
         self._watch.log(self.policy, state)
@@ -400,7 +374,7 @@ def _clipnorm_of(inner: Any, own: float | None) -> float | None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
     if own is not None:
-        check_setting("global_clipnorm", own)
+        core.check_setting("global_clipnorm", own)
         if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
             raise ValueError(
                 f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} and "

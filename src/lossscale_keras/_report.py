@@ -28,8 +28,10 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     for grad, variable in grads_and_vars:
         if is_gradient(grad) and not bool(all_finite(grad)):
             values = lifted(dense(grad))
-            bad = ops.isnan(values), values == math.inf, values == -math.inf
-            counts = (int(ops.sum(ops.cast(each, "int32"))) for each in bad)
+            nan, above, below = (
+                int(ops.sum(ops.cast(each, "int32")))
+                for each in (ops.isnan(values), values == math.inf, values == -math.inf)
+            )
             largest = float(ops.max(xp.where(ops.isfinite(values), ops.abs(values), 0.0)))
-            reports.append(GradientReport(getattr(variable, "path", variable.name), *counts, largest))
+            reports.append(GradientReport(getattr(variable, "path", variable.name), nan, above, below, largest))
     return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))

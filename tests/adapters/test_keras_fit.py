@@ -81,13 +81,46 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
         LossScaleLogger(every_n_batches=0)
 
 
+def _code_with(words):
+    """Return the one block of the page that has these words, without prompts."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if words in block]
+    return "\n".join(line[4:] if line[:4] in (">>> ", "... ") else line for line in code.splitlines())
+
+
+def test_the_loops_of_the_page_train():
+    """Each on its backend; a bad batch is skipped."""
+    words = {"torch": "model.zero_grad()", "tensorflow": "GradientTape", "jax": "def scaled_loss"}[BACKEND]
+    code = compile(_code_with(words), "docs/keras.md", "exec")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    optimizer.build(model.trainable_variables)
+    names = {"keras": keras, "model": model, "optimizer": optimizer, "loss_fn": keras.losses.MeanSquaredError()}
+    names |= {BACKEND: __import__(BACKEND), "tf": __import__(BACKEND)}
+    lists = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+
+    def train(x, y):
+        values = ([variable.value for variable in variables] for variables in lists)
+        names.update(zip(("weights", "others", "state"), values, strict=True))
+        names.update(x=keras.ops.convert_to_tensor(x), y=keras.ops.convert_to_tensor(y))
+        exec(code, names)
+        if BACKEND == "jax":
+            for variables, name in zip(lists, ("weights", "others", "state"), strict=True):
+                for variable, value in zip(variables, names[name], strict=True):
+                    variable.assign(value)
+
+    for _ in range(60):
+        train(DATA, DATA.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(value_of(model.trainable_variables[0]), np.ones((3, 1)), atol=0.1)
+    before = values_of(model.trainable_variables)
+    train(BAD, np.ones((8, 1), np.float32))
+    assert_same(values_of(model.trainable_variables), before)
+    assert (int(optimizer.iterations), bool(optimizer.last_step.overflowed)) == (60, True)
+
+
 def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
     """Without it they hold NaN after a skipped batch; with it they stay bit for bit, and move on applied steps."""
     names = {"keras": keras}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    marked = "(self, state, data)" if BACKEND == "jax" else "(self, data)"
-    (code,) = [block for block in blocks if f"def train_step{marked}" in block]
-    exec("\n".join(line[4:] if line[:4] in (">>> ", "... ") else line for line in code.splitlines()), names)
+    exec(_code_with("def train_step" + ("(self, state, data)" if BACKEND == "jax" else "(self, data)")), names)
 
     def trained(model_class):
         inputs = keras.Input((3,))
