@@ -76,11 +76,14 @@ def test_a_saved_model_continues_on_the_other_backends(tmp_path):
             [sys.executable, "-c", CONTINUE, str(tmp_path / "model.keras")],
             env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for backend in others
     ]
-    found = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in processes]
+    printed = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], [said for _, said in printed]
+    found = [json.loads(numbers.splitlines()[-1]) for numbers, _ in printed]
     assert [each["backend"] for each in found] == others
     for each in found:
         assert each["state"] == model.optimizer.state_dict()
