@@ -287,7 +287,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             PolicyError: The policy has no `kind`, so that no config describes it.
         """
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        if inner["module"].startswith("keras.src.backend.torch."):  # the other backends would make torch's class, too
+        # The other backends would make torch's class, too. A class of the user's has no module.
+        if (inner["module"] or "").startswith("keras.src.backend.torch."):
             inner = {**inner, "module": "keras.optimizers", "registered_name": None}
         return {
             "name": self.name,
@@ -335,11 +336,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
         if "loss_scale" not in saved:
-            message = (
-                "the file was saved without this wrapper: the loss scale starts over; to keep the inner optimizer's "
+            warnings.warn(
+                "the file was saved without this wrapper, so that the loss scale starts over; to keep the inner "
+                "optimizer's variables, load them without the wrapper, and wrap the loaded optimizer",
+                CheckpointWarning,
+                stacklevel=2,
             )
-            message += "variables, load them without the wrapper, and wrap the loaded optimizer"
-            warnings.warn(message, CheckpointWarning, stacklevel=2)
             return
         guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}
         self.load_state_dict({**saved, "guard": guard or None})

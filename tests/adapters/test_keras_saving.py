@@ -147,6 +147,13 @@ def test_a_config_holds_the_policy():
     assert (copy.policy, copy.guard, copy.global_clipnorm) == (optimizer.policy, optimizer.guard, 3.0)
     assert copy.inner_optimizer is not inner
 
+    @keras.saving.register_keras_serializable("tests")
+    class Own(keras.optimizers.SGD):
+        pass
+
+    config = LossScaleOptimizer(Own(0.5)).get_config()
+    assert type(LossScaleOptimizer.from_config(config).inner_optimizer) is Own
+
 
 def test_a_state_dict_is_the_portable_one():
     """It loads into any adapter, and starts the record of the last step over."""
