@@ -183,7 +183,19 @@ def conformance(session: nox.Session) -> None:
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
+        _run_keras(session)
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
+
+
+def _run_keras(session: nox.Session) -> None:
+    """Run the tests and the docs of Keras, and its conformance suite, on each backend in processes of their own."""
+    of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
+    tests = [*of_adapter, "docs/keras.md", "--doctest-glob=*.md"]
+    for backend in ("jax", "torch", "tensorflow"):
+        env = {**ONE_THREAD, "KERAS_BACKEND": backend}
+        session.run("pytest", *tests, *IN_PARALLEL, env=env)
+        if backend != "tensorflow":  # the default, which the suite has had
+            session.run("pytest", "tests/conformance/test_backends.py", "-k", "keras", *IN_PARALLEL, env=env)
 
 
 @nox.session
@@ -236,7 +248,7 @@ def _require_that_others_stay(session: nox.Session, wheel: Path) -> None:
     others = {"numpy": "2.0", "torch": "2.6", "jax": "0.7.2", "optax": "0.2.6", "tensorflow": "2.18", "keras": "3.9"}
     stubs = [_empty_wheel(folder, name, version) for name, version in others.items()]
     session.install("virtualenv")
-    for extras in ("", "[torch,jax,tensorflow]"):
+    for extras in ("", "[torch,jax,tensorflow,keras]"):
         environment = folder / "environment"
         session.run("virtualenv", "--clear", "--quiet", str(environment))
         python = next(path for path in environment.glob("*/python*") if path.stem == "python")

@@ -12,6 +12,7 @@ import torch
 
 import lossscale_core
 import lossscale_jax
+import lossscale_keras
 import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
@@ -156,6 +157,27 @@ def tf_adapter(name="tensorflow", **settings):
     return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **{**described, **settings})
 
 
+def _on_keras_meta(function):
+    """Run with shapes and no values, on the device that Keras itself calls so."""
+
+    def run(*trees):
+        with keras.device("meta"):
+            return _on_meta(function)(*trees)
+
+    return run
+
+
+def keras_adapter():
+    """Return the adapter of Keras on the backend of this process, in the ways of that framework."""
+    described = {"verbs": lossscale_keras, "attach": None, "dtypes": ("float16", "bfloat16", "float32", "float64")}
+    if keras.backend.backend() == "jax":
+        return jax_adapter("keras on jax", **{**described, "dtypes": ("float16", "bfloat16", "float32")})
+    if keras.backend.backend() == "torch":
+        ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_keras_meta, has_values=False))
+        return torch_adapter("keras on torch", ways=ways, **described)
+    return tf_adapter("keras on tensorflow", **described)
+
+
 def _mlx_array(values, dtype):
     return mx.array(values, dtype=mx.bool_ if dtype == "bool" else getattr(mx, dtype))
 
@@ -194,5 +216,6 @@ BACKENDS = [
         context=lambda: enable_x64(True),
     ),
     tf_adapter(),
+    keras_adapter(),
     mlx_adapter(),
 ]

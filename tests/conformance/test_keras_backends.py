@@ -1,29 +1,30 @@
-"""`lossscale_tf.LossScaleOptimizer` where Keras runs on JAX, PyTorch or NumPy, each in a process of its own."""
+"""The two wrappers of Keras where it runs on a backend that they do not train on, each in a process of its own."""
 
 import os
 import subprocess
 import sys
 
-CODE = "import keras, lossscale_tf; lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD())"
-ADAPTERS = {
-    "jax": "lossscale_jax.loss_scaled",
-    "torch": "lossscale_torch.GradScaler",
-    "numpy": "lossscale_tf trains on TensorFlow",
+CODE = "import keras, lossscale_{}; lossscale_{}.LossScaleOptimizer(keras.optimizers.SGD())"
+REFUSED = {
+    ("tf", "jax"): "or use lossscale_keras.LossScaleOptimizer",
+    ("tf", "torch"): "or use lossscale_keras.LossScaleOptimizer",
+    ("tf", "numpy"): "set KERAS_BACKEND=tensorflow",
+    ("keras", "numpy"): "set KERAS_BACKEND to jax, torch or tensorflow",
 }
 
 
 def test_other_backends_of_keras_are_refused():
-    """When the wrapper is made, with the adapter to take."""
+    """When the wrapper is made, or its package imported, with what to do."""
     processes = {
-        backend: subprocess.Popen(
-            [sys.executable, "-c", CODE],
+        (package, backend): subprocess.Popen(
+            [sys.executable, "-c", CODE.format(package, package)],
             env={**os.environ, "KERAS_BACKEND": backend},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for backend in ADAPTERS
+        for package, backend in REFUSED
     }
-    for backend, process in processes.items():
+    for (package, backend), process in processes.items():
         _, said = process.communicate(timeout=240)
         assert f"RuntimeError: Keras runs on {backend}" in said, said
-        assert ADAPTERS[backend] in said
+        assert REFUSED[package, backend] in said

@@ -13,6 +13,7 @@ import torch
 
 import lossscale_core
 import lossscale_jax
+import lossscale_keras
 import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
@@ -112,6 +113,19 @@ def v1_wrapper(saved, policy):
     return step
 
 
+def keras_wrapper(saved, policy):
+    """Do the same through `lossscale_keras`, on the backend of this process."""
+    optimizer = lossscale_keras.LossScaleOptimizer(keras.optimizers.SGD(1e-3), policy)
+    optimizer.load_state_dict(saved)
+    optimizer.build([keras.Variable(np.ones(3, np.float32))])
+
+    def step(finite):
+        optimizer.apply([optimizer.scale_loss(keras.ops.full((3,), 1.0 if finite else np.inf))])
+        return optimizer.state_dict()
+
+    return step
+
+
 def mlx_wrapper(saved, policy):
     """Do the same through `LossScaleOptimizer` of MLX."""
     optimizer = lossscale_mlx.LossScaleOptimizer(mlx.optimizers.SGD(1e-3), policy)
@@ -134,5 +148,6 @@ WRAPPERS = {
     "jax": jax_wrapper,
     "tensorflow": tensorflow_wrapper,
     "tf.compat.v1": v1_wrapper,
+    "keras": keras_wrapper,
     "mlx": mlx_wrapper,
 }

@@ -9,6 +9,7 @@ ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+    "lossscale_keras": {"keras", "jax", "torch", "tensorflow", "numpy"},
     "lossscale_mlx": {"mlx"},
 }
 """The packages that each adapter imports in addition to the core."""
@@ -172,6 +173,15 @@ PLAN = {
         _foreign:
         _optimizer: _foreign
         __init__: _optimizer
+    """,
+    "lossscale_keras": """
+        _backend:
+        _verbs:
+        _report: _backend _verbs
+        _step: _backend _verbs
+        _optimizer: _backend _step _verbs
+        _logger: _optimizer
+        __init__: _logger _optimizer _report _verbs
     """,
     "lossscale_mlx": """
         _verbs:

@@ -17,13 +17,9 @@ def require_tensorflow() -> None:
     """Raise `RuntimeError` if Keras runs on another backend; its trainer could not trace this package's steps."""
     backend = keras.backend.backend()
     if backend != "tensorflow":
-        other = {
-            "jax": "wrap an optax optimizer by lossscale_jax.loss_scaled",
-            "torch": "use lossscale_torch.GradScaler",
-        }
         raise RuntimeError(
-            f"Keras runs on {backend}, and lossscale_tf trains on TensorFlow; set KERAS_BACKEND=tensorflow, or "
-            f"{other.get(backend, 'use the adapter of that framework')} in a loop of your own"
+            f"Keras runs on {backend}, and lossscale_tf trains on TensorFlow; set KERAS_BACKEND=tensorflow, or use "
+            "lossscale_keras.LossScaleOptimizer, which trains on JAX, PyTorch and TensorFlow"
         )
 
 

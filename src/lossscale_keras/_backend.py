@@ -1,0 +1,55 @@
+"""The parts that `keras.ops` lacks, for the backend on which Keras runs in this process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+BACKEND: str = keras.backend.backend()
+
+xp: Any
+"""The array namespace that `policy.update` gets."""
+squares: Callable[[Any], Any]
+"""Return the sum of squares of an array in float32 or wider, in one read and without a copy; shape `()`."""
+
+
+def unconverted(function: Any) -> Any:
+    """Keep TensorFlow's AutoGraph from converting a function, which takes seconds; elsewhere return it unchanged."""
+    return tf.autograph.experimental.do_not_convert(function) if BACKEND == "tensorflow" else function
+
+
+# Not `keras.ops.vdot` for all: XLA would collect an array that is sharded over devices before it flattens it, and a
+# matrix product may round to TF32. Not `ops.sum(ops.square(x))`: without a compiler it writes all squares to memory.
+if BACKEND == "jax":
+    import jax
+
+    xp, squares = jax.numpy, lambda x: xp.sum(xp.square(x))
+elif BACKEND == "torch":
+    import torch
+
+    xp, squares = torch, lambda x: torch.linalg.vector_norm(x) ** 2
+elif BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    xp, squares = tf, lambda x: 2.0 * tf.nn.l2_loss(x)
+else:
+    raise RuntimeError(
+        f"Keras runs on {BACKEND}, which does not train; set KERAS_BACKEND to jax, torch or tensorflow before the "
+        "first import of keras"
+    )
+
+
+def is_traced(arrays: list[Any]) -> bool:
+    """Return whether these arrays have no values yet, since a compiler or a graph traces the step."""
+    if BACKEND == "jax":
+        return any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return BACKEND == "tensorflow" and not tf.executing_eagerly()
+
+
+def require_no_strategy() -> None:
+    """Raise `RuntimeError` under a strategy of `tf.distribute`, with the wrapper to take there."""
+    if BACKEND == "tensorflow" and tf.distribute.has_strategy():
+        raise RuntimeError(
+            f"{type(tf.distribute.get_strategy()).__name__} is a strategy of tf.distribute, which "
+            "lossscale_keras does not know; use lossscale_tf.LossScaleOptimizer there"
+        )

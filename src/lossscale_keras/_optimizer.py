@@ -1,0 +1,387 @@
+"""`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import keras
+import numpy as np
+from keras import ops
+
+import lossscale_core as core
+from lossscale_core.errors import CheckpointWarning
+from lossscale_core.messages import shown
+from lossscale_keras._backend import BACKEND, is_traced, require_no_strategy, unconverted, xp
+from lossscale_keras._step import LastStep, Stored, check, unscaled
+from lossscale_keras._verbs import Tree, scale, select
+
+
+# Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
+# https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/trainer.py
+@keras.saving.register_keras_serializable("lossscale_keras")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflow.
+
+    ```python
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(), "dynamic")
+    model.compile(optimizer, loss)            # fit scales the loss
+    ```
+
+    For Keras 3 on JAX and PyTorch, and on TensorFlow without strategies. In a loop of your own, call `scale_loss`,
+    differentiate, and pass the scaled gradients to `apply`, or under `jax.jit` to `stateless_apply`. A skipped step
+    changes neither variables nor slots nor averages nor `iterations`. The state of the policy is in Keras variables,
+    so that `fit` carries it through `jit` and files keep it.
+
+    Nothing synchronises with the host under `jit` and in `tf.function`. On PyTorch, and eagerly, `apply` reads one bool
+    per step, as Keras's own wrapper does; one more after an overflow, and one more with a guard.
+
+    Args:
+        inner_optimizer: A Keras 3 optimizer. Its `global_clipnorm` moves to this wrapper, unless it accumulates.
+        policy: Anything that `as_policy` accepts.
+        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
+            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping.
+        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
+        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
+            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there.
+            `check_overflow_streak` does this, which `LossScaleLogger` calls.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: `inner_optimizer` is not a Keras 3 optimizer, or scales the loss already.
+        ValueError: Both optimizers have a `global_clipnorm`, or the inner optimizer accumulates gradients.
+        PolicyError: Another argument is not valid.
+        RuntimeError: A strategy of `tf.distribute` is active.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        policy: core.PolicyLike = "dynamic",
+        *,
+        guard: core.SpikeGuard | None = None,
+        global_clipnorm: float | None = None,
+        on_floor: core.OnFloor = "warn",
+        name: str | None = None,
+    ) -> None:
+        require_no_strategy()
+        clipnorm = _clipnorm_of(inner_optimizer, global_clipnorm)
+        policy = core.as_policy(policy)
+        core.check_guard(guard)
+        watch = core.ScaleWatch(on_floor)
+        # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
+        keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
+        inner_optimizer.loss_scale_factor = None  # as in Keras's wrapper, so that nothing is scaled twice
+        if clipnorm is not None:
+            inner_optimizer.global_clipnorm = None
+        self.inner_optimizer = inner_optimizer
+        self.policy: core.ScalingPolicy = policy
+        self.guard = guard
+        self.global_clipnorm = clipnorm
+        self._watch = watch
+        self._state = Stored(policy.init_state())
+        self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
+        self._last = Stored(LastStep(), "last_")
+        guard_variables = [] if self._guard_state is None else self._guard_state.variables
+        # Keras's tracker finds variables in lists that are attributes.
+        self._stored_variables = [*self._state.variables, *self._last.variables, *guard_variables]
+
+    def build(self, var_list: list[Any]) -> None:
+        """Create the inner optimizer's variables.
+
+        Args:
+            var_list: The list of the variables to train.
+        """
+        self.inner_optimizer.build(var_list)
+        keras.optimizers.Optimizer.build(self, var_list)
+
+    @unconverted
+    def scale_loss(self, loss: Tree) -> Tree:
+        """Multiply a loss by the loss scale, in float32 or wider. Keras calls it in `fit`.
+
+        Args:
+            loss: An array of any shape and dtype, or a nested structure of them.
+
+        Returns:
+            The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
+        """
+        return scale(loss, self._state.read())
+
+    @unconverted
+    def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+        """Apply gradients of a scaled loss, or skip the step and change nothing but the state of the policy.
+
+        Args:
+            grads: A scaled gradient or None for each variable: an array in the shape of the variable.
+            trainable_variables: The variables; if left out, those that the optimizer was built with.
+
+        Raises:
+            RuntimeError: The gradients are traced by JAX, or a strategy of `tf.distribute` is active.
+            OverflowStreakError: The policy's `max_overflow_streak` is reached; not in a graph. So are the other errors
+                of `check_overflow_streak`; a limit makes each step read the state.
+        """
+        require_no_strategy()
+        grads = list(grads)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        traced = is_traced(grads)
+        if traced and BACKEND == "jax":
+            raise RuntimeError("apply reads a flag, which has no value under jax.jit; call stateless_apply there")
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        cond = ops.cond if traced else _cond
+        applies, divisor, last = self._decide(grads, variables, cond)
+        cond(applies, lambda: self.inner_optimizer.apply(unscaled(grads, variables, divisor), variables), lambda: None)
+        # Not within `_decide`: TorchInductor 2.13 would write the new scale, if both assignments were in one graph.
+        self._last.assign(last)
+        if self._has_limits() and not traced:
+            self.check_overflow_streak()
+
+    def stateless_apply(
+        self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the variables after a step, or those before it; a pure function, for `jax.jit`.
+
+        Args:
+            optimizer_variables: The values of `variables`, in their order.
+            grads: A scaled gradient or None for each variable that the optimizer was built with.
+            trainable_variables: The values of these variables.
+
+        Returns:
+            The new values of the trainable variables, and those of the optimizer's. Does not synchronise with the host
+                under `jit`.
+
+        Raises:
+            ValueError: The optimizer is not built.
+        """
+        if not self.built:
+            raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
+        cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
+        own = len(self._variables)
+        mapping = zip(self._variables, optimizer_variables[:own], strict=True)
+        with keras.StatelessScope(state_mapping=list(mapping)) as scope:
+            applies, divisor, last = self._decide(grads, self._trainable_variables, cond)
+            self._last.assign(last)
+        state = [scope.get_current_value(variable) for variable in self._variables]
+        before = list(trainable_variables), list(optimizer_variables[own:])
+
+        def step() -> tuple[list[Any], list[Any]]:
+            divided = unscaled(grads, self._trainable_variables, divisor)
+            return self.inner_optimizer.stateless_apply(before[1], divided, before[0])
+
+        new_trainable_variables, inner_variables = cond(applies, step, lambda: before)
+        return new_trainable_variables, state + inner_variables
+
+    def _decide(self, grads: list[Any], variables: list[Any], cond: Callable[..., Any]) -> tuple[Any, Any, LastStep]:
+        """Update the states; return whether the step is applied, the divisor of its gradients, and its record."""
+        before = self._state.read()
+        with_norm = self.guard is not None or self.global_clipnorm is not None
+        finite, norm, applies = check(grads, variables, before.loss_scale, with_norm, cond)
+        loss_scale = divisor = self.loss_scale  # a copy, since the state is updated before the gradients are divided
+        if self.global_clipnorm is not None:
+            divisor = loss_scale * xp.where(norm > self.global_clipnorm, norm / self.global_clipnorm, 1.0)
+        after, outcome = self.policy.update(before, finite, xp=xp), xp.where(finite, 1, 2)
+        if self.guard is not None and self._guard_state is not None:
+            known = xp.where(finite, norm, math.inf)  # infinity leaves the guard's state unchanged
+            applies, guard_after = self.guard.check(self._guard_state.read(), known, xp=xp)
+            self._guard_state.assign(guard_after)
+            spiked = finite & ~applies
+            after, outcome = select(spiked, before, after), xp.where(spiked, 3, outcome)
+        self._state.assign(after)
+        return applies, divisor, LastStep(outcome, loss_scale, norm)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale: float32, of shape `()`."""
+        return ops.copy(self.dynamic_scale)
+
+    @property
+    def dynamic_scale(self) -> Any:
+        """The variable that holds the loss scale; the name in Keras's wrapper."""
+        return self._state.variables[0]
+
+    @property
+    def scale_state(self) -> core.ScaleState:
+        """The policy's state, as arrays of shape `()`."""
+        return self._state.copy()
+
+    @property
+    def guard_state(self) -> core.GuardState | None:
+        """The spike guard's state, as arrays of shape `()`; None without a guard."""
+        return None if self._guard_state is None else self._guard_state.copy()
+
+    @property
+    def last_step(self) -> core.StepInfo:
+        """The outcome of the last step, as arrays of shape `()`; before it, a step that was not applied.
+
+        Does not synchronise with the host. In a traced `train_step` it is the step that is traced. In a callback for
+        batches on JAX, call `model.jax_state_sync()` first.
+        """
+        last, state = self._last.copy(), self.scale_state
+        applied, overflowed, spiked = (last.outcome == code for code in (1, 2, 3))
+        return core.StepInfo(applied, last.loss_scale, state.loss_scale, state.overflow_streak, overflowed, spiked)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise.
+
+        Returns:
+            Arrays of shape `()`: those of `lossscale_core.metrics`.
+        """
+        return core.metrics(self.scale_state, guard=self.guard_state)
+
+    def diagnose(self) -> str:
+        """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`.
+
+        Synchronises with the host.
+        """
+        state, guard_state = self._read_and_log()
+        return core.diagnose(self.policy, state, guard=guard_state)
+
+    def check_overflow_streak(self) -> None:
+        """Log events and raise the errors of limits that are reached. Synchronises with the host.
+
+        `LossScaleLogger` calls it at the end of each epoch; call it yourself in a loop that takes its steps in a graph
+        or under `jit`.
+
+        Raises:
+            OverflowStreakError: The policy's `max_overflow_streak` is reached.
+            ScaleFloorError: With `on_floor="raise"`, the last step overflowed and left the scale at `min_scale`.
+            SpikeStreakError: The guard's `max_streak` is reached.
+        """
+        state = self._state.read_on_host()
+        core.check_overflow_streak(self.policy, state)
+        self._watch.check(self.policy, state)
+        if self.guard is not None and self._guard_state is not None:
+            core.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states and the policy as plain numbers, which other frameworks can restore.
+
+        Keras's files keep the state without this method. Synchronises with the host.
+        """
+        state, guard_state = self._read_and_log()
+        return core.state_to_dict(state, self.policy, guard=guard_state)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a saved state, with the policy and the guard of this optimizer.
+
+        A `CheckpointWarning` names each difference from the saved policy, and a missing state of the guard.
+
+        Args:
+            saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
+
+        Raises:
+            CheckpointError: `saved` is not a saved state, or is one of a newer version.
+        """
+        state = core.state_from_dict(saved, self.policy)
+        if self._guard_state is not None:
+            self._guard_state.assign(core.guard_state_from_dict(saved))
+        self._state.assign(state)
+        self._last.assign(LastStep())
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the config for `from_config`, without the running state: strings, numbers and dicts of them.
+
+        Raises:
+            PolicyError: The policy has no `kind`, so that no config describes it.
+        """
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        # The other backends would make torch's class, too. A class of the user's has no module.
+        if (inner["module"] or "").startswith("keras.src.backend.torch."):
+            inner = {**inner, "module": "keras.optimizers", "registered_name": None}
+        return {
+            "name": self.name,
+            "inner_optimizer": inner,
+            "policy": core.policy_to_dict(self.policy),
+            "guard": None if self.guard is None else dataclasses.asdict(self.guard),
+            "global_clipnorm": self.global_clipnorm,
+            "on_floor": self._watch.on_floor,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        """Make an optimizer from a config.
+
+        Args:
+            config: The result of `get_config`. It is not changed.
+            custom_objects: The user's classes that the inner optimizer's config names.
+
+        Returns:
+            The wrapper, around a new inner optimizer.
+        """
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        guard = None if config["guard"] is None else core.SpikeGuard(**config["guard"])
+        return cls(**{**config, "inner_optimizer": inner, "guard": guard})
+
+    def save_own_variables(self, store: Any) -> None:
+        """Store the states by name. Keras stores the inner optimizer's variables by itself.
+
+        Args:
+            store: A mapping of names to arrays, which Keras writes to a file.
+        """
+        saved = self.state_dict()
+        saved.pop("policy", None)  # the config has it
+        guard = {f"guard_{name}": number for name, number in saved.pop("guard", {}).items()}
+        for name, number in {**saved, **guard}.items():
+            store[name] = np.asarray(number)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what `save_own_variables` stored, on any backend.
+
+        A `CheckpointWarning` says if the scale or the guard starts over, since it was not saved.
+
+        Args:
+            store: A mapping of names to arrays.
+        """
+        saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
+        if "loss_scale" not in saved:
+            warnings.warn(
+                "the file was saved without this wrapper, so that the loss scale starts over; to keep the inner "
+                "optimizer's variables, load them without the wrapper, and wrap the loaded optimizer",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+            return
+        guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}
+        self.load_state_dict({**saved, "guard": guard or None})
+
+    def _has_limits(self) -> bool:
+        """Return whether a step may end in an error, so that it reads the state."""
+        has_streak = self.guard is not None and self.guard.max_streak is not None
+        limit = core.BaseScaling.of(self.policy).max_overflow_streak
+        return has_streak or limit is not None or self._watch.on_floor == "raise"
+
+    def _read_and_log(self) -> tuple[core.ScaleState, core.GuardState | None]:
+        """Return the states as host scalars, and log the events of the scale."""
+        state = self._state.read_on_host()
+        self._watch.log(self.policy, state)
+        return state, None if self._guard_state is None else self._guard_state.read_on_host()
+
+
+def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """Call one of two functions, which may assign variables.
+
+    Eagerly, `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
+    """
+    return yes() if bool(flag) else no()
+
+
+def _clipnorm_of(inner: Any, own: float | None) -> float | None:
+    """Return the norm that the wrapper clips to; raise an error for an inner optimizer that it cannot wrap."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
+    if own is not None:
+        core.check_setting("global_clipnorm", own)
+        if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
+            raise ValueError(
+                f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} and "
+                f"gradient_accumulation_steps={inner.gradient_accumulation_steps!r}; set global_clipnorm on the inner "
+                "optimizer alone, which clips the mean of the micro-batches if it accumulates"
+            )
+        return float(own)
+    return None if inner.gradient_accumulation_steps else inner.global_clipnorm

@@ -1,0 +1,37 @@
+"""Which variables overflowed, and how."""
+
+import math
+from typing import Any
+
+from keras import ops
+
+from lossscale_core import GradientReport, OverflowReport
+from lossscale_keras._backend import xp
+from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
+
+
+def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
+    """Report on each variable with NaN or infinity in its gradient, and on the cause.
+
+    Call it eagerly, after a skipped step. Reads every gradient and synchronises with the host.
+
+    Args:
+        grads_and_vars: The (gradient, variable) pairs of the step; a gradient may be None.
+        loss: The loss of the step, unscaled: an array or a number. It shows the cause. Gradients alone do not, since
+            an overflow of the backward pass may leave NaN and no infinity.
+
+    Returns:
+        A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
+            `verdict` says "finite loss: a smaller loss scale fixes this" or "the loss itself is not finite".
+    """
+    reports = []
+    for grad, variable in grads_and_vars:
+        if is_gradient(grad) and not bool(all_finite(grad)):
+            values = lifted(dense(grad))
+            nan, above, below = (
+                int(ops.sum(ops.cast(each, "int32")))
+                for each in (ops.isnan(values), values == math.inf, values == -math.inf)
+            )
+            largest = float(ops.max(xp.where(ops.isfinite(values), ops.abs(values), 0.0)))
+            reports.append(GradientReport(getattr(variable, "path", variable.name), nan, above, below, largest))
+    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))

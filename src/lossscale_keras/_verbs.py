@@ -1,0 +1,145 @@
+"""The five verbs on nested structures of the backend's arrays, by `keras.ops`."""
+
+import contextlib
+import functools
+import operator
+from typing import Any, TypeVar
+
+import keras
+from keras import ops
+
+from lossscale_core import ScaleState, as_policy, tree
+from lossscale_core.messages import not_a_flag, not_a_state
+
+Tree = TypeVar("Tree")
+"""An array, or a nested structure of arrays."""
+_WIDE = ("float32", "float64", "complex64", "complex128")
+"""The dtypes that can hold a loss scale."""
+
+
+def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
+    """Make the state before the first step. Does not synchronise with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        device: The device to place the state on, as `keras.device` takes it; the backend's own choice if left out.
+
+    Returns:
+        The policy's NamedTuple of arrays of shape `()`, in float32 and int32.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+    """
+    start = as_policy(policy).init_state()
+    with keras.device(device) if device is not None else contextlib.nullcontext():
+        return start._make(ops.convert_to_tensor(value, dtype=value.dtype.name) for value in start)
+
+
+def scale(loss: Tree, state: ScaleState) -> Tree:
+    """Multiply a loss by the loss scale. Does not synchronise with the host.
+
+    float16 and bfloat16 are converted to float32 first, because a scale of 2**16 is infinite in float16.
+
+    Args:
+        loss: An array of any shape and dtype, or a nested structure of them; None stays None.
+        state: The policy's state, with a `loss_scale` in float32 of shape `()`.
+
+    Returns:
+        The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
+
+    Raises:
+        TypeError: `state` is not a state.
+    """
+    factor = _loss_scale_of(state, "scale(loss, state)")
+    return tree.map_leaves(lambda leaf: None if leaf is None else ops.multiply(lifted(leaf), factor), loss)
+
+
+def all_finite(grads: Any) -> Any:
+    """Return whether every gradient element is finite. Exact: large finite values are never flagged.
+
+    Does not synchronise with the host.
+
+    Args:
+        grads: A nested structure of arrays of any float dtype; TensorFlow's `IndexedSlices` are summed first. None and
+            integer leaves do not count, and an empty structure is finite.
+
+    Returns:
+        A bool array of shape `()`.
+
+    Raises:
+        TypeError: A leaf is neither an array nor a number nor None.
+    """
+    flags = [ops.all(ops.isfinite(dense(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
+    return functools.reduce(operator.and_, flags) if flags else ops.convert_to_tensor(True)
+
+
+def unscale(grads: Tree, state: ScaleState) -> Tree:
+    """Divide gradients by the loss scale. Does not synchronise with the host.
+
+    Args:
+        grads: A nested structure of arrays, TensorFlow's `IndexedSlices`, and None.
+        state: The policy's state, with a `loss_scale` in float32 of shape `()`.
+
+    Returns:
+        The gradients in the same structure. float16 and bfloat16 leaves become float32, others keep their own dtype.
+        `IndexedSlices` stay sparse; None and integer leaves are returned as they are.
+
+    Raises:
+        TypeError: `state` is not a state, or a leaf is neither an array nor a number nor None.
+    """
+    divisor = _loss_scale_of(state, "unscale(grads, state)")
+    return tree.map_leaves(lambda leaf: ops.divide(lifted(leaf), divisor) if is_gradient(leaf) else leaf, grads)
+
+
+def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
+    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
+
+    Args:
+        grads_finite: A bool array of shape `()`, which causes no synchronisation; or a Python bool, which returns the
+            leaves of one side unchanged.
+        new: A nested structure of arrays and None.
+        old: The same structure, with the same shapes.
+
+    Returns:
+        The leaves of `new` or those of `old`.
+
+    Raises:
+        ValueError: The structures or shapes differ.
+        TypeError: `grads_finite` is a nested structure.
+    """
+    if isinstance(grads_finite, (dict, list, tuple)):  # torch.compile cannot trace `dict | list | tuple`
+        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
+
+    def select_leaf(a: Any, b: Any) -> Any:
+        if isinstance(grads_finite, bool) or a is None:
+            return a if grads_finite is not False else b
+        return ops.where(grads_finite, a, b)
+
+    return tree.map_leaves(select_leaf, new, old)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` holds floats; raise `TypeError` unless it is an array, a number or None."""
+    if leaf is None or isinstance(leaf, (int, float)):
+        return isinstance(leaf, float)
+    if not hasattr(leaf, "dtype"):
+        raise TypeError(f"{leaf!r} is not an array; pass arrays or None, in dicts, lists and tuples")
+    return keras.backend.standardize_dtype(leaf.dtype).startswith(("float", "bfloat", "complex"))
+
+
+def lifted(leaf: Any) -> Any:
+    """Return an array in the dtype in which it is scaled: all below float32, and whole numbers, in float32."""
+    leaf = leaf if hasattr(leaf, "dtype") else ops.convert_to_tensor(leaf)
+    return leaf if keras.backend.standardize_dtype(leaf.dtype) in _WIDE else ops.cast(leaf, "float32")
+
+
+def dense(leaf: Any) -> Any:
+    """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
+    array = ops.convert_to_tensor(leaf)
+    return lifted(array) if "float8" in str(array.dtype) else array
+
+
+def _loss_scale_of(state: Any, call: str) -> Any:
+    if not hasattr(state, "loss_scale"):
+        raise not_a_state(state, call)
+    return state.loss_scale

@@ -1,0 +1,78 @@
+"""Steps and loops with Keras on the backend of this process, as a user of that backend writes them."""
+
+import keras
+import numpy as np
+
+BACKEND = keras.backend.backend()
+
+
+def apply(optimizer, variables, grads):
+    """Take a step with given gradients: by `stateless_apply` under `jit` on JAX, in a graph of TensorFlow, or else."""
+    grads = [keras.ops.convert_to_tensor(grad) for grad in grads]
+    if not optimizer.built:
+        optimizer.build(variables)
+    if BACKEND == "jax":
+        import jax
+
+        jitted = vars(optimizer).setdefault("_jitted_by_test", jax.jit(optimizer.stateless_apply))
+        values = [each.value for each in optimizer.variables], grads, [each.value for each in variables]
+        after, state = jitted(*values)
+        for variable, value in zip([*variables, *optimizer.variables], [*after, *state], strict=True):
+            variable.assign(value)
+    elif BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        graph = tf.function(lambda *grads: optimizer.apply(list(grads), variables), autograph=False)
+        vars(optimizer).setdefault("_graph_by_test", graph)(*grads)
+    else:
+        optimizer.apply(grads, variables)
+
+
+def apply_scaled(optimizer, variables, grads):
+    """Take a step with gradients of these sizes, multiplied by the loss scale first."""
+    scale = value_of(optimizer.dynamic_scale)
+    with np.errstate(all="ignore"):
+        apply(optimizer, variables, [(np.asarray(grad, np.float32) * scale).astype("float32") for grad in grads])
+
+
+def minimize(optimizer, loss_fn, variables):
+    """Take a whole step of a loop of one's own: scale the loss, differentiate, apply."""
+    if BACKEND == "torch":
+        import torch
+
+        for variable in variables:
+            variable.value.grad = None
+        optimizer.scale_loss(loss_fn()).backward()
+        with torch.no_grad():
+            optimizer.apply([variable.value.grad for variable in variables], variables)
+    elif BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(loss_fn())
+        optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+    else:
+        import jax
+
+        def scaled_loss(values):
+            with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+                return optimizer.scale_loss(loss_fn())
+
+        optimizer.apply(jax.grad(scaled_loss)([variable.value for variable in variables]), variables)
+
+
+def value_of(variable):
+    """Return the value of a variable as a NumPy array, which `Variable.numpy` cannot without a warning of NumPy's."""
+    value = keras.ops.convert_to_tensor(variable)
+    return np.array(value.detach().numpy() if BACKEND == "torch" else np.asarray(value))
+
+
+def values_of(*lists):
+    """Return the values of variables as NumPy arrays."""
+    return [value_of(variable) for variables in lists for variable in variables]
+
+
+def assert_same(after, before):
+    """Require that all arrays are equal, bit for bit."""
+    for new, old in zip(after, before, strict=True):
+        assert new.tobytes() == old.tobytes()

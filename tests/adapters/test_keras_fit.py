@@ -1,0 +1,176 @@
+"""`fit` with `lossscale_keras.LossScaleOptimizer`, on the backend that KERAS_BACKEND names."""
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core.errors import OverflowStreakError
+from lossscale_keras import LossScaleLogger, LossScaleOptimizer
+from tests.adapters.keras_loops import BACKEND, assert_same, value_of, values_of
+
+PAGE = (Path(__file__).parents[2] / "docs/keras.md").read_text(encoding="utf-8")
+DATA = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
+BAD = np.full((8, 3), np.inf, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _mixed_float16():
+    keras.utils.set_random_seed(0)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
+    layers = [keras.Input((3,)), *layers, keras.layers.Dense(1, dtype="float32")]
+    model = model_class(layers)
+    model.compile(optimizer, "mse", **settings)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
+    """`compile` leaves the wrapper as it is, and a bad batch changes no variable but those of the state."""
+    inner = keras.optimizers.Adam(0.05, global_clipnorm=10.0)
+    optimizer = LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**20, growth_interval=20))
+    model = _model(keras.layers.Dense(8), optimizer=optimizer, jit_compile=jit_compile)
+    assert model.optimizer is optimizer
+    epochs = 3 if (BACKEND, jit_compile) in (("torch", True), ("jax", False)) else 12  # these two take seconds a step
+    logged = model.fit(DATA, DATA.sum(axis=1), batch_size=8, epochs=epochs, verbose=0, callbacks=[LossScaleLogger()])
+    losses = logged.history["loss"]
+    assert losses[-1] < (0.01 if epochs == 12 else losses[0] / 4)
+    assert logged.history["loss_scale"][-1] == float(optimizer.loss_scale)
+    assert logged.history["skipped_steps"][-1] == int(optimizer.metrics()["skipped_steps"])
+    assert int(optimizer.iterations) == int(optimizer.metrics()["applied_steps"])
+    before, scale = values_of(model.trainable_variables, inner.variables), float(optimizer.loss_scale)
+    model.fit(BAD, np.ones(8), batch_size=8, epochs=2, verbose=0)
+    assert_same(values_of(model.trainable_variables, inner.variables), before)
+    info = optimizer.last_step
+    assert (float(info.loss_scale_used), float(info.loss_scale_after)) == (scale / 2, scale / 4)
+    assert (bool(info.applied), int(info.overflow_streak)) == (False, 2)
+
+
+def test_the_logger_logs_batches_and_spikes_and_raises():
+    """Every second batch, with the guard's spikes; at the end of an epoch a streak is an error."""
+
+    class Batches(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append({"loss_scale", "skipped_steps", "spikes"} <= {*logs})
+
+    batches, policy = Batches(), DynamicScaling(max_overflow_streak=3)
+    model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01), policy, guard=SpikeGuard()))
+    callbacks = [LossScaleLogger(every_n_batches=2), batches]
+    model.fit(DATA, DATA.sum(axis=1), batch_size=24, verbose=0, callbacks=callbacks)
+    assert batches.seen == [False, True, False, True]
+    with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
+        model.fit(np.concatenate([BAD] * 4), np.ones(32), batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
+    plain = _model(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer"):
+        plain.fit(DATA, DATA.sum(axis=1), verbose=0, callbacks=[LossScaleLogger()])
+    with pytest.raises(ValueError, match="every_n_batches=0"):
+        LossScaleLogger(every_n_batches=0)
+
+
+def _code_with(words):
+    """Return the one block of the page that has these words, without prompts."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if words in block]
+    return "\n".join(line[4:] if line[:4] in (">>> ", "... ") else line for line in code.splitlines())
+
+
+def test_the_loops_of_the_page_train():
+    """Each on its backend; a bad batch is skipped."""
+    words = {"torch": "model.zero_grad()", "tensorflow": "GradientTape", "jax": "def scaled_loss"}[BACKEND]
+    code = compile(_code_with(words), "docs/keras.md", "exec")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    optimizer.build(model.trainable_variables)
+    names = {"keras": keras, "model": model, "optimizer": optimizer, "loss_fn": keras.losses.MeanSquaredError()}
+    names |= {BACKEND: __import__(BACKEND), "tf": __import__(BACKEND)}
+    lists = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+
+    def train(x, y):
+        values = ([variable.value for variable in variables] for variables in lists)
+        names.update(zip(("weights", "others", "state"), values, strict=True))
+        names.update(x=keras.ops.convert_to_tensor(x), y=keras.ops.convert_to_tensor(y))
+        exec(code, names)
+        if BACKEND == "jax":
+            for variables, name in zip(lists, ("weights", "others", "state"), strict=True):
+                for variable, value in zip(variables, names[name], strict=True):
+                    variable.assign(value)
+
+    for _ in range(60):
+        train(DATA, DATA.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(value_of(model.trainable_variables[0]), np.ones((3, 1)), atol=0.1)
+    before = values_of(model.trainable_variables)
+    train(BAD, np.ones((8, 1), np.float32))
+    assert_same(values_of(model.trainable_variables), before)
+    assert (int(optimizer.iterations), bool(optimizer.last_step.overflowed)) == (60, True)
+
+
+def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
+    """Without it they hold NaN after a skipped batch; with it they stay bit for bit, and move on applied steps."""
+    names = {"keras": keras}
+    exec(_code_with("def train_step" + ("(self, state, data)" if BACKEND == "jax" else "(self, data)")), names)
+
+    def trained(model_class):
+        inputs = keras.Input((3,))
+        normalised = keras.layers.BatchNormalization()
+        model = model_class(inputs, keras.layers.Dense(1, dtype="float32")(normalised(inputs)))
+        model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        model.fit(DATA, DATA.sum(axis=1), verbose=0)
+        before = values_of(model.non_trainable_variables)
+        model.fit(BAD, np.ones(8), verbose=0)
+        return before, values_of(model.non_trainable_variables)
+
+    before, after = trained(names["Keeping"])
+    assert_same(after, before)
+    assert np.abs(before[0]).max() > 0
+    assert not np.isfinite(np.concatenate(trained(keras.Model)[1])).all()
+
+
+def test_float8_layers_train():
+    """Their scales are overwritten, and a bad batch leaves them as they were."""
+    keras.config.set_dtype_policy("float32")
+    layer = keras.layers.Dense(16)
+    inner = keras.optimizers.Adam(0.01)
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    layer.quantize("float8")
+    model.compile(LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**10), global_clipnorm=10.0), "mse",
+                  jit_compile=BACKEND == "jax")  # fmt: skip
+    overwritten = [each for each in model.trainable_variables if getattr(each, "overwrite_with_gradient", False)]
+    assert overwritten
+    losses = model.fit(DATA, DATA.sum(axis=1), batch_size=8, epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 2
+    assert any(value_of(each).max() != 1.0 for each in overwritten)
+    before = values_of(model.trainable_variables, inner.variables)
+    model.fit(BAD, np.ones(8), verbose=0)
+    assert_same(values_of(model.trainable_variables, inner.variables), before)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="Keras has DataParallel on JAX")
+def test_eight_devices_decide_together():
+    """Infinity in the batch of one device skips the step on all."""
+    devices = keras.distribution.list_devices()
+    assert len(devices) == 8
+    with keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope():
+        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.05), guard=SpikeGuard(), global_clipnorm=10.0)
+        model = _model(keras.layers.Dense(8), optimizer=optimizer)
+        losses = model.fit(DATA, DATA.sum(axis=1), batch_size=16, epochs=12, verbose=0).history["loss"]
+        assert losses[-1] < 0.05
+        assert len(model.trainable_variables[0].value.sharding.device_set) == 8
+        before, steps = values_of(model.trainable_variables), int(optimizer.iterations)
+        batch = DATA[:16].copy()
+        batch[3] = np.inf
+        model.fit(batch, np.ones(16), batch_size=16, verbose=0)
+        assert_same(values_of(model.trainable_variables), before)
+        assert (int(optimizer.iterations), bool(optimizer.last_step.overflowed)) == (steps, True)

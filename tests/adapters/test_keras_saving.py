@@ -1,0 +1,179 @@
+"""Files of `lossscale_keras.LossScaleOptimizer`, within a backend and between them."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import lossscale_keras
+from lossscale_core import DynamicScaling, SpikeGuard, TolerantScaling, state_from_dict
+from lossscale_core.errors import CheckpointWarning
+from lossscale_keras import LossScaleOptimizer
+from tests.adapters.keras_loops import BACKEND, assert_same, values_of
+
+POLICY = DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1)
+DATA = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+BAD = np.full((8, 3), np.inf, np.float32)
+
+CONTINUE = """
+import json, sys
+import keras, numpy as np
+import lossscale_keras
+model = keras.models.load_model(sys.argv[1])
+state = model.optimizer.state_dict()
+weights = [np.asarray(keras.ops.convert_to_numpy(each.value)).tolist() for each in model.trainable_variables]
+optimizer, data = model.optimizer, np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+iterations = int(optimizer.iterations)
+model.fit(data, data.sum(axis=1), batch_size=8, verbose=0)
+print(json.dumps({"backend": keras.backend.backend(), "state": state, "weights": weights, "iterations": iterations,
+                  "clipnorm": optimizer.global_clipnorm, "steps": int(optimizer.metrics()["steps"]),
+                  "after": [np.asarray(keras.ops.convert_to_numpy(each.value)).tolist()
+                            for each in model.trainable_variables]}))
+"""
+
+
+def _trained(**settings):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, **settings), "mse", jit_compile=False)
+    model.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    model.fit(BAD, np.ones(8), batch_size=8, verbose=0)
+    return model
+
+
+def _go_on(model):
+    model.fit(DATA, DATA.sum(axis=1), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    return values_of(model.trainable_variables, model.optimizer.inner_optimizer.variables)
+
+
+@pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard(), "global_clipnorm": 5.0}], ids=["plain", "guarded"])
+def test_a_saved_model_continues_bit_for_bit(tmp_path, settings):
+    """With its policy, its guard and its norm."""
+    model = _trained(**settings)
+    model.save(tmp_path / "model.keras")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is LossScaleOptimizer
+    assert (loaded.optimizer.policy, loaded.optimizer.guard) == (POLICY, settings.get("guard"))
+    assert loaded.optimizer.global_clipnorm == settings.get("global_clipnorm")
+    assert loaded.optimizer.state_dict() == model.optimizer.state_dict()
+    assert_same(_go_on(loaded), _go_on(model))
+
+
+def test_a_saved_model_continues_on_the_other_backends(tmp_path):
+    """The state and the weights are the same numbers; the next steps agree as far as the backends round alike."""
+    model = _trained(guard=SpikeGuard(), global_clipnorm=5.0)
+    model.save(tmp_path / "model.keras")
+    others = [backend for backend in ("jax", "torch", "tensorflow") if backend != BACKEND]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONTINUE, str(tmp_path / "model.keras")],
+            env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for backend in others
+    ]
+    printed = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], [said for _, said in printed]
+    found = [json.loads(numbers.splitlines()[-1]) for numbers, _ in printed]
+    assert [each["backend"] for each in found] == others
+    for each in found:
+        assert each["state"] == model.optimizer.state_dict()
+        assert each["clipnorm"] == 5.0
+        assert each["iterations"] == int(model.optimizer.iterations)
+        assert each["steps"] == int(model.optimizer.metrics()["steps"]) + 8
+        assert_same([np.float32(weight) for weight in each["weights"]], values_of(model.trainable_variables))
+    for one, other in zip(found[0]["after"], found[1]["after"], strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05)  # `fit` shuffles each in its own way
+
+
+def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
+    """The state is stored by name, so that a guard may be new; a file of the inner optimizer alone has none."""
+    model = _trained()
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = _trained(guard=SpikeGuard())
+    _go_on(other)
+    with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
+        other.load_weights(tmp_path / "model.weights.h5")
+    assert other.optimizer.state_dict().items() >= model.optimizer.state_dict().items()
+    assert_same(values_of(other.trainable_variables), values_of(model.trainable_variables))
+    loaded = values_of(other.optimizer.inner_optimizer.variables)
+    assert_same(loaded, values_of(model.optimizer.inner_optimizer.variables))
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    plain.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
+        warnings.simplefilter("always")
+        model.load_weights(tmp_path / "plain.weights.h5")
+    messages = [str(each.message) for each in warned if each.category is CheckpointWarning]
+    assert len(messages) == 1
+    assert "the loss scale starts over" in messages[0]
+
+
+def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
+    """The loaded optimizer keeps its variables when it is wrapped."""
+    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    plain.compile(keras.optimizers.SGD(0.0, momentum=1.0), "mse", jit_compile=False)
+    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    inner = plain.optimizer
+    before = values_of(inner.variables)
+    plain.compile(LossScaleOptimizer(inner, "none"), "mse", jit_compile=False)
+    plain.fit(BAD, np.ones(8), batch_size=8, verbose=0)
+    assert_same(values_of(inner.variables), before)
+    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    assert int(inner.iterations) == 16
+
+
+def test_a_config_holds_the_policy():
+    """It is JSON, and makes an equal optimizer around a new inner one."""
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
+    optimizer = LossScaleOptimizer(
+        inner, TolerantScaling(tolerance=0.25), guard=SpikeGuard(threshold=4.0), on_floor="ignore"
+    )
+    config = json.loads(json.dumps(optimizer.get_config()))
+    before = json.dumps(config)
+    copy = LossScaleOptimizer.from_config(config)
+    assert json.dumps(config) == before
+    assert copy.get_config() == optimizer.get_config()
+    assert (copy.policy, copy.guard, copy.global_clipnorm) == (optimizer.policy, optimizer.guard, 3.0)
+    assert copy.inner_optimizer is not inner
+
+    @keras.saving.register_keras_serializable("tests")
+    class Own(keras.optimizers.SGD):
+        pass
+
+    config = LossScaleOptimizer(Own(0.5)).get_config()
+    assert type(LossScaleOptimizer.from_config(config).inner_optimizer) is Own
+
+
+def test_a_state_dict_is_the_portable_one():
+    """It loads into any adapter, and starts the record of the last step over."""
+    model = _trained(guard=SpikeGuard())
+    saved = json.loads(json.dumps(model.optimizer.state_dict()))
+    assert state_from_dict(saved, POLICY).steps == 9
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), POLICY, guard=SpikeGuard())
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict() == saved
+    assert not bool(optimizer.last_step.applied)
+    assert optimizer.diagnose() == model.optimizer.diagnose()
+    assert {variable.name for variable in optimizer.variables} >= {
+        *state_from_dict(saved, POLICY)._fields,
+        "guard_mean",
+    }
+    with pytest.warns(CheckpointWarning, match="growth_interval was 3 and is 2000"):
+        LossScaleOptimizer(keras.optimizers.SGD(), DynamicScaling(hysteresis=2, cooldown=1)).load_state_dict(saved)
+
+
+def test_the_classes_are_found_where_users_import_them():
+    """A file names the registered class, not a private module."""
+    assert keras.saving.get_registered_name(LossScaleOptimizer) == "lossscale_keras>LossScaleOptimizer"
+    assert LossScaleOptimizer.__module__ == lossscale_keras.LossScaleLogger.__module__ == "lossscale_keras"

@@ -1,0 +1,287 @@
+"""One step of `lossscale_keras.LossScaleOptimizer`, on the backend that KERAS_BACKEND names.
+
+On JAX the steps are `stateless_apply` under `jit`, on TensorFlow they are in a graph, and on PyTorch they are eager.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard, TolerantScaling
+from lossscale_core.errors import OverflowStreakError, PolicyError, ScaleFloorError, SpikeStreakError
+from lossscale_keras import LossScaleOptimizer, overflow_report
+from tests.adapters.keras_loops import BACKEND, apply, apply_scaled, assert_same, minimize, value_of, values_of
+from tests.sweeping import seeds
+
+INF, NAN = float("inf"), float("nan")
+
+
+def _variables(*shapes, dtype="float32"):
+    return [keras.Variable(np.full(shape, 0.5, dtype), dtype=dtype) for shape in shapes or [(3,)]]
+
+
+def test_a_scale_stays_within_its_bounds_where_keras_scale_reaches_zero_and_infinity():
+    """Keras's own wrapper reaches a scale of 0 after bad batches, and one good step later the weights are NaN."""
+    for wrap, ends in (
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 2.0**15, 1), (0.0, INF)),
+        (lambda: LossScaleOptimizer(keras.optimizers.SGD(), DynamicScaling(growth_interval=1)), (1.0, 2.0**32)),
+    ):
+        for grad, end in zip((INF, 0.0), ends, strict=True):
+            optimizer, variables = wrap(), _variables()
+            for _ in range(300):
+                apply(optimizer, variables, [np.full(3, grad, np.float32)])
+            assert float(value_of(optimizer.dynamic_scale)) == end
+            if grad == INF:
+                apply_scaled(optimizer, variables, [np.ones(3)])
+                assert np.isfinite(value_of(variables[0])).all() == (end == 1.0)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_skipped_step_changes_nothing_but_the_state(bad):
+    """Weights, slots, averages, `iterations` and the accumulated gradients stay bit for bit."""
+    inner = keras.optimizers.AdamW(0.1, use_ema=True, ema_overwrite_frequency=2, weight_decay=0.1, clipvalue=0.5)
+    optimizer, variables = LossScaleOptimizer(inner, global_clipnorm=1.0), _variables((3,), (2, 2))
+    for size in (1.0, 2.0, 3.0):
+        apply_scaled(optimizer, variables, [np.full(3, size), np.ones((2, 2))])
+    before = values_of(variables, inner.variables)
+    apply_scaled(optimizer, variables, [np.ones(3), [[1.0, bad], [0.0, 0.0]]])
+    assert_same(values_of(variables, inner.variables), before)
+    assert int(value_of(optimizer.iterations)) == 3
+    assert float(optimizer.loss_scale) == 2.0**15
+    assert [float(each) for each in optimizer.last_step] == [False, 2.0**16, 2.0**15, 1, True, False, False, False]
+    apply_scaled(optimizer, variables, [np.ones(3), np.ones((2, 2))])
+    assert optimizer.last_step.applied
+    assert int(optimizer.metrics()["applied_steps"]) == 4
+    assert int(value_of(optimizer.iterations)) == 4
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("sizes", [(3.0, 4.0), (1e30, 1e30), (1e-3, 1e-3)])
+def test_clipping_is_that_of_two_passes(is_inner, sizes):
+    """Gradients are unscaled, then clipped by the norm of all; squares that overflow do not matter."""
+    grads = [np.full(3, sizes[0], np.float32), np.full((2, 2), sizes[1], np.float32)]
+    norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in grads))
+    variables = _variables((3,), (2, 2))
+    inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
+    optimizer = LossScaleOptimizer(
+        inner, FixedScaling(2.0**10 if sizes[0] > 1e10 else 2.0**16), global_clipnorm=None if is_inner else 2.0
+    )
+    assert (inner.global_clipnorm, optimizer.global_clipnorm) == (None, 2.0)
+    apply_scaled(optimizer, variables, grads)
+    for variable, grad in zip(variables, grads, strict=True):
+        np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
+
+
+def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is_not():
+    """The sum of squares of 1e30 overflows, and 1e30 divided by 2**-30 does."""
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(1.0)), _variables()
+    apply(optimizer, variables, [np.array([1e30, 1.0, -1e38], np.float32)])
+    assert optimizer.last_step.applied
+    assert value_of(variables[0])[0] == np.float32(-1e30)
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(2.0**-30)), _variables()
+    apply(optimizer, variables, [np.array([1e30, 1.0, 1.0], np.float32)])
+    assert optimizer.last_step.overflowed
+    apply(optimizer, variables, [np.full(3, 2.0**-30, np.float32)])
+    assert list(value_of(variables[0])) == [-0.5] * 3
+
+
+def test_variables_in_float16_get_gradients_in_float16_that_are_unscaled_in_float32():
+    """A gradient of 2**15 at a scale of 2**-2 is beyond float16, and its step is skipped."""
+    optimizer, variables = (
+        LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(0.25)),
+        _variables(dtype="float16"),
+    )
+    apply(optimizer, variables, [np.array([2.0**15, 0, 0], np.float16)])
+    assert optimizer.last_step.overflowed
+    apply(optimizer, variables, [np.array([0.125, 0, 0], np.float16)])
+    assert list(value_of(variables[0])) == [0.0, 0.5, 0.5]
+
+
+def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is():
+    """Keras marks the scales of float8 layers so; they are neither unscaled nor part of the norm."""
+    variables = _variables((3,), (2,))
+    variables[1].overwrite_with_gradient = True
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(8.0), global_clipnorm=100.0)
+    apply(optimizer, variables, [np.full(3, 8.0, np.float32), np.array([7.0, 1e6], np.float32)])
+    assert [list(value_of(each)) for each in variables] == [[-0.5] * 3, [7.0, 1e6]]
+    apply(optimizer, variables, [np.full(3, INF, np.float32), np.zeros(2, np.float32)])
+    assert list(value_of(variables[1])) == [7.0, 1e6]
+
+
+def test_a_spike_is_skipped_and_moves_neither_the_scale_nor_its_counters():
+    """The guard sees the norm before clipping, and its state is in the state dict."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=SpikeGuard(warmup=4), global_clipnorm=1.0)
+    variables = _variables()
+    for size in (1.0, 1.1, 0.9, 1.0, 1.05, INF):
+        apply_scaled(optimizer, variables, [np.full(3, size)])
+    before, state = values_of(variables, optimizer.inner_optimizer.variables), optimizer.state_dict()
+    apply_scaled(optimizer, variables, [np.full(3, 1000.0)])
+    assert_same(values_of(variables, optimizer.inner_optimizer.variables), before)
+    after = optimizer.state_dict()
+    assert (after.pop("guard")["spikes"], state.pop("guard")["spikes"]) == (1.0, 0.0)
+    assert after == state
+    info = optimizer.last_step
+    assert (bool(info.spiked), bool(info.overflowed), bool(info.applied)) == (True, False, False)
+    assert int(optimizer.metrics()["spikes"]) == 1
+    assert "1 spike" in optimizer.diagnose()
+
+
+def test_a_micro_batch_that_overflows_is_left_out_of_its_window():
+    """The mean is that of the finite ones, and the window takes one more batch."""
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=100.0)
+    optimizer, variables = LossScaleOptimizer(inner), _variables()
+    assert inner.global_clipnorm == 100.0  # of the mean, which only the inner optimizer knows
+    for size in (1.0, INF, 3.0):
+        apply_scaled(optimizer, variables, [np.full(3, size)])
+    assert list(value_of(variables[0])) == [-1.5] * 3
+    assert int(optimizer.iterations) == 1
+
+
+def test_a_schedule_follows_applied_steps():
+    """The learning rate is that of the inner optimizer, and can be set."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.25])
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(schedule)), _variables()
+    for size in (INF, 1.0, INF, 1.0):
+        apply_scaled(optimizer, variables, [np.full(3, size)])
+    assert list(value_of(variables[0])) == [0.5 - 1.25] * 3
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.learning_rate = 0.5
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_programs_do_what_the_rule_says(seed):
+    """The rule, and SGD with momentum and clipping, once more in plain NumPy."""
+    random = np.random.default_rng(seed)
+    policy = DynamicScaling(growth_interval=3, init_scale=2.0**10, min_scale=2.0**-4, max_scale=2.0**14)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25, momentum=0.5), policy, global_clipnorm=4.0)
+    variables, weights, momentum = _variables((4,)), np.full(4, 0.5), np.zeros(4)
+    scale, finite_in_a_row, applied = 2.0**10, 0, 0
+    for _ in range(80):
+        grad = random.normal(size=4) * 10.0 ** random.integers(-3, 3)
+        is_bad = random.random() < (0.8 if applied > 25 and scale > 2.0**-4 else 0.15)
+        if is_bad:
+            grad[random.integers(4)] = random.choice([INF, -INF, NAN])
+        apply(optimizer, variables, [(grad * scale).astype(np.float32)])
+        if is_bad:
+            scale, finite_in_a_row = max(scale * 0.5, 2.0**-4), 0
+        else:
+            momentum = 0.5 * momentum - 0.25 * grad * min(1.0, 4.0 / np.linalg.norm(grad))
+            weights, applied, finite_in_a_row = weights + momentum, applied + 1, finite_in_a_row + 1
+            if finite_in_a_row == 3:
+                scale, finite_in_a_row = min(scale * 2.0, 2.0**14), 0
+        assert float(optimizer.loss_scale) == scale
+        assert int(value_of(optimizer.iterations)) == applied
+        np.testing.assert_allclose(value_of(variables[0]), weights, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["none", 128.0, TolerantScaling(growth_interval=2)], ids=str)
+def test_a_loop_of_ones_own_takes_any_policy(policy):
+    """Scale the loss, differentiate, apply: eagerly on each backend, also in float16."""
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.5), policy), _variables()
+    for factor in (1.0, INF, 2.0):
+        minimize(optimizer, lambda: keras.ops.sum(variables[0]) * factor, variables)  # noqa: B023
+    assert list(value_of(variables[0])) == [-1.0] * 3
+    assert int(optimizer.metrics()["skipped_steps"]) == 1
+    half = optimizer.scale_loss(keras.ops.cast(2.0, "float16"))
+    assert keras.backend.standardize_dtype(half.dtype) == "float32"
+    assert float(half) == 2.0 * float(optimizer.loss_scale)
+
+
+def test_limits_end_an_eager_loop():
+    """The policy's `max_overflow_streak`, `on_floor` and the guard's `max_streak`, in the step that reaches them."""
+    for error, arguments, sizes in (
+        (OverflowStreakError, {"policy": DynamicScaling(max_overflow_streak=2)}, (1.0, INF, INF)),
+        (ScaleFloorError, {"policy": DynamicScaling(init_scale=2.0), "on_floor": "raise"}, (1.0, INF)),
+        (SpikeStreakError, {"guard": SpikeGuard(warmup=1, max_streak=2)}, (1.0, 1e4, 1e4)),
+    ):
+        optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), _variables()
+        for size in sizes[:-1]:
+            optimizer.apply([optimizer.scale_loss(keras.ops.full((3,), size))], variables)
+        with pytest.raises(error):
+            optimizer.apply([optimizer.scale_loss(keras.ops.full((3,), sizes[-1]))], variables)
+
+
+def test_bad_arguments_are_named():
+    """With the value, the rule and what to do."""
+    sgd = keras.optimizers.SGD
+    for error, words, make in (
+        (TypeError, "is not a Keras optimizer; pass one", lambda: LossScaleOptimizer("sgd")),
+        (TypeError, "wrap it once", lambda: LossScaleOptimizer(LossScaleOptimizer(sgd()))),
+        (TypeError, "wrap it once", lambda: LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))),
+        (ValueError, "on the inner optimizer alone",
+         lambda: LossScaleOptimizer(sgd(global_clipnorm=1.0), global_clipnorm=2.0)),
+        (ValueError, "gradient_accumulation_steps=2",
+         lambda: LossScaleOptimizer(sgd(gradient_accumulation_steps=2), global_clipnorm=2.0)),
+        (PolicyError, "global_clipnorm=-1", lambda: LossScaleOptimizer(sgd(), global_clipnorm=-1)),
+        (PolicyError, "guard=8.0", lambda: LossScaleOptimizer(sgd(), guard=8.0)),
+        (PolicyError, "on_floor='stop'", lambda: LossScaleOptimizer(sgd(), on_floor="stop")),
+        (PolicyError, "'dynamo'", lambda: LossScaleOptimizer(sgd(), "dynamo")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            make()
+    with pytest.raises(ValueError, match=r"call optimizer\.build"):
+        LossScaleOptimizer(sgd()).stateless_apply([], [], [])
+
+
+def test_an_overflow_report_names_the_variable():
+    """With the counts, and whether the loss is the cause."""
+    variables = _variables((3,), (2,))
+    grads = [keras.ops.convert_to_tensor(np.array([1.0, INF, NAN], "float16")), None]
+    report = overflow_report(zip(grads, variables, strict=True), loss=keras.ops.convert_to_tensor(1.0))
+    assert [each[1:] for each in report] == [(1, 1, 0, 1.0)]
+    assert report[0].name == variables[0].path
+    assert report.verdict == "finite loss: a smaller loss scale fixes this"
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="counts what torch copies to the host")
+@pytest.mark.parametrize(("arguments", "reads"), [({}, 1), ({"global_clipnorm": 1.0}, 1), ({"guard": SpikeGuard()}, 2)])
+def test_a_step_on_torch_reads_one_flag(arguments, reads):
+    """As Keras's own wrapper does; one more with a guard, and one more where the step overflows."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    def reads_of(optimizer, size):
+        variables = _variables()
+        optimizer.build(variables)
+        with Reads() as recorded:
+            optimizer.apply([torch.full((3,), size)], variables)
+        return recorded.count
+
+    inner = reads_of(keras.optimizers.SGD(), 1.0)
+    assert reads_of(LossScaleOptimizer(keras.optimizers.SGD(), **arguments), 1.0) - inner == reads
+    assert reads_of(LossScaleOptimizer(keras.optimizers.SGD(), **arguments), INF) == 2
+    assert reads_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), 1.0) - inner >= 1
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="only JAX has a second method for jit")
+def test_apply_under_jit_names_the_method_to_take():
+    """`apply` reads a flag there, which has no value yet."""
+    import jax
+
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD()), _variables()
+    with pytest.raises(RuntimeError, match="call stateless_apply there"):
+        jax.jit(lambda grad: optimizer.apply([grad], variables))(np.ones(3, np.float32))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
+def test_sparse_gradients_stay_sparse_and_strategies_are_refused():
+    """Duplicate rows are summed for the norm; a strategy is a matter of `lossscale_tf`."""
+    import tensorflow as tf
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(4.0), global_clipnorm=1.0)
+    variable = keras.Variable(np.zeros((4, 2), np.float32))
+    slices = tf.IndexedSlices(tf.fill((2, 2), 4.0), tf.constant([1, 1]), tf.constant([4, 2]))
+    optimizer.apply([slices], [variable])
+    np.testing.assert_allclose(value_of(variable)[1], [-(0.5**0.5)] * 2, rtol=1e-6)
+    assert not value_of(variable)[[0, 2, 3]].any()
+    strategy = tf.distribute.OneDeviceStrategy("cpu:0")
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"use lossscale_tf\.LossScaleOptimizer there"):
+        LossScaleOptimizer(keras.optimizers.SGD())
