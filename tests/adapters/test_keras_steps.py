@@ -78,6 +78,9 @@ def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is
     apply(optimizer, variables, [np.array([1e30, 1.0, -1e38], np.float32)])
     assert optimizer.last_step.applied
     assert value_of(variables[0])[0] == np.float32(-1e30)
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1e-30), "none", guard=SpikeGuard()), _variables()
+    apply(optimizer, variables, [np.full(3, 3e38, np.float32)])
+    assert optimizer.last_step.applied  # the norm is above float32's largest number
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(2.0**-30)), _variables()
     apply(optimizer, variables, [np.array([1e30, 1.0, 1.0], np.float32)])
     assert optimizer.last_step.overflowed
@@ -95,6 +98,9 @@ def test_variables_in_float16_get_gradients_in_float16_that_are_unscaled_in_floa
     assert optimizer.last_step.overflowed
     apply(optimizer, variables, [np.array([0.125, 0, 0], np.float16)])
     assert list(value_of(variables[0])) == [0.0, 0.5, 0.5]
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none"), _variables(dtype="float16")
+    apply(optimizer, variables, [np.array([1e6, 0, 0], np.float32)])
+    assert optimizer.last_step.overflowed
 
 
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is():
@@ -104,8 +110,10 @@ def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is():
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(8.0), global_clipnorm=100.0)
     apply(optimizer, variables, [np.full(3, 8.0, np.float32), np.array([7.0, 1e6], np.float32)])
     assert [list(value_of(each)) for each in variables] == [[-0.5] * 3, [7.0, 1e6]]
-    apply(optimizer, variables, [np.full(3, INF, np.float32), np.zeros(2, np.float32)])
-    assert list(value_of(variables[1])) == [7.0, 1e6]
+    for bad in ([np.full(3, INF), np.zeros(2)], [np.ones(3), [INF, 0.0]]):
+        apply(optimizer, variables, [np.asarray(each, np.float32) for each in bad])
+        assert list(value_of(variables[1])) == [7.0, 1e6]
+        assert optimizer.last_step.overflowed
 
 
 def test_a_spike_is_skipped_and_moves_neither_the_scale_nor_its_counters():
