@@ -94,8 +94,7 @@ def _as_page(source: str, text: str) -> str:
     """Return a program as its docstring and its code, a notebook as its cells, and any other file as it is."""
     if source.endswith(".ipynb"):
         cells = json.loads(text)["cells"]
-        outputs = ROOT / f"docs/_site/notebooks/{Path(source).stem}.json"
-        shown = json.loads(outputs.read_text(encoding="utf-8")) if outputs.exists() else [{}] * len(cells)
+        shown = json.loads((ROOT / f"docs/_site/notebooks/{Path(source).stem}.json").read_text(encoding="utf-8"))
         title, *parts = map(_as_markdown, cells, shown)
         return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *parts])
     if not source.endswith(".py"):
@@ -107,13 +106,16 @@ def _as_page(source: str, text: str) -> str:
 
 
 def _as_markdown(cell: dict[str, Any], shown: dict[str, str]) -> str:
-    """Return a cell of a notebook, and what it prints or draws if that is known."""
+    """Return a cell of a notebook, with the text that it prints and the picture that it draws."""
     text = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return text
-    printed = f"\n\n```text\n{shown['text']}\n```" if shown.get("text") else ""
-    svg = base64.b64encode(shown.get("svg", "").encode()).decode()
-    drawn = f"\n\n![What the cell draws](data:image/svg+xml;base64,{svg})" if svg else ""
+    printed = f"\n\n```text\n{shown['text']}\n```" if shown["text"] else ""
+    svg = base64.b64encode(shown["svg"].encode()).decode()
+    pictures = {"svg+xml": svg, "png": shown["png"]}
+    drawn = "".join(
+        f"\n\n![The picture of this cell](data:image/{kind};base64,{data})" for kind, data in pictures.items() if data
+    )
     return f"```python\n{text}\n```{printed}{drawn}"
 
 

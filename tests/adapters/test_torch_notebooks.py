@@ -4,6 +4,7 @@ The site shows the outputs in docs/_site/notebooks, which `python -m tests.adapt
 """
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
-SHOWN = {path.stem: path for path in sorted((ROOT / "docs/_site/notebooks").glob("*.json"))}
+SHOWN = ROOT / "docs/_site/notebooks"
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -34,9 +35,12 @@ def _shown(outputs):
     for cell in outputs:
         data = [each.get("data", {}) for each in cell]
         svg = "".join(each.get("image/svg+xml", "") for each in data)
+        png = "".join(each.get("image/png", "").replace("\n", "") for each in data)
         printed = "".join(each.get("text", "") for each in cell)
-        values = "".join(each.get("text/plain", "") for each in data if "image/svg+xml" not in each)
-        shown.append({"text": (printed + values).strip(), "svg": svg})
+        values = "".join(
+            each.get("text/plain", "") for each in data if not each.keys() & {"image/svg+xml", "image/png"}
+        )
+        shown.append({"text": (printed + values).strip(), "svg": svg, "png": png})
     return shown
 
 
@@ -56,18 +60,18 @@ def test_a_notebook_runs(notebook, request, tmp_path, monkeypatch):
     assert any("image/png" in each.get("data", ()) or "image/svg+xml" in each.get("data", ()) for each in made)
     assert "healthy: " in made[-1].data["text/plain"]
     name = request.node.callspec.params["notebook"].stem
-    if name in SHOWN:
-        assert _shown(outputs) == json.loads(SHOWN[name].read_text(encoding="utf-8"))
+    committed, drawn = json.loads((SHOWN / f"{name}.json").read_text(encoding="utf-8")), _shown(outputs)
+    if name == "float16_on_a_t4":  # it trains: accuracies, scales and pixels are those of a machine and its versions
+        committed, drawn = map(_without_numbers, (committed, drawn))
+    assert drawn == committed
 
 
-def test_the_site_shows_the_outputs_of_the_notebook_that_needs_no_gpu():
-    """Those of the other one depend on the machine."""
-    assert [*SHOWN] == ["range_report"]
+def _without_numbers(shown):
+    return [{"text": re.sub(r"\d+", "0", cell["text"]), "draws": bool(cell["png"])} for cell in shown]
 
 
 if __name__ == "__main__":
-    for name, path in SHOWN.items():
-        (source,) = (each for each in NOTEBOOKS if each.stem == name)
+    for source in NOTEBOOKS:
         with TemporaryDirectory() as folder:
             shown = _shown(_executed(nbformat.read(source, as_version=nbformat.NO_CONVERT), folder))
-        path.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+        (SHOWN / f"{source.stem}.json").write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
