@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.optimizers import Optimizer
-from mlx.utils import tree_map
+from mlx.optimizers import MultiOptimizer, Optimizer
+from mlx.utils import tree_flatten, tree_map
 
 from lossscale_core import (
     BaseScaling,
@@ -113,29 +113,46 @@ class LossScaleOptimizer(Optimizer):
         """The state for `mx.compile` and for saving: a dict of dicts, which a step writes in place.
 
         `inner_state` is that of the wrapped optimizer, `scale_state` the policy's, `guard_state` the guard's if there
-        is one, and `last_step` the outcome of the last step. Assign a saved state before `mx.compile` gets this one.
+        is one, and `last_step` the outcome of the last step.
+
+        A saved state may be assigned, also after `mx.compile` has got this one. Its numbers are restored as
+        `load_state_dict` does it, with the same warnings and errors, which synchronises with the host.
         """
         return {"inner_state": self.inner.state, **self._own}
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        if missing := [name for name in ("scale_state", "last_step") if name not in state]:
+        given = state if isinstance(state, Mapping) else {}
+        parts = ("inner_state", "scale_state", "last_step")
+        missing = [name for name in parts if not isinstance(given.get(name), Mapping)]
+        inner_state = tree_map(lambda leaf: leaf, given.get("inner_state"))  # so that two optimizers share no dict
+        missing = missing or [
+            f"inner_state.{name}" for name in sorted(_settings(self.inner.state) ^ _settings(inner_state))
+        ]
+        if missing:
             raise CheckpointError(
-                f"the state has no {', '.join(missing)}, but {shown_names(state)}; assign what the state of a "
-                "LossScaleOptimizer was. To continue from a state of the wrapped optimizer, assign it to inner.state"
+                f"{shown_names(missing)} must be in the state as in this optimizer's own, but it holds "
+                f"{shown_names(given) or shown(state)}; assign what the state of a LossScaleOptimizer was. To continue "
+                "from a state of the wrapped optimizer, assign it to inner.state"
             )
-        if self.guard is not None and "guard_state" not in state:
-            warnings.warn("the state has no guard_state; the guard keeps its own", CheckpointWarning, stacklevel=2)
-        for name, fields in self._own.items():
-            fields.update((key, value) for key, value in state.get(name, {}).items() if key in fields)
-        # Without a leaf, as for SGD without momentum, a file holds nothing of it.
-        self.inner.state = state.get("inner_state", {})
-        self._initialized = False
+        self.load_state_dict({"version": 1, **given["scale_state"], "guard": given.get("guard_state")})
+        last = self._own["last_step"]
+        last.update((name, mx.array(value)) for name, value in given["last_step"].items() if name in last)
+        dicts = [each.state for each in _optimizers(self.inner)]
+        self.inner.state, self._initialized = inner_state, False
+        for each, own in zip(_optimizers(self.inner), dicts, strict=True):  # `mx.compile` may hold the dict
+            new = each.state
+            own.clear()
+            own.update(new)
+            each.state = own
 
     @property
     def step(self) -> mx.array:
-        """The number of steps that the wrapped optimizer has taken; a skipped step does not count."""
-        return self.inner.step
+        """The number of steps that the wrapped optimizer has taken; a skipped step does not count.
+
+        Of a `MultiOptimizer` it is the number of its first optimizer, as the learning rate is.
+        """
+        return _optimizers(self.inner)[0].step
 
     @property
     def learning_rate(self) -> mx.array:
@@ -342,7 +359,8 @@ class LossScaleOptimizer(Optimizer):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
 
-        A `CheckpointWarning` names each difference from the saved policy, and a missing state of the guard. A function
+        A `CheckpointWarning` names each difference from the saved policy, and a state of the guard that is missing
+        or that has no guard here. A function
         that is compiled already continues from the saved state, too.
 
         Args:
@@ -356,6 +374,21 @@ class LossScaleOptimizer(Optimizer):
         self._own["scale_state"].update(state._asdict())
         if guard_state is not None:
             self._own["guard_state"].update(guard_state._asdict())
+        elif saved.get("guard") is not None:
+            note = "the saved state of a spike guard is dropped, since this optimizer has none; pass guard=SpikeGuard()"
+            warnings.warn(note, CheckpointWarning, stacklevel=2)
+
+
+def _settings(inner_state: Any) -> set[str]:
+    """Return the paths of what every state of an optimizer holds, or of each one in a `MultiOptimizer`."""
+    leaves: Any = tree_flatten(inner_state)
+    return {name for name, _ in leaves if name.rpartition(".")[2] in ("step", "learning_rate")}
+
+
+def _optimizers(inner: Optimizer) -> list[Optimizer]:
+    """Return the optimizers within a `MultiOptimizer`, or a list of the optimizer itself."""
+    parts = inner.optimizers if isinstance(inner, MultiOptimizer) else []
+    return [each for part in parts for each in _optimizers(part)] or [inner]
 
 
 def restore_unless(applied: mx.array, container: Any, before: Any) -> None:

@@ -93,8 +93,54 @@ def test_what_differs_is_warned_about():
     assert len(caught) == 2
     assert "growth_interval was 2000 and is 3" in str(caught[0].message)
     assert "no state of a spike guard" in str(caught[1].message)
-    with pytest.warns(CheckpointWarning, match="has no guard_state"):
+    with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
         optimizer.state = LossScaleOptimizer(optim.SGD(0.1), POLICY).state
+    without = LossScaleOptimizer(optim.SGD(0.1), POLICY)
+    with pytest.warns(CheckpointWarning, match="the saved state of a spike guard is dropped"):
+        without.state = optimizer.state
+    with pytest.warns(CheckpointWarning, match="the saved state of a spike guard is dropped"):
+        without.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("policy", "becomes"),
+    [("none", 1.0), (128.0, 128.0), (DynamicScaling(init_scale=8.0, max_scale=1024.0), 1024.0)],
+    ids=str,
+)
+def test_a_state_of_another_policy_is_brought_within_the_bounds(policy, becomes):
+    """An assigned state obeys the policy as a plain dict does, with a warning."""
+    source = LossScaleOptimizer(optim.SGD(0.1), DynamicScaling())
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), policy)
+    with pytest.warns(CheckpointWarning, match=r"loss_scale was 2\*\*16 and becomes"):
+        optimizer.state = source.state
+    assert optimizer.scale_state.loss_scale.item() == becomes
+    optimizer.apply_gradients({"w": mx.ones(1)}, {"w": mx.ones(1)})
+    assert optimizer.last_step.loss_scale_used.item() == becomes
+
+
+def test_a_state_that_is_assigned_after_compilation_is_that_of_the_compiled_step():
+    """The optimizer and the compiled function hold one state, which the source does not share."""
+    for make in INNER.values():
+        model, optimizer = network(), LossScaleOptimizer(make(), POLICY)
+        optimizer.init(model.trainable_parameters())
+        state = [model.state, optimizer.state]
+
+        @partial(mx.compile, inputs=state, outputs=state)
+        def step(n, model=model, optimizer=optimizer):
+            x, y = batch()
+            _, grads = optimizer.value_and_grad(model, squared_error)(model, x, y)
+            optimizer.update(model, grads)
+            return n
+
+        step(mx.array(0))
+        source_model, source = network(), LossScaleOptimizer(make(), POLICY)
+        _train(source_model, source, range(4))
+        kept = bits(source.state)
+        optimizer.state = source.state
+        step(mx.array(0))
+        assert optimizer.scale_state.steps.item() == 5
+        assert optimizer.step.item() == source.step.item() + 1
+        assert bits(source.state) == kept
 
 
 def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
@@ -102,7 +148,9 @@ def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
     plain = optim.Adam(0.1)
     plain.init({"w": mx.ones(2)})
     optimizer = LossScaleOptimizer(optim.Adam(0.1))
-    with pytest.raises(CheckpointError, match=r"no scale_state, last_step, but step.* assign it to inner\.state"):
+    with pytest.raises(
+        CheckpointError, match=r"inner_state, scale_state, last_step must be.*assign it to inner\.state"
+    ):
         optimizer.state = plain.state
     optimizer.inner.state = plain.state
     optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
@@ -117,6 +165,36 @@ def test_moments_that_a_state_lacks_begin_at_zero_before_the_step():
     optimizer.state = {**optimizer.state, "inner_state": inner_state}
     optimizer.apply_gradients({"w": mx.full(2, math.nan)}, weight)
     assert optimizer.inner.state["w"]["m"].tolist() == [0.0, 0.0]
+
+
+def _changed(name, value):
+    return lambda state: {**state, name: value}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: None, "inner_state, scale_state, last_step must be in the state.* holds None"),
+        (lambda state: {key: state[key] for key in ("scale_state", "last_step")}, "^inner_state must be"),
+        (_changed("scale_state", {"loss_scale": mx.array(4.0)}), "no growth_tracker"),
+        (_changed("scale_state", {}), "no loss_scale"),
+        (lambda state: {**state, "scale_state": {**state["scale_state"], "loss_scale": "x"}}, "loss_scale='x'"),
+        (_changed("inner_state", {}), r"^inner_state\.learning_rate, inner_state\.step must be"),
+        (
+            _changed("inner_state", optim.MultiOptimizer([optim.SGD(0.1)]).state),
+            r"inner_state\.states\.0\.learning_rate",
+        ),
+        (_changed("last_step", None), "^last_step must be"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, words):
+    """The error names what is missing, and the optimizer keeps its own state."""
+    optimizer = LossScaleOptimizer(optim.Adam(0.1), POLICY)
+    optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
+    before = bits(optimizer.state)
+    with pytest.raises(CheckpointError, match=words):
+        optimizer.state = change(optimizer.state)
+    assert bits(optimizer.state) == before
 
 
 @pytest.mark.parametrize("saved", [None, {}, {"version": 99}, {"version": 1, "steps": 1}], ids=str)
