@@ -7,29 +7,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import MultiOptimizer, Optimizer
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
-from lossscale_core import (
-    BaseScaling,
-    GuardState,
-    PolicyLike,
-    ScaleState,
-    SpikeGuard,
-    StepInfo,
-    as_policy,
-    check_guard,
-    check_overflow_streak,
-    check_setting,
-    check_spike_streak,
-    diagnose,
-    guard_state_from_dict,
-    metrics,
-    state_from_dict,
-    state_to_dict,
-)
-from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
+import lossscale_core as core
+from lossscale_core import tree
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.messages import explain_arguments, shown, shown_names
-from lossscale_mlx._norm import check_and_measure, clip_factor
+from lossscale_mlx._norm import check_and_measure, clip
+from lossscale_mlx._restore import Snapshot, read
 from lossscale_mlx._verbs import all_finite, as_arrays, init_state, lift, scale, select, unscale
 
 
@@ -71,31 +56,31 @@ class LossScaleOptimizer(Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        policy: PolicyLike = "dynamic",
+        policy: core.PolicyLike = "dynamic",
         *,
         max_norm: float | None = None,
-        guard: SpikeGuard | None = None,
+        guard: core.SpikeGuard | None = None,
         keep_dtypes: bool = False,
     ) -> None:
         if not isinstance(inner, Optimizer):
             raise TypeError(f"inner={shown(inner)} must be an optimizer of MLX; pass mlx.optimizers.Adam(1e-3), say")
-        if isinstance(inner, LossScaleOptimizer):
-            raise PolicyError("inner is a LossScaleOptimizer already; wrap the optimizer once")
+        if any(isinstance(each, LossScaleOptimizer) for each in _optimizers(inner)):
+            raise PolicyError("inner is a LossScaleOptimizer already, or holds one; wrap the optimizer once")
         if not isinstance(keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={shown(keep_dtypes)} must be True or False; leave it out for False")
-        check_guard(guard)
+        core.check_guard(guard)
         self.inner = inner
         """The wrapped optimizer."""
-        self.policy = as_policy(policy)
+        self.policy = core.as_policy(policy)
         """The scaling policy, frozen."""
-        self.max_norm: float | None = None if max_norm is None else check_setting("max_norm", max_norm)
+        self.max_norm: float | None = None if max_norm is None else core.check_setting("max_norm", max_norm)
         """The norm to which gradients are clipped; None without clipping."""
         self.guard = guard
         """The spike guard, frozen; None without one."""
         self.keep_dtypes = keep_dtypes
         """Whether the wrapped optimizer gets float16 and bfloat16 as they are."""
         state = init_state(self.policy)
-        self._state_type: Callable[..., ScaleState[mx.array]] = type(state)
+        self._state_type: Callable[..., core.ScaleState[mx.array]] = type(state)
         no = mx.array(False)
         # The dicts are never replaced, since `mx.compile` reads and writes what they hold.
         self._own: dict[str, dict[str, mx.array]] = {
@@ -115,36 +100,29 @@ class LossScaleOptimizer(Optimizer):
         `inner_state` is that of the wrapped optimizer, `scale_state` the policy's, `guard_state` the guard's if there
         is one, and `last_step` the outcome of the last step.
 
-        A saved state may be assigned, also after `mx.compile` has got this one. Its numbers are restored as
-        `load_state_dict` does it, with the same warnings and errors, which synchronises with the host.
+        Assign a saved state before `mx.compile` gets this one: a function that is compiled already keeps the moments
+        that it had. Its numbers are restored as `load_state_dict` does it, with the same warnings and errors, which
+        synchronises with the host.
         """
         return {"inner_state": self.inner.state, **self._own}
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         given = state if isinstance(state, Mapping) else {}
-        parts = ("inner_state", "scale_state", "last_step")
-        missing = [name for name in parts if not isinstance(given.get(name), Mapping)]
-        inner_state = tree_map(lambda leaf: leaf, given.get("inner_state"))  # so that two optimizers share no dict
-        missing = missing or [
-            f"inner_state.{name}" for name in sorted(_settings(self.inner.state) ^ _settings(inner_state))
+        missing = [
+            key for key in ("inner_state", "scale_state", "last_step") if not isinstance(given.get(key), Mapping)
         ]
+        settings = [name for name in ("step", "learning_rate", "states") if name in self.inner.state]
+        missing += [] if missing else [f"inner_state.{each}" for each in settings if each not in given["inner_state"]]
         if missing:
             raise CheckpointError(
-                f"{shown_names(missing)} must be in the state as in this optimizer's own, but it holds "
-                f"{shown_names(given) or shown(state)}; assign what the state of a LossScaleOptimizer was. To continue "
-                "from a state of the wrapped optimizer, assign it to inner.state"
+                f"the state has no {shown_names(missing)}, but {shown_names(given) or shown(state)}; assign the state "
+                "of a LossScaleOptimizer, or assign that of the wrapped optimizer to inner.state"
             )
         self.load_state_dict({"version": 1, **given["scale_state"], "guard": given.get("guard_state")})
         last = self._own["last_step"]
         last.update((name, mx.array(value)) for name, value in given["last_step"].items() if name in last)
-        dicts = [each.state for each in _optimizers(self.inner)]
-        self.inner.state, self._initialized = inner_state, False
-        for each, own in zip(_optimizers(self.inner), dicts, strict=True):  # `mx.compile` may hold the dict
-            new = each.state
-            own.clear()
-            own.update(new)
-            each.state = own
+        self.inner.state, self._initialized = tree_map(lambda leaf: leaf, given["inner_state"]), False
 
     @property
     def step(self) -> mx.array:
@@ -164,24 +142,23 @@ class LossScaleOptimizer(Optimizer):
         self.inner.learning_rate = learning_rate
 
     @property
-    def scale_state(self) -> ScaleState[mx.array]:
+    def scale_state(self) -> core.ScaleState[mx.array]:
         """The policy's state, as arrays of shape `()`."""
         return self._state_type(**self._own["scale_state"])
 
     @property
-    def guard_state(self) -> GuardState[mx.array] | None:
+    def guard_state(self) -> core.GuardState[mx.array] | None:
         """The spike guard's state, as arrays of shape `()`; None without a guard."""
-        return None if self.guard is None else GuardState(**self._own["guard_state"])
+        return None if self.guard is None else core.GuardState(**self._own["guard_state"])
 
     @property
-    def last_step(self) -> StepInfo[mx.array]:
+    def last_step(self) -> core.StepInfo[mx.array]:
         """The outcome of the last step, as arrays of shape `()`; before the first step, `applied` is False.
 
         Within a compiled function it is the outcome of the step that is being traced.
         """
-        last, now = {**self._own["last_step"]}, self.scale_state
-        last.pop("norm", None)
-        return StepInfo(loss_scale_after=now.loss_scale, overflow_streak=now.overflow_streak, **last)
+        now, last = self.scale_state, {key: each for key, each in self._own["last_step"].items() if key != "norm"}
+        return core.StepInfo(loss_scale_after=now.loss_scale, overflow_streak=now.overflow_streak, **last)
 
     @property
     def last_norm(self) -> mx.array | None:
@@ -227,10 +204,8 @@ class LossScaleOptimizer(Optimizer):
             value = fn(*args, **kwargs)
             return self.scale(value[0] if isinstance(value, tuple | list) else value), value
 
-        differentiate = nn.value_and_grad(model, scaled)
-
         def value_and_scaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            (_, value), grads = differentiate(*args, **kwargs)
+            (_, value), grads = nn.value_and_grad(model, scaled)(*args, **kwargs)
             return value, grads
 
         return value_and_scaled_grad
@@ -247,43 +222,53 @@ class LossScaleOptimizer(Optimizer):
 
         Returns:
             The parameters in the structure of the gradients, in their own dtypes.
+
+        Raises:
+            TypeError: A gradient is not an array of MLX.
+            ValueError: A gradient is None, or has another shape than its parameter.
+            CallOrderError: In a function that `mx.compile` traces, the wrapped optimizer changes the structure of its
+                state, or a shape or dtype in it. Elsewhere such a step synchronises with the host.
         """
+        old: Any = tree_map(lambda _, parameter: parameter, gradients, parameters)
+        tree.map_leaves(
+            lambda grad, parameter: None, gradients, old
+        )  # raises an error unless their shapes are the same
         before = self.scale_state
         grads: Any = unscale(gradients, before)
-        finite, norm = all_finite(grads), None
+        outcome = {}
         if "norm" in self._own["last_step"]:
-            finite, norm = check_and_measure(gradients, before.loss_scale)
-        if norm is not None and self.max_norm is not None:
-            factor = clip_factor(norm, self.max_norm)
-            grads = tree_map(lambda grad: grad * factor.astype(grad.dtype), grads)
+            finite, outcome["norm"], unit, root = check_and_measure(gradients, before.loss_scale)
+            grads = grads if self.max_norm is None else clip(grads, unit, root, self.max_norm)
+        else:
+            finite = all_finite(grads)
         if self.keep_dtypes:  # a value that is finite in float32 may be infinite in the dtype of the gradient
             grads = tree_map(lambda grad, as_given: grad.astype(as_given.dtype), grads, gradients)
             finite = finite & all_finite(grads)
         spiked = mx.array(False)
-        if norm is not None and self.guard is not None and self.guard_state is not None:
-            judged = mx.where(finite, norm, float("inf")).astype(mx.float32)  # infinity leaves the guard as it is
-            accepted, guard_state = self.guard.check(self.guard_state, judged, xp=mx)
+        if self.guard is not None and self.guard_state is not None:
+            # Infinity leaves the guard as it is.
+            finite_norm = mx.where(finite, outcome["norm"], float("inf")).astype(mx.float32)
+            accepted, guard_state = self.guard.check(self.guard_state, finite_norm, xp=mx)
             spiked = finite & ~accepted
             self._own["guard_state"].update(guard_state._asdict())
         applied = finite & ~spiked
 
-        old = tree_map(lambda _, parameter: parameter, grads, parameters)
         given = old if self.keep_dtypes else tree_map(lift, old)
         if not self._initialized:
             self.init(given)
-        state_before = tree_map(lambda leaf: leaf, self.inner.state)  # the dicts are copied, and the arrays are shared
+        state_before = Snapshot(self.inner.state)
         new = self.inner.apply_gradients(grads, given)
-        restore_unless(applied, self.inner.state, state_before)
+        state_before.restore_unless(applied)
 
         after = self.policy.update(before, finite, xp=mx)
         if self.guard is not None:  # a spike is not a step of the policy
             after = select(spiked, before, after)
         self._own["scale_state"].update(after._asdict())
-        outcome = {"applied": applied, "loss_scale_used": before.loss_scale, "overflowed": ~finite, "spiked": spiked}
-        self._own["last_step"].update(outcome if norm is None else {**outcome, "norm": norm})
+        outcome |= {"applied": applied, "loss_scale_used": before.loss_scale, "overflowed": ~finite, "spiked": spiked}
+        self._own["last_step"].update(outcome)
         return tree_map(lambda a, b: mx.where(applied, a.astype(b.dtype), b), new, old)
 
-    def minimize(self, model: nn.Module, loss_fn: Callable[[], Any], *, retries: int = 0) -> StepInfo[mx.array]:
+    def minimize(self, model: nn.Module, loss_fn: Callable[[], Any], *, retries: int = 0) -> core.StepInfo[mx.array]:
         """Take a whole step: scale the loss, differentiate and update; with `retries`, repeat while it overflows.
 
         After a skipped try everything in the model is as before, running averages included, and a retry draws the same
@@ -305,28 +290,25 @@ class LossScaleOptimizer(Optimizer):
             SpikeStreakError: With `retries`, the last try reaches the guard's `max_streak`.
             PolicyError: `retries` is not a whole number from 0.
         """
-        retries = check_setting("retries", retries)
-        tries = retries if BaseScaling.of(self.policy).adapts else 0
-        before = tree_map(lambda leaf: leaf, model)
-        differentiate = self.value_and_grad(model, loss_fn)
-        for left in range(tries, -1, -1):
-            key = _read(mx.random.state[0]) if left else (0, 0)  # type: ignore[index]  # MLX says object
+        retries = core.check_setting("retries", retries)
+        before, differentiate = Snapshot(model), self.value_and_grad(model, loss_fn)
+        for left in range(retries if core.BaseScaling.of(self.policy).adapts else 0, -1, -1):
+            key = mx.random.state[0]  # type: ignore[index]  # MLX says object
             _, grads = differentiate()
-            after = self.apply_gradients(grads, model)
+            model.update(self.apply_gradients(grads, model))
             info = self.last_step
-            restore_unless(info.applied, model, before)
-            model.update(after)
-            if not left or not _read(info.overflowed):
+            before.restore_unless(info.applied, retries=retries)
+            if not left or not info.overflowed.item():
                 break
             # The state is a list in some versions of MLX, and in others an object that only `seed` changes.
-            mx.random.seed(key[0] << 32 | key[1])
+            mx.random.seed(key[0].item() << 32 | key[1].item())
         if retries:
             self.check_overflow_streak()
         return info
 
     def metrics(self) -> dict[str, mx.array]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
-        return metrics(self.scale_state, guard=self.guard_state)
+        return core.metrics(self.scale_state, guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`. Synchronises.
@@ -334,27 +316,29 @@ class LossScaleOptimizer(Optimizer):
         Returns:
             The text.
         """
-        return diagnose(self.policy, self.scale_state, guard=self.guard_state)
+        return core.diagnose(self.policy, self.scale_state, guard=self.guard_state)
 
     def check_overflow_streak(self) -> None:
         """Raise an error if the run has reached the policy's `max_overflow_streak` or the guard's `max_streak`.
 
-        No step does this by itself, because it would have to wait. Synchronises with the host if there is a limit.
+        No step does this by itself, because it would have to wait. Synchronises with the host.
 
         Raises:
+            CallOrderError: The call is within a function that `mx.compile` traces, where arrays have no values.
             OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
             SpikeStreakError: As many steps in a row as the guard's `max_streak` were spikes.
         """
-        check_overflow_streak(self.policy, self.scale_state)
+        read(self.scale_state.overflow_streak, "check_overflow_streak()")
+        core.check_overflow_streak(self.policy, self.scale_state)
         if self.guard is not None and self.guard_state is not None:
-            check_spike_streak(self.guard, self.guard_state, self.last_norm)
+            core.check_spike_streak(self.guard, self.guard_state, self.last_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state, the guard's and the policy as plain numbers, which other frameworks restore.
 
         The state of the wrapped optimizer is not in it. Synchronises with the host.
         """
-        return state_to_dict(self.scale_state, self.policy, guard=self.guard_state)
+        return core.state_to_dict(self.scale_state, self.policy, guard=self.guard_state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
@@ -369,51 +353,15 @@ class LossScaleOptimizer(Optimizer):
         Raises:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
-        state = as_arrays(state_from_dict(saved, self.policy))
-        guard_state = None if self.guard is None else as_arrays(guard_state_from_dict(saved))
-        self._own["scale_state"].update(state._asdict())
-        if guard_state is not None:
-            self._own["guard_state"].update(guard_state._asdict())
+        state = core.state_from_dict(saved, self.policy)
+        if self.guard is not None:
+            self._own["guard_state"].update(as_arrays(core.guard_state_from_dict(saved))._asdict())
         elif saved.get("guard") is not None:
-            note = "the saved state of a spike guard is dropped, since this optimizer has none; pass guard=SpikeGuard()"
-            warnings.warn(note, CheckpointWarning, stacklevel=2)
-
-
-def _settings(inner_state: Any) -> set[str]:
-    """Return the paths of what every state of an optimizer holds, or of each one in a `MultiOptimizer`."""
-    leaves: Any = tree_flatten(inner_state)
-    return {name for name, _ in leaves if name.rpartition(".")[2] in ("step", "learning_rate")}
+            warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
+        self._own["scale_state"].update(as_arrays(state)._asdict())
 
 
 def _optimizers(inner: Optimizer) -> list[Optimizer]:
     """Return the optimizers within a `MultiOptimizer`, or a list of the optimizer itself."""
     parts = inner.optimizers if isinstance(inner, MultiOptimizer) else []
     return [each for part in parts for each in _optimizers(part)] or [inner]
-
-
-def restore_unless(applied: mx.array, container: Any, before: Any) -> None:
-    """Write the arrays of before a step back into nested dicts and lists, where the step is not applied.
-
-    In place, because `mx.compile` refuses another container than the one that it was given.
-    """
-    for key, new in list(container.items() if isinstance(container, dict) else enumerate(container)):
-        if isinstance(container, dict) and key not in before:  # the step has made it
-            continue
-        if isinstance(new, dict | list | tuple):
-            restore_unless(applied, new, before[key])
-        elif isinstance(new, mx.array) and new is not before[key]:
-            container[key] = mx.where(applied, new, before[key])
-
-
-def _read(array: mx.array) -> Any:
-    """Return the value of an array as Python numbers; raise `CallOrderError` where it has none."""
-    try:
-        return array.tolist()
-    except (ValueError, RuntimeError) as error:
-        # The words of MLX for an array that depends on an input, and for an input itself.
-        if not any(words in str(error) for words in ("function transformations", "without a primitive")):
-            raise
-        raise CallOrderError(
-            "minimize(retries=...) waits for the flag of the step, which has no value while mx.compile traces a "
-            "function; call it outside of mx.compile, or leave retries out"
-        ) from error

@@ -3,10 +3,9 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from lossscale_core import GradientReport, OverflowReport
-from lossscale_mlx._verbs import all_finite, is_gradient, real_parts
+from lossscale_mlx._verbs import all_finite, gradients_of, real_parts
 
 
 def overflow_report(grads: Any, *, loss: Any = None) -> OverflowReport:
@@ -26,11 +25,10 @@ def overflow_report(grads: Any, *, loss: Any = None) -> OverflowReport:
             finite".
 
     Raises:
+        TypeError: A leaf is not an array of MLX; the message names it.
         ValueError: The call is within a function that `mx.compile` traces, where arrays have no values.
     """
-    leaves: Any = tree_flatten(grads)
-    named = [(name, leaf) for name, leaf in leaves if leaf is not None and is_gradient(leaf)]
-    reports = [_report(name, leaf) for name, leaf in named if not all_finite(leaf).item()]
+    reports = [_report(name, leaf) for name, leaf in gradients_of(grads) if not all_finite(leaf).item()]
     return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(mx.array(loss)).item()))
 
 

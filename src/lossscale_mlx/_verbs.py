@@ -1,11 +1,12 @@
-"""The five verbs: pure functions of trees of arrays, of which none evaluates an array."""
+"""The five verbs: pure functions of trees of arrays. They evaluate nothing."""
 
 from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from lossscale_core import PolicyLike, ScaleState, as_policy, tree
-from lossscale_core.messages import not_a_flag, not_a_state
+from lossscale_core.messages import not_a_flag, not_a_state, shown
 
 Tree = TypeVar("Tree")
 
@@ -46,13 +47,11 @@ def scale(loss: Any, state: Any) -> Any:
     """
     loss_scale = _loss_scale_of(state, "scale(loss, state)")
 
-    def scale_leaf(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+    def scale_leaf(leaf: Any) -> mx.array:
         array = mx.array(leaf)
         return lift(array if is_gradient(array) else array.astype(mx.float32)) * loss_scale
 
-    return tree.map_leaves(scale_leaf, loss)
+    return tree.map_leaves(lambda leaf: None if leaf is None else scale_leaf(leaf), loss)
 
 
 def all_finite(grads: Any) -> mx.array:
@@ -66,9 +65,11 @@ def all_finite(grads: Any) -> mx.array:
 
     Returns:
         A bool array of shape `()`.
+
+    Raises:
+        TypeError: A leaf is not an array of MLX; the message names it.
     """
-    leaves = [leaf for leaf in tree.leaves(grads) if leaf is not None and is_gradient(leaf)]
-    finite = [mx.all(mx.isfinite(part)) for leaf in leaves for part in real_parts(leaf)]
+    finite = [mx.all(mx.isfinite(part)) for _, leaf in gradients_of(grads) for part in real_parts(leaf)]
     return mx.all(mx.stack(finite)) if finite else mx.array(True)
 
 
@@ -85,14 +86,11 @@ def unscale(grads: Tree, state: Any) -> Tree:
         The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves as they are.
 
     Raises:
-        TypeError: `state` is not a state.
+        TypeError: `state` is not a state, or a leaf is not an array of MLX.
     """
     loss_scale = _loss_scale_of(state, "unscale(grads, state)")
-
-    def unscale_leaf(leaf: Any) -> Any:
-        return leaf if leaf is None or not is_gradient(leaf) else lift(leaf) / loss_scale
-
-    return tree.map_leaves(unscale_leaf, grads)
+    gradients_of(grads)  # checks the leaves
+    return tree.map_leaves(lambda leaf: lift(leaf) / loss_scale if is_gradient(leaf) else leaf, grads)
 
 
 def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
@@ -123,9 +121,18 @@ def as_arrays(state: Any) -> Any:
     return state._make(map(mx.array, state))
 
 
-def is_gradient(leaf: mx.array) -> bool:
-    """Return whether an array holds floats, real or complex."""
-    return mx.issubdtype(leaf.dtype, mx.inexact)
+def gradients_of(grads: Any) -> list[tuple[str, mx.array]]:
+    """Return each array of floats in a tree with its path; raise `TypeError` for what is not an array."""
+    leaves: Any = tree_flatten(grads)
+    for name, leaf in leaves:
+        if leaf is not None and not isinstance(leaf, mx.array):
+            raise TypeError(f"{name or 'grads'}={shown(leaf)} is not an array of MLX; pass mx.array(...) or None")
+    return [(name, leaf) for name, leaf in leaves if is_gradient(leaf)]
+
+
+def is_gradient(leaf: mx.array | None) -> bool:
+    """Return whether a leaf is an array of floats, real or complex."""
+    return leaf is not None and mx.issubdtype(leaf.dtype, mx.inexact)
 
 
 def real_parts(leaf: mx.array) -> list[mx.array]:

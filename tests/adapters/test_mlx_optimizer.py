@@ -82,7 +82,7 @@ def test_a_run_is_the_plain_run_without_the_skipped_steps(make):
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_one_bad_number_in_one_gradient_skips_everything(bad):
-    """Parameters with finite gradients keep their bits, too."""
+    """Parameters with finite gradients stay the same, bit for bit, too."""
     model = network()
     optimizer = LossScaleOptimizer(optim.Adam(0.1), POLICY)
     _scaled_step(model, optimizer, *batch())
@@ -400,6 +400,42 @@ def test_a_norm_that_is_not_exceeded_clips_nothing(max_norm):
     assert optimizer.last_norm.item() == 10.0
 
 
+def test_clipping_leaves_integers_and_reduces_norms_beyond_float32():
+    """Only floats are multiplied; the norm of a million large gradients is reduced to `max_norm`, too."""
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), 1.0, max_norm=1.0)
+    after = optimizer.apply_gradients(
+        {"i": mx.array([3]), "w": mx.array([10.0])}, {"i": mx.array([10]), "w": mx.zeros(1)}
+    )
+    assert (after["i"].item(), after["w"].item()) == (7, -1.0)
+    after = optimizer.apply_gradients({"w": mx.full(1000000, 3e38)}, {"w": mx.zeros(1000000)})
+    assert optimizer.last_step.applied.item()
+    np.testing.assert_allclose(np.array(after["w"], np.float64), -1e-3, rtol=1e-5)
+    after = optimizer.apply_gradients({"w": mx.array([3e30 + 4e30j])}, {"w": mx.zeros(1, mx.complex64)})
+    np.testing.assert_allclose(np.array(after["w"]), [-0.6 - 0.8j], rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=["plain", "clipped"])
+def test_gradients_that_do_not_fit_their_parameters_are_errors(settings):
+    """None, another shape, and what is not an array of MLX; nothing has changed then."""
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), **settings)
+    weight = {"v": mx.ones(2), "w": mx.ones(2)}
+    before = bits(optimizer.state)
+    for wrong in (None, mx.ones(1), mx.ones((2, 2)), np.ones(2), 1.0):
+        with pytest.raises((TypeError, ValueError), match=r"\['w'\]|w="):
+            optimizer.apply_gradients({"v": mx.ones(2), "w": wrong}, weight)
+    assert bits(optimizer.state) == before
+
+
+def test_the_step_of_several_optimizers_is_that_of_the_first():
+    """As their learning rate is; in one that is nested, too."""
+    parts = [optim.SGD(0.5), optim.MultiOptimizer([optim.SGD(0.25)])]
+    for inner, rate in ((optim.MultiOptimizer(parts, [lambda name, _: name == "a"]), 0.5), (parts[1], 0.25)):
+        optimizer = LossScaleOptimizer(inner)
+        optimizer.apply_gradients({"a": mx.ones(1), "b": mx.ones(1)}, {"a": mx.ones(1), "b": mx.ones(1)})
+        assert optimizer.learning_rate.item() == rate
+        assert optimizer.step.item() == (1 if rate == 0.5 else 2)
+
+
 def test_a_run_is_described_and_a_streak_is_an_error():
     """`metrics` and `diagnose` tell of it; `check_overflow_streak` raises, which a step does not call."""
     policy = DynamicScaling(init_scale=4.0, max_overflow_streak=4)
@@ -433,6 +469,11 @@ def test_the_default_policy_is_dynamic():
     [
         (lambda: LossScaleOptimizer(optim.Adam), TypeError, "must be an optimizer of MLX; pass mlx.optimizers.Adam"),
         (lambda: LossScaleOptimizer(LossScaleOptimizer(optim.SGD(0.1))), PolicyError, "wrap the optimizer once"),
+        (
+            lambda: LossScaleOptimizer(optim.MultiOptimizer([LossScaleOptimizer(optim.SGD(0.1))])),
+            PolicyError,
+            "wrap the optimizer once",
+        ),
         (lambda: LossScaleOptimizer(optim.SGD(0.1), "dynamo"), PolicyError, "dynamo"),
         (lambda: LossScaleOptimizer(optim.SGD(0.1), max_norm=-1.0), PolicyError, "max_norm=-1.0 must be"),
         (lambda: LossScaleOptimizer(optim.SGD(0.1), guard=8.0), PolicyError, "guard=8.0 must be a SpikeGuard"),

@@ -96,9 +96,9 @@ def test_what_differs_is_warned_about():
     with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
         optimizer.state = LossScaleOptimizer(optim.SGD(0.1), POLICY).state
     without = LossScaleOptimizer(optim.SGD(0.1), POLICY)
-    with pytest.warns(CheckpointWarning, match="the saved state of a spike guard is dropped"):
+    with pytest.warns(CheckpointWarning, match="the saved guard is dropped"):
         without.state = optimizer.state
-    with pytest.warns(CheckpointWarning, match="the saved state of a spike guard is dropped"):
+    with pytest.warns(CheckpointWarning, match="the saved guard is dropped"):
         without.load_state_dict(optimizer.state_dict())
 
 
@@ -118,29 +118,18 @@ def test_a_state_of_another_policy_is_brought_within_the_bounds(policy, becomes)
     assert optimizer.last_step.loss_scale_used.item() == becomes
 
 
-def test_a_state_that_is_assigned_after_compilation_is_that_of_the_compiled_step():
-    """The optimizer and the compiled function hold one state, which the source does not share."""
+def test_an_assigned_state_is_not_shared():
+    """Steps of the one optimizer do not change the state of the other."""
     for make in INNER.values():
-        model, optimizer = network(), LossScaleOptimizer(make(), POLICY)
-        optimizer.init(model.trainable_parameters())
-        state = [model.state, optimizer.state]
-
-        @partial(mx.compile, inputs=state, outputs=state)
-        def step(n, model=model, optimizer=optimizer):
-            x, y = batch()
-            _, grads = optimizer.value_and_grad(model, squared_error)(model, x, y)
-            optimizer.update(model, grads)
-            return n
-
-        step(mx.array(0))
-        source_model, source = network(), LossScaleOptimizer(make(), POLICY)
-        _train(source_model, source, range(4))
+        (model, source), optimizer = (network(), LossScaleOptimizer(make(), POLICY)), LossScaleOptimizer(make(), POLICY)
+        _train(model, source, range(4))
         kept = bits(source.state)
         optimizer.state = source.state
-        step(mx.array(0))
-        assert optimizer.scale_state.steps.item() == 5
-        assert optimizer.step.item() == source.step.item() + 1
+        assert bits(optimizer.state) == kept
+        _train(model, optimizer, [4])
         assert bits(source.state) == kept
+        optimizer.state = optimizer.state
+        assert optimizer.step.item() == source.step.item() + 1
 
 
 def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
@@ -148,9 +137,7 @@ def test_a_state_of_the_wrapped_optimizer_alone_is_refused():
     plain = optim.Adam(0.1)
     plain.init({"w": mx.ones(2)})
     optimizer = LossScaleOptimizer(optim.Adam(0.1))
-    with pytest.raises(
-        CheckpointError, match=r"inner_state, scale_state, last_step must be.*assign it to inner\.state"
-    ):
+    with pytest.raises(CheckpointError, match=r"no inner_state, scale_state, last_step, but step.* to inner\.state"):
         optimizer.state = plain.state
     optimizer.inner.state = plain.state
     optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
@@ -174,17 +161,17 @@ def _changed(name, value):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: None, "inner_state, scale_state, last_step must be in the state.* holds None"),
-        (lambda state: {key: state[key] for key in ("scale_state", "last_step")}, "^inner_state must be"),
+        (lambda state: None, "no inner_state, scale_state, last_step, but None"),
+        (lambda state: {key: state[key] for key in ("scale_state", "last_step")}, "has no inner_state, but"),
         (_changed("scale_state", {"loss_scale": mx.array(4.0)}), "no growth_tracker"),
         (_changed("scale_state", {}), "no loss_scale"),
         (lambda state: {**state, "scale_state": {**state["scale_state"], "loss_scale": "x"}}, "loss_scale='x'"),
-        (_changed("inner_state", {}), r"^inner_state\.learning_rate, inner_state\.step must be"),
+        (_changed("inner_state", {}), r"no inner_state\.step, inner_state\.learning_rate, but"),
         (
             _changed("inner_state", optim.MultiOptimizer([optim.SGD(0.1)]).state),
-            r"inner_state\.states\.0\.learning_rate",
+            r"no inner_state\.step",
         ),
-        (_changed("last_step", None), "^last_step must be"),
+        (_changed("last_step", None), "has no last_step, but"),
     ],
 )
 def test_what_is_no_state_is_refused(change, words):

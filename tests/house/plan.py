@@ -187,7 +187,8 @@ PLAN = {
         _verbs:
         _norm: _verbs
         _report: _verbs
-        _optimizer: _norm _verbs
+        _restore:
+        _optimizer: _norm _restore _verbs
         __init__: _optimizer _report _verbs
     """,
     "lossscale": """
