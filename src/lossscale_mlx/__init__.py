@@ -6,9 +6,7 @@ Nothing is evaluated in a step, so that `mx.compile` can trace it.
 try:
     import mlx.core as _mx  # noqa: F401
 except ImportError as error:  # on Linux `pip install mlx` alone installs no library that computes
-    message = (
-        f"lossscale_mlx cannot import mlx.core ({error}); run: pip install mlx, and on Linux pip install 'mlx[cpu]'"
-    )
+    message = f"lossscale_mlx cannot import mlx.core ({error}); run: pip install mlx, on Linux pip install 'mlx[cpu]'"
     raise type(error)(message, name=error.name) from error
 
 from lossscale_mlx._optimizer import LossScaleOptimizer

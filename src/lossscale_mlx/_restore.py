@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from lossscale_core.errors import CallOrderError
@@ -24,22 +23,16 @@ class Snapshot:
         """
         changed = sorted({name for name, _ in self.outline ^ _outline(self.tree)})
         if changed or retries:
-            what = (
-                f"undoing a new structure, shape or dtype of {', '.join(changed)}"
-                if changed
-                else "minimize(retries=...)"
-            )
+            what = f"undoing a new shape or type of {', '.join(changed)}" if changed else "minimize(retries=...)"
             for now, held in [] if read(applied, what) else self.containers:
                 type(held).clear(now)  # a module has an `update` that does something else
                 (list.extend if isinstance(held, list) else dict.update)(now, held)
             return
         for now, held in self.containers:
-            for key in range(len(held)) if isinstance(held, list) else held.keys() & now.keys():
-                new, old = now[key], held[key]
+            for at in range(len(held)) if isinstance(held, list) else [key for key in held if key in now]:
+                new, old = now[at], held[at]
                 if new is not old:
-                    now[key] = tree_map(
-                        lambda a, b: mx.where(applied, a, b) if isinstance(a, mx.array) else a, new, old
-                    )
+                    now[at] = tree_map(lambda a, b: mx.where(applied, a, b) if isinstance(a, mx.array) else a, new, old)
 
 
 def read(flag: mx.array, what: str) -> Any:
@@ -61,9 +54,9 @@ def _outline(tree: Any) -> set[tuple[str, Any]]:
 
 def _containers(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each dict and list with a copy of what it holds, and the attributes of each module."""
-    if isinstance(tree, nn.Module):
-        yield vars(tree), {**vars(tree)}
     if isinstance(tree, dict | list):
+        attributes = getattr(tree, "__dict__", {})  # a module has some
+        yield attributes, {**attributes}
         yield tree, {**tree} if isinstance(tree, dict) else [*tree]
     for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
         yield from _containers(each)

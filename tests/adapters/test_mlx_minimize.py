@@ -206,9 +206,7 @@ def test_a_compiled_step_undoes_members_that_keep_their_structure(kind):
         return x
 
     if kind not in ("tuple", "array"):
-        with pytest.raises(
-            CallOrderError, match=r"a new structure, shape or dtype of seen.*mx\.compile; avoid it there"
-        ):
+        with pytest.raises(CallOrderError, match=r"a new shape or type of seen.*mx\.compile; avoid it there"):
             step(mx.ones((5, 3)))
         return
     for factor in (math.inf, 1.0, math.inf, 2.0):
