@@ -272,9 +272,10 @@ class LossScaleOptimizer(Optimizer):
         """Take a whole step: scale the loss, differentiate and update; with `retries`, repeat while it overflows.
 
         After a skipped try all arrays, dicts, lists and tuples of the model are as before, running averages included,
-        and a retry draws the same random numbers. So the applied step is that of a run at the lower scale. Each try is one update of the policy;
-        a policy that does not adapt never retries. Without `retries` it evaluates nothing, and `mx.compile` can trace
-        it, as long as the forward pass keeps the structure of the model. With `retries` it synchronises with the host once for each try.
+        and a retry draws the same random numbers. So the applied step is that of a run at the lower scale. Each try is
+        one update of the policy; a policy that does not adapt never retries. Without `retries` it evaluates nothing,
+        and `mx.compile` can trace it, as long as the forward pass keeps the structure of the model. With `retries` it
+        synchronises with the host once for each try.
 
         Args:
             model: The model to train.
@@ -285,7 +286,7 @@ class LossScaleOptimizer(Optimizer):
             The outcome of the last try.
 
         Raises:
-            CallOrderError: In a function that `mx.compile` traces, `retries` is not 0, or the step changes the structure
+            CallOrderError: In a function that `mx.compile` traces, `retries` is not 0, or a step changes the structure
                 of the model, or a shape or dtype of an array that is not trained. The message names it.
             OverflowStreakError: With `retries`, the last try reaches the policy's `max_overflow_streak`.
             SpikeStreakError: With `retries`, the last try reaches the guard's `max_streak`.
