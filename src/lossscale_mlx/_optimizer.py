@@ -230,9 +230,7 @@ class LossScaleOptimizer(Optimizer):
                 state, or a shape or dtype in it. Elsewhere such a step synchronises with the host.
         """
         old: Any = tree_map(lambda _, parameter: parameter, gradients, parameters)
-        tree.map_leaves(
-            lambda grad, parameter: None, gradients, old
-        )  # raises an error unless their shapes are the same
+        tree.map_leaves(lambda grad, parameter: None, gradients, old)  # requires that their shapes are the same
         before = self.scale_state
         grads: Any = unscale(gradients, before)
         outcome = {}
@@ -345,9 +343,8 @@ class LossScaleOptimizer(Optimizer):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
 
-        A `CheckpointWarning` names each difference from the saved policy, and a state of the guard that is missing
-        or that has no guard here. A function
-        that is compiled already continues from the saved state, too.
+        A `CheckpointWarning` names each difference from the saved policy, and a state of the guard that is missing or
+        that has no guard here. A function that is compiled already continues from the saved state, too.
 
         Args:
             saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
