@@ -80,9 +80,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.guard = guard
         self.global_clipnorm = clipnorm
         self._watch = watch
-        self._state = Stored(policy.init_state())
-        self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
-        self._last = Stored(LastStep(), "last_")
+        with keras.name_scope(self.name, caller=self):
+            self._state = Stored(policy.init_state())
+            self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
+            self._last = Stored(LastStep(), "last_")
         guard_variables = [] if self._guard_state is None else self._guard_state.variables
         # Keras's tracker finds variables in lists that are attributes.
         self._stored_variables = [*self._state.variables, *self._last.variables, *guard_variables]
@@ -118,12 +119,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             RuntimeError: The gradients are traced by JAX, or a strategy of `tf.distribute` is active.
+            ValueError: The numbers of gradients and variables differ.
             OverflowStreakError: The policy's `max_overflow_streak` is reached; not in a graph. So are the other errors
                 of `check_overflow_streak`; a limit makes each step read the state.
         """
         require_no_strategy()
         grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        _require_pairs(grads, variables)
         traced = is_traced(grads)
         if traced and BACKEND == "jax":
             raise RuntimeError("apply reads a flag, which has no value under jax.jit; call stateless_apply there")
@@ -153,10 +156,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 under `jit`.
 
         Raises:
-            ValueError: The optimizer is not built.
+            ValueError: The optimizer is not built, or was built with another number of variables.
         """
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
+        _require_pairs(grads, self._trainable_variables)
         cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
@@ -286,13 +290,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             PolicyError: The policy has no `kind`, so that no config describes it.
         """
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        # The other backends would make torch's class, too. A class of the user's has no module.
-        if (inner["module"] or "").startswith("keras.src.backend.torch."):
-            inner = {**inner, "module": "keras.optimizers", "registered_name": None}
         return {
             "name": self.name,
-            "inner_optimizer": inner,
+            "inner_optimizer": _for_every_backend(keras.saving.serialize_keras_object(self.inner_optimizer)),
             "policy": core.policy_to_dict(self.policy),
             "guard": None if self.guard is None else dataclasses.asdict(self.guard),
             "global_clipnorm": self.global_clipnorm,
@@ -365,6 +365,25 @@ def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     Eagerly, `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
     """
     return yes() if bool(flag) else no()
+
+
+def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
+    if len(grads) != len(variables):
+        raise ValueError(
+            f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each variable "
+            "that the optimizer was built with, or make a new optimizer for other variables"
+        )
+
+
+def _for_every_backend(config: Any) -> Any:
+    """Return a config with the public names of optimizers, where it has those of torch's own classes."""
+    if isinstance(config, list):
+        return [_for_every_backend(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    is_torchs = str(config.get("module")).startswith("keras.src.backend.torch.")
+    public = {"module": "keras.optimizers", "registered_name": None} if is_torchs else {}
+    return {**{name: _for_every_backend(each) for name, each in config.items()}, **public}
 
 
 def _clipnorm_of(inner: Any, own: float | None) -> float | None:

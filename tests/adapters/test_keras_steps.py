@@ -293,3 +293,22 @@ def test_sparse_gradients_stay_sparse_and_strategies_are_refused():
     strategy = tf.distribute.OneDeviceStrategy("cpu:0")
     with strategy.scope(), pytest.raises(RuntimeError, match=r"use lossscale_tf\.LossScaleOptimizer there"):
         LossScaleOptimizer(keras.optimizers.SGD())
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_as_many_gradients_as_variables(is_built):
+    """Otherwise nothing is applied or counted."""
+    variable = keras.Variable(np.zeros(2, np.float32))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    if is_built:
+        optimizer.build([variable])
+    grads = [keras.ops.ones(2)] * (2 if is_built else 1)
+    with pytest.raises(ValueError, match=f"{len(grads)} gradients came for {int(is_built)} variables"):
+        optimizer.apply(grads)
+    assert int(optimizer.metrics()["steps"]) == 0
+
+
+def test_variables_are_named_after_the_optimizer():
+    """So that they stay together in `model.get_state_tree()`."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
+    assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
