@@ -67,6 +67,13 @@ def _run_tests(session: nox.Session, framework: str) -> None:
     session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ONE_THREAD)
 
 
+def _run_keras(session: nox.Session, backend: str) -> None:
+    """Run the tests and the docs of Keras on one backend; a process can have only one."""
+    of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
+    env = {**ONE_THREAD, "KERAS_BACKEND": backend}
+    session.run("pytest", *of_adapter, "docs/keras.md", "--doctest-glob=*.md", *IN_PARALLEL, env=env)
+
+
 def _install(session: nox.Session, framework: str) -> None:
     """Install what one framework's tests need, the framework in the version that CI uses."""
     session.install("-e", ".[demo]", *_group("test"))
@@ -83,6 +90,8 @@ def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
     if framework in ALONE:
         session.install("--no-deps", re.split("[=>]", ALONE[framework])[0], *constraints)
     _run_tests(session, framework)
+    if framework == "tensorflow":
+        _run_keras(session, "tensorflow")
 
 
 @nox.session
@@ -183,19 +192,13 @@ def conformance(session: nox.Session) -> None:
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
-        _run_keras(session)
+        for backend in ("jax", "torch", "tensorflow"):
+            _run_keras(session, backend)
+            if backend != "tensorflow":  # the default, which the suite has had
+                of_keras = ("tests/conformance/test_backends.py", "-k", "keras")
+                session.run("pytest", *of_keras, *IN_PARALLEL, env={**ONE_THREAD, "KERAS_BACKEND": backend})
+        session.run("python", "benchmarks/bench_keras.py", "--quick")
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
-
-
-def _run_keras(session: nox.Session) -> None:
-    """Run the tests and the docs of Keras, and its conformance suite, on each backend in processes of their own."""
-    of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
-    tests = [*of_adapter, "docs/keras.md", "--doctest-glob=*.md"]
-    for backend in ("jax", "torch", "tensorflow"):
-        env = {**ONE_THREAD, "KERAS_BACKEND": backend}
-        session.run("pytest", *tests, *IN_PARALLEL, env=env)
-        if backend != "tensorflow":  # the default, which the suite has had
-            session.run("pytest", "tests/conformance/test_backends.py", "-k", "keras", *IN_PARALLEL, env=env)
 
 
 @nox.session
@@ -299,5 +302,5 @@ def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
     session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, MLX, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
-    for name in ("core", "torch", "step", "jax", "tensorflow", "mlx"):
+    for name in ("core", "torch", "step", "jax", "tensorflow", "keras", "mlx"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

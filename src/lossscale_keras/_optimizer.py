@@ -134,10 +134,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
         cond = ops.cond if traced else _cond
-        applies, divisor, last = self._decide(grads, variables, cond)
+        applies, divisor, states = self._decide(grads, variables, cond)
         cond(applies, lambda: self.inner_optimizer.apply(unscaled(grads, variables, divisor), variables), lambda: None)
-        # Not within `_decide`: TorchInductor 2.13 would write the new scale, if both assignments were in one graph.
-        self._last.assign(last)
+        self._assign(*states)
         if self._has_limits() and not traced:
             self.check_overflow_streak()
 
@@ -165,8 +164,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
-            applies, divisor, last = self._decide(grads, self._trainable_variables, cond)
-            self._last.assign(last)
+            applies, divisor, states = self._decide(grads, self._trainable_variables, cond)
+            self._assign(*states)
         state = [scope.get_current_value(variable) for variable in self._variables]
         before = list(trainable_variables), list(optimizer_variables[own:])
 
@@ -177,23 +176,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         new_trainable_variables, inner_variables = cond(applies, step, lambda: before)
         return new_trainable_variables, state + inner_variables
 
-    def _decide(self, grads: list[Any], variables: list[Any], cond: Callable[..., Any]) -> tuple[Any, Any, LastStep]:
-        """Update the states; return whether the step is applied, the divisor of its gradients, and its record."""
-        before = self._state.read()
+    def _decide(
+        self, grads: list[Any], variables: list[Any], cond: Callable[..., Any]
+    ) -> tuple[Any, Any, tuple[core.ScaleState, core.GuardState | None]]:
+        """Record the step; return whether it is applied, the divisor of its gradients, and the states after it."""
+        before, guard_after = self._state.read(), None
         with_norm = self.guard is not None or self.global_clipnorm is not None
         finite, norm, applies = check(grads, variables, before.loss_scale, with_norm, cond)
-        loss_scale = divisor = self.loss_scale  # a copy, since the state is updated before the gradients are divided
+        divisor = before.loss_scale
         if self.global_clipnorm is not None:
-            divisor = loss_scale * xp.where(norm > self.global_clipnorm, norm / self.global_clipnorm, 1.0)
+            divisor = divisor * xp.where(norm > self.global_clipnorm, norm / self.global_clipnorm, 1.0)
         after, outcome = self.policy.update(before, finite, xp=xp), xp.where(finite, 1, 2)
         if self.guard is not None and self._guard_state is not None:
             known = xp.where(finite, norm, math.inf)  # infinity leaves the guard's state unchanged
             applies, guard_after = self.guard.check(self._guard_state.read(), known, xp=xp)
-            self._guard_state.assign(guard_after)
             spiked = finite & ~applies
             after, outcome = select(spiked, before, after), xp.where(spiked, 3, outcome)
-        self._state.assign(after)
-        return applies, divisor, LastStep(outcome, loss_scale, norm)
+        # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
+        self._last.assign(LastStep(outcome, before.loss_scale, norm))
+        return applies, divisor, (after, guard_after)
+
+    def _assign(self, state: core.ScaleState, guard_state: core.GuardState | None) -> None:
+        self._state.assign(state)
+        if self._guard_state is not None:
+            self._guard_state.assign(guard_state)
 
     @property
     def loss_scale(self) -> Any:
@@ -279,9 +285,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
         state = core.state_from_dict(saved, self.policy)
-        if self._guard_state is not None:
-            self._guard_state.assign(core.guard_state_from_dict(saved))
-        self._state.assign(state)
+        self._assign(state, None if self.guard is None else core.guard_state_from_dict(saved))
         self._last.assign(LastStep())
 
     def get_config(self) -> dict[str, Any]:

@@ -55,6 +55,20 @@ def test_a_skipped_step_changes_nothing_but_the_state(bad):
     assert int(value_of(optimizer.iterations)) == 4
 
 
+def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
+    """An error of the inner optimizer leaves the state as it was, so that the step can be repeated."""
+
+    class Refuses(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            raise InterruptedError
+
+    optimizer, variables = LossScaleOptimizer(Refuses(), guard=SpikeGuard()), _variables()
+    before = [*optimizer.scale_state, *optimizer.guard_state]
+    with pytest.raises(InterruptedError):
+        apply(optimizer, variables, [np.ones(3, np.float32)])
+    assert [*map(float, [*optimizer.scale_state, *optimizer.guard_state])] == [*map(float, before)]
+
+
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("sizes", [(3.0, 4.0), (1e30, 1e30), (1e-3, 1e-3)])
 def test_clipping_is_that_of_two_passes(is_inner, sizes):
