@@ -14,12 +14,12 @@ from lossscale_torch.testing import certify_training_loop
 _SEED = "torch.manual_seed(0) before build, and torch.manual_seed(step + 1) before each step"
 
 
-def certified_loop(build: Callable[[Any], Any], name: str) -> Certificate:
+def certified_loop(build: Callable[[Any], Any], *arguments: str) -> Certificate:
     """Run the checks of a loop; in a process group, on all ranks.
 
     Args:
         build: Takes a scaler and returns the loop.
-        name: The module and name of `build`, for the command that repeats this.
+        arguments: Those of `lossscale certify`, for the command that repeats this.
 
     Returns:
         The certificate, the same on all ranks. If the loop cannot be built, its only line is not tried.
@@ -35,7 +35,7 @@ def certified_loop(build: Callable[[Any], Any], name: str) -> Certificate:
             if ranks > 1:
                 raise  # the launcher then ends the ranks that wait for this one
             lines = [Line("the loop can be built", None, f"{type(error).__name__}: {error}")]
-    own = f"lossscale certify {shlex.quote(name)}"
+    own = shlex.join(["lossscale", "certify", *arguments])
     command = f"torchrun --standalone --nproc-per-node {ranks} -m {own}" if ranks > 1 else own
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about = {"repeat it with": f"`{command}`", "seed": f"`{_SEED}`", "device": device, "ranks": str(ranks)}

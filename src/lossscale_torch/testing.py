@@ -1,13 +1,18 @@
 """A check for training loops: a step that is skipped must leave everything that follows the steps as it was."""
 
 import contextlib
+import copy
 import functools
 import io
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lossscale_core import DynamicScaling, tree
 from lossscale_core.testing.loops import (
@@ -37,7 +42,7 @@ _GROWTH_INTERVAL = 3
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
 _PARTS = {"model": "the model's buffers", "scheduler": "learning-rate schedules", "ema": "averaged weights"}
 _SETTINGS = "optimizer.param_groups."
-_RUNS = "eight steps run with the scaler, and two runs from one seed have the same end"
+_RUNS = "eight steps run with the scaler and change a parameter, and two runs from one seed have the same end"
 _NO_SCALER = (
     "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
 )
@@ -137,11 +142,11 @@ def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[L
         TypeError: `build` does not return a loop.
     """
     with fsdp2_explained():
-        first = _first_check(build)
+        first, run = _first_check(build)
         if not first.held:
             lacks = "the first check has failed, or could not be tried"
-            return [first, *(LoopCheck(check.what, None, lacks) for check in _checks(build)), *_not_tried(build)]
-        return [first, *(check.result() for check in _checks(build)), *_not_tried(build)]
+            return [first, *(LoopCheck(check.what, None, lacks) for check in _checks(build)), *_not_tried(run)]
+        return [first, *(check.result() for check in _checks(build, _compared(run))), *_not_tried(run)]
 
 
 class _NotTriedError(Exception):
@@ -173,11 +178,11 @@ class _Check(NamedTuple):
         return LoopCheck(self.what, True, self.how)
 
 
-def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
+def _checks(build: Callable[[GradScaler], TrainingLoop], compared: str = "") -> Iterator[_Check]:
     """Yield all checks, including those for parts that the loop lacks."""
     loop = _Run(build, fused=False).loop
     can_save = hasattr(loop, "state_dict") and hasattr(loop, "load_state_dict")
-    on, compared = f" on the last of {_ranks()} ranks" if _ranks() > 1 else "", _compared(loop)
+    on = f" on the last of {_ranks()} ranks" if _ranks() > 1 else ""
     for fused in (False, True):
         kind = "a fused optimizer" if fused else "its own optimizer"
         lacks = "" if not fused else _why_not_fused(loop)
@@ -196,9 +201,15 @@ def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[_Check]:
         yield _Check(what, how, run, lacks or ("" if can_save else "the loop lacks state_dict or load_state_dict"))
 
 
-def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> LoopCheck:
+def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> "tuple[LoopCheck, _Run]":
     """Run the loop twice without planted losses; an error or a difference here is not caused by a skip."""
     runs = [_Run(build, fused=False), _Run(build, fused=False)]
+    held, reason = _two_runs(runs)
+    return LoopCheck(_RUNS, held, reason), runs[0]
+
+
+def _two_runs(runs: "list[_Run]") -> tuple[bool | None, str]:
+    """Return whether two runs have the same end, or None if that shows nothing, and the reason."""
     scaler = runs[0].scaler
     try:
         for number in range(_STEPS):
@@ -208,25 +219,32 @@ def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> LoopCheck:
         if _ranks() > 1 and not isinstance(error, LoopError):
             raise
         if not scaler.is_used:
-            reason = _NO_SCALER if isinstance(error, LoopError) else f"the loop raised {_named(error)}"
-            return LoopCheck(_RUNS, None, reason)
-        return LoopCheck(_RUNS, False, _named(error))
+            return None, _NO_SCALER if isinstance(error, LoopError) else f"the loop raised {_named(error)}"
+        return False, _named(error)
     one, other = (run.everything() for run in runs)
     differing = [name for name in one if not same(one[name], other.get(name))]
     if any(_gathered(bool(differing))):
         what = listed(differing) or "values on another rank"
-        reason = f"they differ in {what}, so that no comparison is exact; choose data by batch, and see \
-torch.use_deterministic_algorithms"
-        return LoopCheck(_RUNS, None, reason)
-    return LoopCheck(_RUNS, True, f"on {_device_name()}; {_compared(runs[0].loop)}")
+        hint = "choose data by batch, and see torch.use_deterministic_algorithms"
+        return None, f"they differ in {what}, so that no comparison is exact; {hint}"
+    if standstill := runs[0].standstill():
+        return None, standstill
+    return True, f"on {_device_name()}; {_compared(runs[0])}"
 
 
-def _not_tried(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[LoopCheck]:
+def _not_tried(run: "_Run") -> Iterator[LoopCheck]:
     """Yield the parts and places that no check has tried."""
-    loop = _Run(build, fused=False).loop
+    uncompared = run.uncompared()
     for name, part in _PARTS.items():
-        if getattr(loop, name, None) is None:
-            yield LoopCheck(f"a skipped step leaves {part} as they were", None, f"the loop has no member `{name}`")
+        what = f"a skipped step leaves {part} as they were"
+        if getattr(run.loop, name, None) is None:
+            yield LoopCheck(what, None, f"the loop has no member `{name}`")
+        elif name in uncompared:
+            yield LoopCheck(what, None, f"the state_dict() of `{name}` has nothing that can be compared")
+    hidden = [path for path in uncompared if path not in _PARTS]
+    if hidden:
+        reason = "only tensors, arrays, numbers, texts and containers of them are compared"
+        yield LoopCheck(f"a skipped step leaves {listed(hidden)} as it was", None, reason)
     if _ranks() == 1:
         yield LoopCheck("all ranks skip where one overflows", None, "one process; run the command under torchrun")
     if _device_type() == "cpu":
@@ -305,12 +323,14 @@ class _Run:
         self.scaler = _PlantingScaler(_device_type(), policy=policy)
         self.scaler.seen = set()
         self.loop = build(self.scaler)
-        self.norms: list[float] = []
+        self.stepped: dict[int, torch.optim.Optimizer] = {}
+        self.applied = 0
         if not callable(getattr(self.loop, "step", None)) or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
         self.scaler.protect(getattr(self.loop, "protect", ()))
         if fused:
             _make_fused(self.loop.optimizer)
+        self._begun = self._param_values()
 
     def step(self, number: int, plant: bool = False, only_first: bool = False) -> None:
         """Take a step, with an overflow if `plant`."""
@@ -318,7 +338,13 @@ class _Run:
         scaler.is_armed, scaler.only_first = plant and _is_last_rank(), only_first
         updates = scaler.updates
         torch.manual_seed(number + 1)
-        self.loop.step(number)
+        handle = register_optimizer_step_post_hook(
+            lambda optimizer, *_: self.stepped.update({id(optimizer): optimizer})
+        )
+        try:
+            self.loop.step(number)
+        finally:
+            handle.remove()
         scaler.is_armed = False
         updates = scaler.updates - updates
         if updates != 1:
@@ -326,6 +352,29 @@ class _Run:
                 f"step({number}) called scaler.update() {updates} times; take one step of the optimizer, with "
                 "one update, in each step(batch)"
             )
+        self.applied += bool(scaler.last_step.applied)  # type: ignore[union-attr]  # there was an update
+
+    def standstill(self) -> str:
+        """Return why this run shows nothing: no step was applied, or no parameter changed. Empty if it trains."""
+        if not any(_gathered(self.applied)):
+            return "none of its steps was applied; look for a loss that is not finite"
+        now = self._param_values()
+        if not any(_gathered(any(not same(now.get(name), each) for name, each in self._begun.items()))):
+            return "no parameter changed, so that a skipped step looks like an applied one; look for scaler.step and lr"
+        return ""
+
+    def uncompared(self) -> list[str]:
+        """Return the members with state that no check reads, and the paths of values in the others."""
+        found: list[str] = []
+        for name in _FOLLOWERS:
+            if getattr(self.loop, name, None) is not None:
+                leaves = _flat(name, getattr(self.loop, name).state_dict())
+                opaque = [path for path, value in leaves.items() if isinstance(value, _Opaque)]
+                found += [name] if len(opaque) == len(leaves) else opaque
+        return found
+
+    def _param_values(self) -> dict[str, Any]:
+        return _flat("", {name: param for param, name in _names_of(self.loop).items()})
 
     def set_scale(self, loss_scale: float) -> None:
         self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": loss_scale, "loss_scale": loss_scale})
@@ -366,6 +415,8 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
         clean.step(number)
         how = "without the skipped steps; follow applied steps only (info.applied)"
         _require_equal(f"after step {number}", run.everything(), clean.everything(), how)
+    if standstill := clean.standstill():
+        raise LoopError(f"without planted losses, {standstill}")
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
@@ -381,6 +432,8 @@ def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
         seen.append(norms)
     if not all(_gathered(all(seen))):
         raise _NotTriedError("the optimizer was not asked to step")
+    if not all(_gathered(len(seen[0]) == len(seen[1]) and all(map(math.isfinite, seen[0] + seen[1])))):
+        raise _NotTriedError("the gradients of a step were not finite by themselves")
     for number, (small, large) in enumerate(zip(*seen, strict=True)):
         if abs(small - large) > CLOSE * max(abs(small), abs(large)):
             norms_seen = f"the optimizer gradients of norm {small:g} and {large:g}"
@@ -397,6 +450,8 @@ def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
         small, large = (_left_at(run, number, by) for run, by in zip(runs, SCALES, strict=True))
         if not small:
             raise _NotTriedError("the scaler was shown no gradients")
+        if not all(map(math.isfinite, [*small.values(), *large.values()])):
+            raise _NotTriedError("a loss was not finite by itself, so that it is not zero times zero")
         # Code of a user may multiply an inner loss by get_scale(), which is right; then it grows with the scale.
         names = [name for name, size in small.items() if size > 2.0 * large.get(name, 0.0)]
         if names:
@@ -487,12 +542,19 @@ def _require_skipped(number: int, run: _Run, before: Mapping[str, Any]) -> None:
         if name.startswith(_SETTINGS):
             continue
         if name not in before:
-            if not _is_zero(after[name]):
+            if not (name.startswith("optimizer.") and _is_zero(after[name])):
                 moved[name] = f"{name} appeared"
         elif not same(before[name], after.get(name)):
             moved[name] = change(name, before[name], after.get(name))
     if moved:
         raise LoopError(not_skipped(number, list(moved.values()), _hint(run.loop, moved)))
+    for optimizer in run.stepped.values():
+        for group in optimizer.param_groups:
+            if not all(bool(torch.isfinite(values_of(param.detach())).all()) for param in group["params"]):
+                raise LoopError(
+                    f"step {number} was to be skipped, but parameters of {type(optimizer).__name__} are not finite "
+                    "after it; call scaler.step(optimizer) for each optimizer"
+                )
 
 
 def _hint(loop: Any, moved: Iterable[str]) -> str:
@@ -534,14 +596,27 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves(f"{name}.{key}".lstrip("."), each)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for key, each in enumerate(value):
             yield from _leaves(f"{name}.{key}", each)
     elif isinstance(value, Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
         yield name, local.detach().clone()
-    elif isinstance(value, bool | int | float | str) or value is None:
-        yield name, value
+    elif isinstance(value, np.ndarray):
+        yield name, value.copy()
+    elif isinstance(value, bool | int | float | complex | str | bytes | set | frozenset | np.generic) or value is None:
+        yield name, copy.copy(value)
+    else:
+        yield name, _Opaque()
+
+
+class _Opaque:
+    """A value in a state dict that cannot be compared; it is the same as any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Opaque)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _is_zero(value: Any) -> bool:
@@ -559,8 +634,10 @@ def _norm(optimizer: Any) -> float:
     return float(norm) / (1.0 if factor is None else float(factor))
 
 
-def _compared(loop: Any) -> str:
-    return f"compared bit for bit: {', '.join(name for name in _FOLLOWERS if getattr(loop, name, None) is not None)}"
+def _compared(run: _Run) -> str:
+    uncompared = run.uncompared()
+    members = [name for name in _FOLLOWERS if getattr(run.loop, name, None) is not None and name not in uncompared]
+    return f"compared exactly: {', '.join(members)}"
 
 
 def _device_type() -> str:

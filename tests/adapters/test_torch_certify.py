@@ -12,7 +12,7 @@ from tests.command.commanding import refused, run
 from tests.command.sessions import replay, sections
 
 LOOPS = """
-import torch
+import collections, numpy, torch
 
 
 class Held:
@@ -97,6 +97,96 @@ class ByHand(Held):
         self.scaler.update(1024.0)
 
 
+class NeverSteps(Held):
+    def step(self, batch):
+        self.scaler.scale(self.model(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
+
+
+class NoRate(Held):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.optimizer.param_groups[0]["lr"] = 0.0
+        self.scheduler = None
+
+    def follow(self, info):
+        pass
+
+
+class NotFinite(Held):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        torch.nn.init.constant_(self.model.weight, float("nan"))
+
+
+class TwoModels(Held):
+    "Has a second model, which it does not show, and steps its optimizer without the scaler."
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.second = torch.nn.Linear(1, 1)
+        self.of_second = torch.optim.Adam(self.second.parameters())
+
+    def step(self, batch):
+        self.of_second.zero_grad()
+        self.scaler.scale(self.second(torch.ones(1)).square().mean()).backward()
+        super().step(batch)
+        self.of_second.step()
+
+
+class SecondIsRight(TwoModels):
+    "The loss of the second model is not scaled."
+    def step(self, batch):
+        self.of_second.zero_grad()
+        self.second(torch.ones(1)).square().mean().backward()
+        Held.step(self, batch)
+        self.of_second.step()
+
+
+class _Average:
+    "Moves on each step, skipped or not."
+    def __init__(self, content):
+        self.content = content
+
+    def state_dict(self):
+        return self.content
+
+
+class InNumPy(Held):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average({"mean": numpy.zeros(2)})
+
+    def follow(self, info):
+        super().follow(info)
+        self.ema.content["mean"] += 1
+
+
+class InADeque(InNumPy):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average(collections.deque([0]))
+
+    def follow(self, info):
+        Held.follow(self, info)
+        self.ema.content.append(1)
+
+
+class InAnObject(InNumPy):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average({"steps": 0, "history": object()})
+
+    def follow(self, info):
+        Held.follow(self, info)
+
+
+class InNothing(InAnObject):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average({})
+
+
 def fails(scaler):
     raise OSError("no data")
 
@@ -116,7 +206,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def _certified(folder, name, status):
-    done = run("certify", f"loops:{name}", "--page", "page.md", cwd=folder)
+    done = run("certify", f"loops:{name}", "--page", "page.md", "--overwrite", cwd=folder)
     assert done.returncode == status, done.stdout + done.stderr
     page, content = (folder / "page.md").read_text(), json.loads((folder / "page.json").read_text())
     assert content["result"] == ("held", "not held", "not tried")[status]
@@ -133,7 +223,12 @@ def test_a_loop_that_holds_ends_with_status_0(folder):
     results = [line["result"] for line in lines.values()]
     assert (results.count("held"), results.count("not held"), results.count("not tried")) == (8, 0, 5)
     assert lines["a skipped step leaves averaged weights as they were"]["reason"] == "the loop has no member `ema`"
-    for part in ("`lossscale certify loops:Held`", "torch.manual_seed(0)", "\n- torch: ", "\n- lossscale: "):
+    for part in (
+        "`lossscale certify loops:Held --page page.md --overwrite`",
+        "torch.manual_seed(0)",
+        "\n- torch: ",
+        "\n- lossscale: ",
+    ):
         assert part in page
 
 
@@ -148,13 +243,16 @@ def test_a_loop_that_fails_ends_with_status_1(folder):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("NeverSteps", "no parameter changed"),
+        ("NoRate", "no parameter changed"),
+        ("NotFinite", "none of its steps was applied; look for a loss that is not finite"),
         ("Disabled", "the loop did not use the scaler that build was given; a scaler that is disabled"),
         ("OtherData", "they differ in model.weight, "),
         ("fails", "OSError: no data"),
     ],
 )
 def test_what_cannot_be_tried_ends_with_status_2(folder, name, reason):
-    """A scaler that is disabled, a loop that is another one each time, and one that cannot be built."""
+    """A loop that does not train, a disabled scaler, a loop that is another one each time, one that cannot be built."""
     page, lines = _certified(folder, name, 2)
     assert reason in page
     assert {line["result"] for line in lines.values()} == {"not tried"}
@@ -167,6 +265,33 @@ def test_what_a_check_has_not_seen_is_not_claimed(folder):
     assert (line["result"], line["reason"]) == ("not tried", "the optimizer was not asked to step")
     line = lines["all gradients come from losses that are scaled or attached"]
     assert (line["result"], line["reason"]) == ("not tried", "the scaler was shown no gradients")
+
+
+def test_an_optimizer_that_the_loop_does_not_show_is_stepped_by_the_scaler(folder):
+    """Its parameters are finite after a planned overflow, if its loss was not scaled."""
+    page, _ = _certified(folder, "TwoModels", 1)
+    assert "parameters of Adam are not finite after it; call scaler.step(optimizer) for each optimizer" in page
+    _certified(folder, "SecondIsRight", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "reason"),
+    [
+        ("InNumPy", 1, "step 0 was to be skipped, but ema.mean changed"),
+        ("InADeque", 1, "step 0 was to be skipped, but ema.1 appeared"),
+        ("InAnObject", 0, "| not tried | a skipped step leaves ema.history as it was | only tensors, arrays, "),
+        (
+            "InNothing",
+            0,
+            "| not tried | a skipped step leaves averaged weights as they were | the state_dict() of `ema`",
+        ),
+    ],
+)
+def test_state_that_no_check_reads_is_not_claimed(folder, name, status, reason):
+    """Arrays and containers are compared; objects and empty states are named as not tried."""
+    page, _ = _certified(folder, name, status)
+    assert reason in page
+    assert ("compared exactly: scheduler, ema, model, optimizer" in page) == (name != "InNothing")
 
 
 def test_a_loop_that_raises_at_a_skip_has_not_held(folder):
