@@ -29,7 +29,7 @@ def main() -> None:
         if package not in _EXTRAS:
             raise
         print(
-            f"lossscale: this command needs {error.name}, which is not installed; {how_to_install(_EXTRAS[package])}",
+            f"lossscale: this command needs {package}, which is not installed; {how_to_install(_EXTRAS[package])}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -56,7 +56,7 @@ def test_no_write_follows_a_link(folder, command, leads_somewhere):
 def test_simulate_replaces_a_picture_only_if_asked(folder):
     """`--plot` leaves what is there alone, unless `--overwrite` is given."""
     (folder / "simulation.png").write_text("mine")
-    command = ("simulate", "dynamic", "--overflow", "t.txt")
+    command = ("simulate", "dynamic", "--overflow", "t.txt", "--plot", "simulation.png")
     assert "--overwrite" in refused(run(*command, cwd=folder))
     assert (folder / "simulation.png").read_text() == "mine"
     assert run(*command, "--overwrite", cwd=folder).returncode == 0

@@ -33,7 +33,7 @@ def _plot(folder, name, content, *options):
     ("name", "content", "summary"),
     [
         ("scale.csv", OURS, "6 steps: 2 overflowed, 1 spiked, 50.0% skipped"),
-        ("wandb.csv", WANDB, "6 steps: 2 overflowed, 33.3% skipped"),
+        ("wandb.csv", WANDB, "6 rows of 51 steps: 2 overflowed, 33.3% of the rows skipped"),
         ("trace.json", DEMO, "6 steps: 2 overflowed, 33.3% skipped"),
         ("history.json", ROWS, "6 steps: 2 overflowed, 33.3% skipped"),
     ],
@@ -44,6 +44,31 @@ def test_a_run_is_drawn_from_the_files_people_have(tmp_path, name, content, summ
     assert printed == f"{summary}\nwrote scale.svg\n"
     assert picture.startswith("<?xml")
     assert "<svg" in picture
+
+
+def test_a_run_that_was_logged_at_some_steps_has_its_own_share(tmp_path):
+    """Rows are not counted as steps; the logged share is that of all steps, and is drawn."""
+    rows = "".join(f"{10 * step},{scale},{0.2 / (step + 1)}\n" for step, scale in enumerate(SCALES))
+    printed, picture = _plot(tmp_path, "log.csv", "step,loss_scale,overflow_share\n" + rows)
+    assert printed.startswith(
+        "6 rows of 51 steps: 2 overflowed, 33.3% of the rows skipped; 3.3% of all steps overflowed"
+    )
+    assert "<!-- share of overflowed steps so far -->" in picture
+    whole = "".join(f"{step},{scale},0.2\n" for step, scale in enumerate(SCALES))
+    printed, picture = _plot(tmp_path, "whole.csv", "step,loss_scale,overflow_share\n" + whole, "--overwrite")
+    assert printed.startswith("6 steps: 2 overflowed, 33.3% skipped")
+    assert "<!-- share of skipped steps, mean of the last 9 -->" in picture
+
+
+@pytest.mark.parametrize("norms", [(1.0, 1.2), (1.0, 30.0), (1.0, 1e6), (1.0, 1e30), (0.0, 0.0)])
+def test_the_axis_of_the_norms_has_two_numbers_or_more(tmp_path, norms):
+    """For norms of one size, of two and of many."""
+    rows = "".join(f"{step},1024.0,{norms[step % 2]}\n" for step in range(6))
+    _, picture = _plot(tmp_path, "t.csv", "step,loss_scale,norm\n" + rows)
+    axis = picture[picture.index('id="axes_3"') :]
+    axis = axis[axis.index('id="matplotlib.axis_') :]
+    ticks = re.findall(r'<g id="ytick_\d+">', axis)
+    assert 2 <= len(ticks) <= 8
 
 
 def test_the_picture_has_what_the_file_knows(tmp_path):
@@ -103,7 +128,8 @@ def test_a_file_that_is_not_a_run_is_refused_in_a_sentence(tmp_path, name, conte
 
 @pytest.mark.parametrize("name", ["none.csv", "none.json", "none", "none.svg", "none/t.csv"])
 def test_a_missing_run_says_what_writes_one(tmp_path, name):
-    """Whatever its suffix, it is missing, and that is what the sentence says."""
+    """Whatever its suffix, it is missing, and that is what the sentence says, also if the picture exists."""
+    (tmp_path / "scale.svg").touch()
     sentence = (
         f"lossscale: {name}: No such file or directory; pass a recorded run, such as lossscale run --trace writes\n"
     )

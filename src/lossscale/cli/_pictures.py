@@ -46,24 +46,38 @@ def draw_run(figure: Figure, run: "RecordedRun") -> None:
     heights = [3.0, 1.0] if run.norm is None else [3.0, 1.0, 1.5]
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_marked_scale(panels[0], run)
-    skipped = run.overflowed | run.spiked
-    # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
-    window = max(_SMOOTHING, len(skipped) // 50)
-    panels[1].fill_between(run.step, _running_mean(skipped, window) * 100.0, step="post", color="#999999")
-    panels[1].set(ylabel="skipped (%)", ylim=(0.0, None), title=f"share of skipped steps, mean of {window}")
+    _draw_share(panels[1], run)
     if run.norm is not None:
         _draw_norms(panels[2], run.step, run.norm)
     panels[0].set_xlabel("")
     panels[-1].set_xlabel("step")
 
 
+def _draw_share(axes: Any, run: "RecordedRun") -> None:
+    """Draw the share of skipped steps; of a run that was logged at some steps only, the share that it has logged."""
+    has_gaps = run.steps > len(run.step)
+    if run.share is not None and has_gaps:
+        share, title = run.share, "share of overflowed steps so far"
+    else:
+        # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
+        window = max(_SMOOTHING, len(run.step) // 50)
+        share = _running_mean(run.overflowed | run.spiked, window)
+        title = f"share of skipped {'rows' if has_gaps else 'steps'}, mean of the last {window}"
+    axes.fill_between(run.step, share * 100.0, step="post", color="#999999")
+    axes.set(ylabel="skipped (%)", ylim=(0.0, None if share.max() > 0.01 else 1.0), title=title)
+
+
 def _draw_norms(axes: Any, steps: Any, norms: Any) -> None:
-    """Draw gradient norms; those that are infinite are crosses at the upper edge."""
+    """Draw gradient norms, from a decade on with a logarithmic axis; infinite ones are crosses at the upper edge."""
     known, infinite = np.isfinite(norms), np.isinf(norms)
     axes.plot(steps[known], norms[known], color="#009e73", linewidth=1.0)
-    axes.set(ylabel="gradient norm", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(numticks=5))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("gradient norm")
+    positive = norms[known & (norms > 0)]
+    decades = np.log10(positive.max() / positive.min()) if len(positive) else 0.0
+    if decades >= 1:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=5))
+        axes.yaxis.set_minor_locator(NullLocator())
     if infinite.any():
         at_edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
         mark = {"marker": "x", "color": "#cc0000", "markersize": 5, "linestyle": "none"}
@@ -77,14 +91,18 @@ def _draw_marked_scale(axes: Any, run: "RecordedRun") -> None:
     _mark(axes, run.step, run.scale, run.overflowed, overflow, marker="x", color="#cc0000")
     _mark(axes, run.step, run.scale, run.spiked, "spike", marker="^", color="#000000")
     _label_scale(axes)
-    axes.set_title(summary(run))
+    axes.set_title(summary(run), size="medium")
 
 
 def summary(run: "RecordedRun") -> str:
     """Return a recorded run's counts in a line."""
     overflows, spikes, rows = int(run.overflowed.sum()), int(run.spiked.sum()), len(run.step)
     counts = f"{overflows} overflowed" + (f", {spikes} spiked" if spikes else "")
-    return f"{rows} steps: {counts}, {(run.overflowed | run.spiked).mean():.1%} skipped"
+    skipped = f"{(run.overflowed | run.spiked).mean():.1%}"
+    if run.steps == rows:
+        return f"{rows} steps: {counts}, {skipped} skipped"
+    of_all = "" if run.share is None else f"; {run.share[-1]:.1%} of all steps overflowed"
+    return f"{rows} rows of {run.steps} steps: {counts}, {skipped} of the rows skipped{of_all}"
 
 
 def _mark(axes: Any, steps: Any, scale: Any, is_marked: Any, label: str, **style: Any) -> None:
@@ -144,7 +162,7 @@ def _draw_scales(axes: Any, experiment: "Experiment") -> None:
 def _draw_sweep(axes: Any, experiment: "Experiment") -> None:
     for (name, accuracy), line in zip(experiment.sweep.items(), _LINES, strict=True):
         axes.plot(list(accuracy), list(accuracy.values()), marker="o", markersize=4, label=name, **line)
-    axes.axvline(experiment.settings.weight, color="#666666", linewidth=0.8, label="the other panels")
+    axes.axvline(experiment.settings.weight, color="#666666", linewidth=0.8, label="the left panels")
     axes.set(xscale="log", ylim=(0.0, 1.02), ylabel="test accuracy", title="How small a loss survives")
     axes.set_xlabel("weight of the loss")
     axes.invert_xaxis()

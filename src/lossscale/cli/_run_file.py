@@ -24,6 +24,7 @@ _NAMES = {
     "overflowed": ("overflowed", "overflow", "skipped", "found_inf"),
     "applied": ("applied",),
     "spiked": ("spiked", "spike"),
+    "share": ("overflow_share",),
     "norm": ("norm", "grad_norm", "gradient_norm", "total_norm"),
 }
 _MOST_COLUMNS = 1000
@@ -46,6 +47,13 @@ class RecordedRun(NamedTuple):
     """float64: the norm of the unscaled gradients, NaN if it is not known; None without norms."""
     is_guessed: bool
     """Whether overflows are guessed from falls of the scale, since the file does not contain them."""
+    share: NDArray[np.float64] | None = None
+    """float64: the share of all steps so far that overflowed, also of steps without a row; None if it is not known."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps from the first row to the last; more than rows if only some steps were logged."""
+        return max(len(self.step), int(self.step[-1] - self.step[0]) + 1)
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -69,10 +77,14 @@ def _run(path: Path, found: dict[str, Any]) -> RecordedRun:
     kept = {role: values[rows][order] for role, values in found.items()}
     spiked = kept.get("spiked", np.zeros(len(order))) == 1.0
     overflowed, is_guessed = _overflows(kept, spiked)
-    norm = np.where(np.abs(kept["norm"]) <= 2.0**128, kept["norm"], np.nan) if "norm" in kept else None
-    if norm is not None and not np.isfinite(norm).any():
+    norm = kept.get("norm")
+    if norm is not None:
+        # No float32 is finite beyond it, and a picture could not be drawn.
+        norm = np.where((np.abs(norm) <= 2.0**128) | np.isinf(norm), norm, np.nan)
+    if norm is None or not np.isfinite(norm).any():
         norm = None
-    return RecordedRun(step[rows][order], kept["scale"], overflowed, spiked, norm, is_guessed)
+    share = kept["share"] if "share" in kept and np.isfinite(kept["share"]).all() else None
+    return RecordedRun(step[rows][order], kept["scale"], overflowed, spiked, norm, is_guessed, share)
 
 
 def _overflows(found: dict[str, Any], spiked: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], bool]:

@@ -12,9 +12,14 @@ import click
 from lossscale._certificate import environment_variable, json_of
 from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, example, require_page
+from lossscale_core.messages import shown
 
 
-@click.command("certify", epilog=example("lossscale certify train:build --page certificate.md"))
+@click.command(
+    "certify",
+    short_help="Check a PyTorch training loop, and write a page.",
+    epilog=example("lossscale certify train:build --page certificate.md"),
+)
 @click.argument("loop", metavar="MODULE:BUILD")
 @click.option("--page", type=FILE, default=Path("certificate.md"), show_default=True, help="The page to write.")
 @OVERWRITE
@@ -35,19 +40,22 @@ def command(loop: str, page: Path, overwrite: bool) -> None:
         require_page(page, overwrite)
     build = _build_of(loop)
     with process_group():
-        certificate = certified_loop(build, loop)
+        certificate = certified_loop(build, loop, "--page", str(page), "--overwrite")
         if rank == 0:
             certificate.write(page, overwrite)
             click.echo(f"{certificate.summary()}; wrote {page} and {json_of(page)}")
-            for line in certificate.lines:
-                if line.held is False:
-                    click.echo(f"not held: {line.what}: {line.reason}")
+            faults = [line for line in certificate.lines if line.held is False]
+            for reason in dict.fromkeys(line.reason for line in faults):
+                requirements = [f"\n  {line.what}" for line in faults if line.reason == reason]
+                click.echo(f"not held: {reason}{''.join(requirements)}")
     sys.exit(certificate.status)
 
 
 def _build_of(loop: str) -> Callable[[Any], Any]:
     """Import the module, from the present folder or installed, and return the function that builds the loop."""
     module, _, name = loop.partition(":")
+    if module.endswith(".py"):
+        raise click.UsageError(f"{loop} names a file; pass the module, such as {Path(module).stem}:{name or 'build'}")
     if not module or not name:
         raise click.UsageError(f"{loop} does not name a function of a module; pass one such as train:build")
     sys.path.append(os.getcwd())  # at the end, so that no file in this folder replaces one of Python's own modules
@@ -56,5 +64,5 @@ def _build_of(loop: str) -> Callable[[Any], Any]:
     except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and may end the process
         raise click.UsageError(f"{loop}: {type(error).__name__}: {error}; name a function of a module here") from error
     if not callable(build):
-        raise click.UsageError(f"{loop} is {build!r}; name a function or class that takes a scaler")
+        raise click.UsageError(f"{loop} is {shown(build)}; name a function or class that takes a scaler")
     return build  # type: ignore[no-any-return]

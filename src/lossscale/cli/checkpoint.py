@@ -54,7 +54,12 @@ def _with_options(subcommand: Callable[..., None]) -> Callable[..., None]:
     return subcommand
 
 
-@click.group("checkpoint", epilog=example("lossscale checkpoint show scaler.pt"), invoke_without_command=True)
+@click.group(
+    "checkpoint",
+    short_help="Show and convert saved scalers, also other tools'.",
+    epilog=example("lossscale checkpoint show scaler.pt"),
+    invoke_without_command=True,
+)
 @click.pass_context
 def command(context: click.Context) -> None:
     """Show and convert saved scalers of this library and other tools."""

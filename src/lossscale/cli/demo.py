@@ -29,7 +29,11 @@ _TABLE_WIDTH = 72
 _RESULTS = ("demo.png", "trace.json", "policy.toml")
 
 
-@click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))
+@click.command(
+    "demo",
+    short_help="Train in float16, with and without loss scaling.",
+    epilog=example("lossscale demo --steps 300 --out lossscale-demo"),
+)
 @click.option(
     "--framework",
     type=click.Choice(tuple(_ADAPTERS)),
@@ -59,7 +63,7 @@ def command(
     # find_spec looks for a package without the seconds that an import of it takes.
     if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
         raise click.UsageError(
-            f"--framework {framework} needs its adapter, which this installation lacks; {how_to_install(framework)}"
+            f"--framework {framework} needs {framework}, which is not installed; {how_to_install(framework)}"
         )
     from lossscale import demo  # imported late, since scikit-learn and matplotlib take seconds
     from lossscale.cli._pictures import experiment_as_png
@@ -82,8 +86,9 @@ def command(
     for path in results:
         write_whole(path, contents[path.name], overwrite=overwrite)
     terminal.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
-    # Another policy on the same gradients, without training again.
-    terminal.print(f"next: lossscale simulate dynamic --gradient-max {out / 'trace.json'}", soft_wrap=True)
+    # Change the policy, and try it on the same gradients without training again.
+    again = f"lossscale simulate {out / 'policy.toml'} --gradient-max {out / 'trace.json'}"
+    terminal.print(f"next: {again}", soft_wrap=True)
 
 
 def _is_same_file(path: Path | None, other: Path) -> bool:

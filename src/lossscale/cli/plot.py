@@ -9,7 +9,9 @@ from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_pic
 from lossscale_core.files import write_whole
 
 
-@click.command("plot", epilog=example("lossscale plot scale.csv -o scale.svg"))
+@click.command(
+    "plot", short_help="Draw the loss scale of a recorded run.", epilog=example("lossscale plot scale.csv -o scale.svg")
+)
 @click.argument("trace", type=FILE)
 @click.option("-o", "--output", type=FILE, default="scale.svg", show_default=True, help="Where the picture goes.")
 @OVERWRITE
@@ -19,9 +21,9 @@ def command(trace: Path, output: Path, overwrite: bool) -> None:
     TRACE is what `lossscale run` wrote, another CSV or JSON file with a column for the loss scale, such as an export of
     Weights & Biases, or TensorBoard's event file or folder.
     """
-    require_picture(output, "-o", overwrite)
     with warnings_as_lines():
         run = read_run(trace)
+    require_picture(output, "-o", overwrite)
     from lossscale.cli._pictures import as_picture, draw_run, new_figure, summary  # late: matplotlib takes a second
 
     figure = new_figure(8, 6)

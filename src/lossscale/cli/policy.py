@@ -21,6 +21,7 @@ from lossscale.cli._shared import (
     help_if_alone,
     print_json,
     require_new,
+    typed_policy,
     value_text,
     warnings_as_lines,
 )
@@ -60,12 +61,18 @@ def check(file: Path, as_json: bool) -> None:
         click.echo(f"{file}: a valid policy of kind {kind!r}")
 
 
-@command.command(epilog=example("lossscale policy show policy.toml"))
-@click.argument("file", type=FILE)
+@command.command(
+    short_help="Show every setting, its meaning and its allowed values.",
+    epilog=example("lossscale policy show policy.toml"),
+)
+@click.argument("policy")
 @AS_JSON
-def show(file: Path, as_json: bool) -> None:
-    """Show every setting of the policy in FILE, defaults included, with its meaning and its allowed values."""
-    scaling = load_policy(file)
+def show(policy: str, as_json: bool) -> None:
+    """Show every setting of POLICY, defaults included, with its meaning and its allowed values.
+
+    POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale).
+    """
+    scaling = typed_policy(policy, "POLICY")
     kind, meanings = policy_to_dict(scaling)["kind"], _meanings(type(scaling))
     allowed = _allowed(kind)
     settings = {
@@ -73,9 +80,9 @@ def show(file: Path, as_json: bool) -> None:
         for name, value in BaseScaling.of(scaling).settings().items()
     }
     if as_json:
-        print_json({"file": str(file), "kind": kind, "settings": settings})
+        print_json({"policy": policy, "kind": kind, "settings": settings})
         return
-    table = Table("setting", "value", "meaning and allowed values", title=f"{file}: {type(scaling).__name__}")
+    table = Table("setting", "value", "meaning and allowed values", title=f"{policy}: {type(scaling).__name__}")
     table.show_lines = True
     for name, setting in settings.items():
         about = f"{setting['meaning']}\nAllowed: {setting['allowed']}.".lstrip()

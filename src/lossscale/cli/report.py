@@ -20,7 +20,11 @@ _PACKAGES = (
 _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-intel", "tf-nightly")}
 
 
-@click.command("report", epilog=example("lossscale report state.json --policy policy.toml"))
+@click.command(
+    "report",
+    short_help="Print what a bug report needs.",
+    epilog=example("lossscale report state.json --policy policy.toml"),
+)
 @click.argument("checkpoint", type=FILE, required=False)
 @click.option("--policy", help="The policy: a .toml or .json file, dynamic, none or a number.")
 @click.option("--from", "tool", metavar="TOOL", help=f"The tool that wrote the checkpoint. {TOOLS_HELP}")

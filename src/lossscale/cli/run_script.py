@@ -17,6 +17,7 @@ from lossscale_core import policy_to_dict
 
 @click.command(
     "run",
+    short_help="Run a PyTorch script with this library's scaler.",
     epilog=example("lossscale run --policy policy.toml --trace scale.csv -- python train.py --fp16"),
     context_settings={"allow_interspersed_args": False},
 )

@@ -1,6 +1,5 @@
 """The subcommand `lossscale simulate`: try a policy on a recorded run, without training."""
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import click
 import numpy as np
 from rich.table import Table
 
-from lossscale._install import how_to_install
 from lossscale.cli._shared import (
     AS_JSON,
     FILE,
@@ -28,17 +26,18 @@ from lossscale_core.files import write_whole
 from lossscale_core.messages import shown_number
 
 _MOST_ROWS = 40
-_PICTURE = Path("simulation.png")
 
 
 @click.command(
-    "simulate", epilog=example("lossscale simulate lossscale-demo/policy.toml --gradient-max lossscale-demo/trace.json")
+    "simulate",
+    short_help="Try a policy on a recorded run, without training.",
+    epilog=example("lossscale simulate lossscale-demo/policy.toml --gradient-max lossscale-demo/trace.json"),
 )
 @click.argument("policy")
 @click.option("--overflow", type=FILE, help="A file with 0 or 1 for each step: whether it overflowed.")
 @click.option("--gradient-max", type=FILE, help="A file with each step's largest gradient magnitude, unscaled.")
 @click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16", show_default=True)
-@click.option("--plot", type=FILE, help=f"The file of the picture; {_PICTURE} if left out, and none with --json.")
+@click.option("--plot", type=FILE, help="Also draw the loss scale over the steps, into this file.")
 @AS_JSON
 @OVERWRITE
 def command(
@@ -57,8 +56,6 @@ def command(
     """
     if (overflow is None) == (gradient_max is None):
         raise click.UsageError("pass one of --overflow FILE and --gradient-max FILE")
-    if plot is None and not as_json and importlib.util.find_spec("matplotlib") is not None:
-        plot = _PICTURE
     if plot is not None:
         require_picture(plot, "--plot", overwrite)
     scaling = typed_policy(policy, "POLICY")
@@ -74,9 +71,8 @@ def command(
         _print(stretches, summary)
     if plot is not None and picture is not None:
         write_whole(plot, picture, overwrite=overwrite)
-    if not as_json:
-        picture_line = f"no picture: matplotlib is not installed; {how_to_install('plot')}"
-        console().print(picture_line if plot is None else f"wrote {plot}", soft_wrap=True)
+        if not as_json:
+            console().print(f"wrote {plot}", soft_wrap=True)
 
 
 def _stretches(trace: testing.Trace) -> list[dict[str, Any]]:
