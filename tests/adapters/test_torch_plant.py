@@ -47,7 +47,7 @@ def test_the_page_says_what_was_planted(tmp_path):
     assert lines[SAME]["reason"] == "4 digests before and after 2 updates"
     assert lines[ZERO]["reason"].startswith("update 2, before unscaling")
     assert lines["learning-rate schedules do not move on skipped steps"]["result"] == "not tried"
-    assert page["about"]["repeat it with"].startswith("`lossscale run --plant '0, 1' --page page.md -- ")
+    assert page["about"]["repeat it with"].startswith("`lossscale run --plant '0, 1' --page page.md --overwrite -- ")
     rows = (tmp_path / "scale.csv").read_text().splitlines()[1:]
     assert [row.split(",")[2:4] for row in rows[:4]] == [
         *[["False", "True"]] * 2,
@@ -55,6 +55,16 @@ def test_the_page_says_what_was_planted(tmp_path):
         ["True", "False"],
     ]
     assert (tmp_path / "page.md").read_text().startswith("# Loss scaling: held (")
+
+
+def test_a_script_that_uses_this_library_is_tried(tmp_path):
+    """Its scaler takes part in the plan, as torch's does."""
+    script = SCRIPT.replace("import sys, torch", "import sys, torch, lossscale_torch")
+    script = script.replace("torch.amp.GradScaler", "lossscale_torch.GradScaler")
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    lines = _lines(page)
+    assert {lines[name]["result"] for name in (SKIPPED, SAME, ZERO)} == {"held"}
 
 
 @pytest.mark.parametrize(
@@ -83,15 +93,17 @@ def test_what_follows_a_skip_is_not_tried_without_one(tmp_path):
     assert (line["result"], line["reason"]) == ("not tried", "no planned overflow was skipped")
 
 
-def test_nothing_is_claimed_of_what_is_not_there(tmp_path):
-    """An optimizer of the script's own has no digests, and a rank that ended early no findings."""
+def test_an_optimizer_of_the_scripts_own_is_tried(tmp_path):
+    """It has digests, too; of a rank that ended early there are no findings."""
     own = """
         class Own:
             def __init__(self, params, **_):
                 self.param_groups, self.state = [{"params": list(params)}], {}
 
             def step(self):
-                pass
+                with torch.no_grad():
+                    for param in self.param_groups[0]["params"]:
+                        param -= 0.1 * param.grad
 
             def zero_grad(self):
                 for param in self.param_groups[0]["params"]:
@@ -103,7 +115,7 @@ def test_nothing_is_claimed_of_what_is_not_there(tmp_path):
     script += "    import os; os.environ['WORLD_SIZE'] = '3'\n"
     _, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert _lines(page)[SKIPPED]["result"] == "held"
-    assert _lines(page)[SAME]["result"] == "not tried"
+    assert _lines(page)[SAME]["result"] == "held"
     assert _lines(page)["every rank says what it found"]["reason"].startswith("1 of 3 ranks")
 
 
@@ -124,11 +136,99 @@ def test_a_loss_that_is_not_finite_by_itself_is_not_tried(tmp_path):
 
 
 def test_the_exit_status_of_a_script_that_fails_is_its_own(tmp_path):
-    """The page says it, and has what was found until then."""
+    """The page says it, and has what was found until then; it is not held."""
     done, page = run_script(tmp_path, SCRIPT + "    sys.exit(7)\n", options=("--plant", "3,4"))
     assert done.returncode == 7
     assert page["about"]["exit status of the script"] == "7"
-    assert page["result"] == "held"
+    assert page["result"] == "not held"
+    assert _lines(page)["the script ends with exit status 0"]["reason"] == "it ended with 7"
+    assert _lines(page)[SKIPPED]["result"] == "held"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("        scaler.step(optimizer)\n", ""),
+        ("lr=0.1, momentum=0.9", "lr=0.0, momentum=0.9"),
+        ("        scaler.step(optimizer)\n", "        model.requires_grad_(False)\n        scaler.step(optimizer)\n"),
+    ],
+)
+def test_a_run_that_changes_no_parameter_is_not_tried(tmp_path, old, new):
+    """Without a step, with a learning rate of 0, or with frozen parameters, a skipped step looks like any other."""
+    done, page = run_script(tmp_path, SCRIPT.replace(old, new), options=("--plant", "3,4"))
+    assert done.returncode in (1, 2), done.stderr
+    assert page["result"] != "held"
+
+
+def test_another_optimizer_that_takes_the_overflow_is_found(tmp_path):
+    """Its loss was scaled, too, and its step is not the scaler's: its parameters are NaN after the planned update."""
+    second = """
+    head = torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(head.parameters(), lr=1e-6)
+    """
+    script = textwrap.dedent(SCRIPT).replace("for step", textwrap.dedent(second) + "for step")
+    script = script.replace("model(torch.ones(8, 4))", "head(model(torch.ones(8, 4)))")
+    script = script.replace("    scaler.update()", "    plain.step()\n    plain.zero_grad()\n    scaler.update()")
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 1, done.stderr
+    line = _lines(page)[SAME]
+    assert (line["result"], "is not finite" in line["reason"]) == ("not held", True), line
+
+
+def test_each_checkpoint_needs_the_scalers_numbers(tmp_path):
+    """A file of the scaler alone, written once, does not make later checkpoints whole."""
+    save = """
+        torch.save(optimizer.state_dict(), "optimizer.pt")
+        if step == 0:
+            torch.save(scaler.state_dict(), "scaler.pt")
+    """
+    script = SCRIPT + textwrap.indent(textwrap.dedent(save), "        ")
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 1, done.stderr
+    line = _lines(page)["torch.save writes the scaler's numbers with the optimizer's state"]
+    assert line["result"] == "not held"
+    assert "lacks scaler.state_dict()" in line["reason"]
+    script = script.replace("if step == 0:", "if True:")  # two files of one checkpoint
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("load", "result"),
+    [
+        ('scaler.load_state_dict(torch.load("7.pt")["scaler"])', "held"),
+        ('scaler.load_state_dict(torch.load("3.pt")["scaler"])', "held"),
+        ('scaler = torch.amp.GradScaler("cpu", init_scale=32768.0)', "not held"),
+    ],
+)
+def test_a_resumed_run_is_compared_with_the_files_that_it_loads(tmp_path, load, result):
+    """If it loads none, with the newest: the scale of an earlier file is not enough."""
+    save = """
+        torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, f"{step}.pt")
+    """
+    script = SCRIPT.replace("    model =", f"    if 'resume' in sys.argv: {load}\n    model =") + save
+    options = ("--plant", "3,4", "--resume", f"{sys.executable} train.py resume")
+    _, page = run_script(tmp_path, script, options=options)
+    assert _lines(page)["a resumed run begins with the scale and the counters that were saved"]["result"] == result
+
+
+def test_a_rate_that_is_constant_next_to_the_planned_updates_says_nothing(tmp_path):
+    """It moves, but not there."""
+    script = SCRIPT + "        optimizer.param_groups[0]['lr'] = 0.1 if step < 1 else 0.05\n"
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    line = _lines(page)["learning-rate schedules do not move on skipped steps"]
+    assert line["result"] == "not tried"
+    assert "no learning rate changes next to the planned updates" in line["reason"]
+
+
+def test_a_second_scaler_that_is_disabled_hides_nothing(tmp_path):
+    """The enabled one is tried, and a line names the other."""
+    script = SCRIPT + "    second = torch.amp.GradScaler('cpu', enabled=False)\n"
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(page)["every scaler is enabled"]["reason"].startswith("1 of 2 are disabled")
+    assert _lines(page)[SKIPPED]["result"] == "held"
 
 
 def test_a_resume_that_does_not_run_is_not_tried(tmp_path):

@@ -102,6 +102,50 @@ PLAIN = """
 """
 
 
+OWN = """
+    import lossscale_torch
+    from lossscale_core import DynamicScaling, SpikeGuard
+    from lossscale_torch import GradScaler
+
+    policy = DynamicScaling(init_scale=2.0**10, growth_interval=3)
+    scaler = GradScaler("cpu", policy=policy, guard=SpikeGuard(), protect=[])
+    assert scaler.policy.init_scale == EXPECTED, scaler.policy
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+        spoil(model.weight, step)
+        norm = scaler.clip_and_step(optimizer, 1.0)
+        info = scaler.update()
+        assert info.applied == (step not in (2, 5))
+    assert isinstance(scaler, lossscale_torch.GradScaler)
+    scaler.minimize(optimizer, lambda: model(torch.randn(8, 4)).square().mean())
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--policy", "policy.toml")])
+def test_a_script_that_uses_this_library_is_traced(folder, options):
+    """With its own policy, or that of the run in its place; the norms are those of the scaler's own clipping."""
+    dump_policy(DynamicScaling(init_scale=2.0**7), folder / "policy.toml")
+    done = _run(folder, OWN.replace("EXPECTED", "2.0**7" if options else "2.0**10"), options=options)
+    assert done.returncode == 0, done.stderr
+    rows = _rows(folder / "scale.csv")
+    assert [row["applied"] for row in rows] == [
+        "True",
+        "True",
+        "False",
+        "True",
+        "True",
+        "False",
+        "True",
+        "True",
+        "True",
+    ]
+    assert [float(row["norm"]) < 100.0 for row in rows[:8]] == [step not in (2, 5) for step in range(8)]
+    assert "lossscale: healthy: 2 of 9 steps skipped" in done.stderr
+
+
 def test_a_plain_loop_is_traced_and_keeps_its_exit_status(folder, monkeypatch):
     """Every name of torch's scaler is covered, the rows hold the norm, and the summary names what moved on a skip."""
     other = folder / "other"

@@ -45,6 +45,8 @@ def plant(
     """
     status, findings = _run(arguments, numbers, config, trace)
     lines = list(_merged(findings)) or [Line("planned overflows are skipped", None, _NO_SCALER)]
+    if status:
+        lines.append(Line("the script ends with exit status 0", False, f"it ended with {status}"))
     if resume is not None:
         lines.append(
             _resumed(findings, resume, config) if status == 0 else Line(_RESUMED, None, "the first run failed")
@@ -82,11 +84,16 @@ def _run(arguments: list[str], numbers: list[int], config: Any, trace: Path | No
 
 def _merged(findings: list[dict[str, Any]]) -> Iterator[Line]:
     """Yield each line once: not held if it is not on any rank, and held if it is on one and was not tried on others."""
+    enabled = [each for each in findings if each["is_enabled"]]
+    if 0 < len(enabled) < len(findings):
+        reason = f"{len(findings) - len(enabled)} of {len(findings)} are disabled, so that their losses were not scaled"
+        yield Line("every scaler is enabled", None, reason)
+        findings = enabled
     several = len(findings) > 1
     for lines in zip(*(each["lines"] for each in findings), strict=True):
         found = [
-            Line(what, held, f"rank {each['rank']}: {reason}" if several else reason)
-            for (what, held, reason), each in zip(lines, findings, strict=True)
+            Line(what, held, f"{_place(number, each)}: {reason}" if several else reason)
+            for number, ((what, held, reason), each) in enumerate(zip(lines, findings, strict=True), 1)
         ]
         yield min(found, key=lambda line: (False, True, None).index(line.held))
     ranks, expected = len({each["rank"] for each in findings}), max((each["ranks"] for each in findings), default=0)
@@ -96,10 +103,17 @@ def _merged(findings: list[dict[str, Any]]) -> Iterator[Line]:
         )
 
 
+def _place(number: int, found: dict[str, Any]) -> str:
+    return f"rank {found['rank']}" if found["ranks"] > 1 else f"scaler {number}"
+
+
 def _resumed(findings: list[dict[str, Any]], resume: str, config: Any) -> Line:
-    """Run the command that resumes, and compare the numbers of its first scaler with those that were saved last."""
+    """Run the command that resumes, and compare its scalers' first numbers with those in the files that it has loaded.
+
+    If it has loaded none of the files with a scaler's numbers, they are compared with the newest.
+    """
     arguments = shlex.split(resume)
-    saved = [numbers for each in findings for numbers in each["saved"]]
+    saved = [numbers for each in findings for numbers in each["saved"].values()]
     if not saved:
         return Line(_RESUMED, None, "no file had the scaler's numbers")
     place = shutil.which(arguments[0]) if arguments else None
@@ -109,9 +123,14 @@ def _resumed(findings: list[dict[str, Any]], resume: str, config: Any) -> Line:
     begun_with = [each["begun_with"] for each in again if each["begun_with"] is not None]
     if status or not begun_with:
         return Line(_RESUMED, None, f"`{resume}` ended with status {status}" if status else "it scaled no loss")
+    loaded = {path for each in again for path in each["loaded"]}
+    read = [numbers for each in findings for path, numbers in each["saved"].items() if path in loaded]
+    saved = read or [[*each["saved"].values()][-1] for each in findings if each["saved"]]
     if all(each in saved for each in begun_with):
         return Line(_RESUMED, True, f"`{resume}`: {_text(begun_with[0])}")
-    names = [name for name, value in saved[-1].items() if begun_with[0].get(name) != value]
+    # Those of torch's format are there once more under other names.
+    kept = {name: value for name, value in saved[-1].items() if name != "scale" and not name.startswith("_")}
+    names = [name for name, value in kept.items() if begun_with[0].get(name) != value]
     differing = ", ".join(f"{name} is {begun_with[0].get(name)} and not {saved[-1][name]}" for name in names)
     return Line(_RESUMED, False, f"`{resume}`: {differing or 'another rank differs'}; load the scaler's state, too")
 
@@ -130,5 +149,5 @@ def as_numbers(text: str | None) -> list[int]:
 
 def as_command(arguments: tuple[str, ...], text: str, page: Path, resume: str | None) -> str:
     """Return the command that repeats a run, without its folder names."""
-    options = ["--plant", text, "--page", os.fspath(page), *(["--resume", resume] if resume else [])]
+    options = ["--plant", text, "--page", os.fspath(page), "--overwrite", *(["--resume", resume] if resume else [])]
     return shlex.join(["lossscale", "run", *options, "--", *arguments])

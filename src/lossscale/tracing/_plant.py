@@ -42,11 +42,24 @@ class Plan:
         self._left: list[str] = []
         self._has_looked = self._has_bad_loss = False
         self._clips: list[bool] = []
-        self._saves: list[tuple[bool, bool]] = []
+        self._saves: list[tuple[int, bool, bool]] = []
+        self._at_start: dict[tuple[str, _Same], bytes] = {}
+        self._had_gradients = False
+        self._finite: list[_Same] = []
         self.begun_with: dict[str, Any] | None = None
         """The scaler's numbers when its first loss is scaled."""
-        self.saved: list[dict[str, Any]] = []
-        """The scaler's numbers in each file that has some."""
+        self.saved: dict[str, dict[str, Any]] = {}
+        """The scaler's numbers in each file that has some, by its path; the last one is the newest."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the scaler is enabled."""
+        return bool(self._scaler.is_enabled())
+
+    @property
+    def loaded(self) -> list[str]:
+        """The paths of the files that `torch.load` has read in this process."""
+        return list(self._scaler.loaded_in_run)
 
     @property
     def is_silent(self) -> bool:
@@ -60,11 +73,13 @@ class Plan:
         self._is_in_step = True
         if self.begun_with is None:
             self.begun_with = _numbers(self._scaler.state_dict())
+            self._at_start = _digests(self._optimizers())
         self._end_comparison()
         rates = {id(each): [float(group.get("lr", 0.0)) for group in each.param_groups] for each in self._optimizers()}
         self._rates.append(rates)
         if self._update in self._overflows:
             self._before = _digests(self._optimizers())
+            self._finite = [_Same(param) for param in self._other_params() if _is_finite(param)]
 
     def multiply(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
         """Return a scaled loss, times infinity or zero if that is planned for this update."""
@@ -75,10 +90,16 @@ class Plan:
             return scaled * 0.0
         return scaled
 
+    def meet(self, optimizer: Any) -> None:
+        """Note the parameters of an optimizer before its first step."""
+        if not all(("", _Same(param)) in self._at_start for param in _params_of(optimizer)):
+            self._at_start = {**_digests([optimizer]), **self._at_start}
+
     def look(self, optimizer: Any) -> None:
         """Note the gradients, before they are unscaled, that are not zero although the losses were zero."""
         self._has_looked = True
         for param in _params_of(optimizer):
+            self._had_gradients = self._had_gradients or param.grad is not None
             if param.grad is not None and bool((_values(param.grad) != 0.0).any()):
                 self._left.append(_name_of(param))
 
@@ -90,14 +111,16 @@ class Plan:
             if optimizer is not None and any(id(param) in clipped for param in _params_of(optimizer)):
                 self._clips.append(key in unscaled)
 
-    def note_save(self, content: Any) -> None:
+    def note_save(self, content: Any, path: str) -> None:
         """Note whether a file gets an optimizer's state, and whether it gets the present numbers of the scaler."""
         found = list(_dicts(content))
         present = _numbers(self._scaler.state_dict())
         own = [_numbers(each) for each in found if "scale" in each and "_growth_tracker" in each]
         has_optimizer = any({"state", "param_groups"} <= each.keys() for each in found)
-        self._saves.append((has_optimizer, present in own))
-        self.saved += [each for each in own if each == present]
+        self._saves.append((self._update, has_optimizer, present in own))
+        self.saved.pop(path, None)
+        if present in own:
+            self.saved[path] = present
 
     def end_step(self, info: Any) -> None:
         """Note an update. Synchronises at planned updates, and after them until one is applied."""
@@ -134,29 +157,40 @@ class Plan:
         yield self._of_saves()
 
     def _why_not(self) -> str:
-        if not self._scaler.is_enabled():
+        if not self.is_enabled:
             return "the scaler is disabled, so that no loss was scaled"
         if self._update <= max(self._overflows, default=0):
             return f"the script made {self._update} updates, numbered from 0; name earlier ones with --plant"
+        now = _digests(self._optimizers())
+        if not any(
+            digest != self._at_start[key] for key, digest in now.items() if key in self._at_start and not key[0]
+        ):
+            return "no parameter changed in this run, so that a skipped step looks like an applied one"
         return ""
 
     def _of_digests(self) -> Found:
         if not self._compared:
-            return _SAME, None, "the scaler steps no optimizer of torch's that has parameters"
+            return _SAME, None, "the scaler has stepped no optimizer that has parameters"
         if not self._moved:
-            return _SAME, True, f"{self._compared} digests before and after {len(self._overflows)} updates"
-        return _SAME, False, f"{_listed(self._moved)} changed; call scaler.step(optimizer) and not optimizer.step()"
+            others = f"; {len(self._finite)} parameters of other optimizers stayed finite" if self._finite else ""
+            return _SAME, True, f"{self._compared} digests before and after {len(self._overflows)} updates{others}"
+        return _SAME, False, f"{_listed(self._moved)}; call scaler.step(optimizer) and not optimizer.step()"
 
     def _of_followers(self) -> Iterator[Found]:
         """Yield a line for each kind of object that follows the steps; learning rates count without a schedule, too."""
         watched, sentences = self._followers.watched(), self._followers.sentences()
         for kind in KINDS:
             names, faults = sorted(watched.get(kind, ())), list(sentences.get(kind, ()))
+            why_not = "none was found when the first loss was scaled"
             if kind is KINDS[0]:
                 faults += self._moved_rates()
-                names += ["learning rates"] if any(map(_differ, self._rates, self._rates[1:])) else []
+                # A rate that is constant there says nothing about skipped steps.
+                near = (min(self._overflows) - 1, self._silent + 1)
+                pairs = [self._rates[at : at + 2] for at in near if at >= 0]
+                names += ["learning rates"] if any(len(pair) == 2 and _differ(*pair) for pair in pairs) else []
+                why_not += ", and no learning rate changes next to the planned updates"
             held = not faults if names or faults else None
-            yield kind.what, held, " ".join(faults) or _listed(names) or "none was found when the first loss was scaled"
+            yield kind.what, held, " ".join(faults) or _listed(names) or why_not
 
     def _moved_rates(self) -> list[str]:
         pairs = {at: self._rates[at : at + 2] for at in sorted(self._overflows)}
@@ -168,17 +202,23 @@ class Plan:
             return _ZERO, None, f"the script did not reach update {self._silent}"
         if self._has_bad_loss:
             return _ZERO, None, f"the loss of update {self._silent} was not finite by itself"
+        if not self._had_gradients:
+            return _ZERO, None, f"the optimizer had no gradients in update {self._silent}"
         if not self._left:
             return _ZERO, True, f"update {self._silent}, before unscaling; that step was skipped"
         hint = "a loss that is not scaled, a hook that adds to gradients, or a missing zero_grad()"
         return _ZERO, False, f"update {self._silent}: {_listed(self._left)} had others; look for {hint}"
 
     def _of_saves(self) -> Found:
-        if not any(has_optimizer for has_optimizer, _ in self._saves):
+        with_optimizer = {update for update, has_optimizer, _ in self._saves if has_optimizer}
+        with_scaler = {update for update, _, has_scaler in self._saves if has_scaler}
+        if not with_optimizer:
             return _SAVED, None, "torch.save wrote no optimizer's state"
-        if any(has_scaler for _, has_scaler in self._saves):
-            return _SAVED, True, f"{len(self.saved)} of {len(self._saves)} files have them, as they were at that time"
-        return _SAVED, False, f"none of {len(self._saves)} files has scaler.state_dict() as it was at that time"
+        without = sorted(with_optimizer - with_scaler)  # they may be in another file of the same checkpoint
+        if not without:
+            return _SAVED, True, f"{len(with_optimizer)} checkpoints have them, as they were at that time"
+        after = _listed([f"{update} updates" for update in without])
+        return _SAVED, False, f"the checkpoint after {after} lacks scaler.state_dict() as it was at that time"
 
     def _is_applied_again(self) -> bool:
         return any(applied for number, applied in self._applied.items() if number > self._silent)
@@ -192,20 +232,25 @@ class Plan:
         for (name, same), digest in after.items():
             # A fused optimizer allocates its state in a first step that its kernel skips: the digest of zeros is empty.
             if before.get((name, same), b"") != digest:
-                self._moved.append(f"{_name_of(same.param)}{f' ({name})' if name else ''}")
+                self._moved.append(f"{_name_of(same.param)}{f' ({name})' if name else ''} changed")
+        self._moved += [f"{_name_of(each.param)} is not finite" for each in self._finite if not _is_finite(each.param)]
 
     def _optimizers(self) -> list[Any]:
         """Return the optimizers that this scaler steps, or all in the process before it has seen one."""
         seen = [member.optimizer() for member in self._scaler._members.values()]
-        everything = seen or [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-        return [each for each in everything if isinstance(each, torch.optim.Optimizer)]
+        return [each for each in seen if each is not None] or _all_optimizers()
+
+    def _other_params(self) -> Iterator[Any]:
+        """Yield the parameters of optimizers that this scaler does not step; their losses may not be scaled."""
+        own = {id(param) for each in self._optimizers() for param in _params_of(each)}
+        return (param for each in _all_optimizers() for param in _params_of(each) if id(param) not in own)
 
 
 def write_findings(folder: Path, plan: Plan, rank: int, ranks: int) -> None:
     """Write the findings for the process of the command, which waits for this one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     content = {"rank": rank, "ranks": ranks, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
-    content.update(begun_with=plan.begun_with, saved=plan.saved)
+    content.update(begun_with=plan.begun_with, saved=plan.saved, loaded=plan.loaded, is_enabled=plan.is_enabled)
     name = f"{rank:06}-{os.getpid()}-{id(plan)}.json"
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
@@ -220,6 +265,15 @@ def _overflows_here() -> bool:
 def _differ(before: dict[int, list[float]], after: dict[int, list[float]]) -> bool:
     """Return whether the learning rates of an optimizer that is in both dicts differ."""
     return any(before[key] != after[key] for key in before.keys() & after.keys())
+
+
+def _all_optimizers() -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+
+
+def _is_finite(param: torch.Tensor) -> bool:
+    values = _values(param)
+    return values.is_meta or bool(torch.isfinite(values).all())
 
 
 def _params_of(optimizer: Any) -> Iterator[Any]:
@@ -239,7 +293,7 @@ def _digests(optimizers: list[Any]) -> "dict[tuple[str, _Same], bytes]":
     for param in (param for each in optimizers for param in _params_of(each)):
         found["", _Same(param)] = _digest(param)
     for each in optimizers:
-        for param, state in each.state.items():
+        for param, state in getattr(each, "state", {}).items():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     found[name, _Same(param)] = _digest(value)

@@ -1,4 +1,4 @@
-"""The replacement of torch's scalers by the traced ones."""
+"""The replacement of torch's scalers, and of this library's, by the traced ones."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import lossscale_torch
 from lossscale.tracing._scaler import CpuScaler, CudaScaler, TracedScaler, sharded
 from lossscale_core import policy_from_dict
 
@@ -15,12 +16,12 @@ _OF_TORCH = torch.amp.GradScaler
 
 
 def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: list[int], findings: str | None) -> None:
-    """Replace torch's scalers under every name that scripts import, and watch the norms of gradients."""
+    """Replace the scalers under every name that scripts import, and watch the norms of gradients."""
     TracedScaler.policy_of_run = None if policy is None else policy_from_dict(policy)
     TracedScaler.trace_of_run = None if trace is None else Path(trace)
     TracedScaler.planted_in_run = None if findings is None else (plant, Path(findings))
     for scaler, modules in (
-        (TracedScaler, (torch, torch.amp, torch.amp.grad_scaler)),
+        (TracedScaler, (torch, torch.amp, torch.amp.grad_scaler, lossscale_torch)),
         (CudaScaler, (torch.cuda.amp, torch.cuda.amp.grad_scaler)),
         (CpuScaler, (torch.cpu.amp, torch.cpu.amp.grad_scaler)),
     ):
@@ -47,19 +48,24 @@ def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleT
 
 
 def _watch_for_a_page() -> None:
-    """Note each clip and each `torch.save`, before it runs."""
+    """Note each clip, each `torch.save` and each `torch.load`, before it runs."""
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             vars(module)[name] = _noting_clip(vars(module)[name])
-    save = torch.save
+    save, load = torch.save, torch.load
 
     @functools.wraps(save)
-    def noting_save(obj: Any, *args: Any, **kwargs: Any) -> None:
-        TracedScaler.note_save(obj)
-        save(obj, *args, **kwargs)
+    def noting_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        TracedScaler.note_save(obj, f)
+        save(obj, f, *args, **kwargs)
+
+    @functools.wraps(load)
+    def noting_load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        TracedScaler.note_load(f)
+        return load(f, *args, **kwargs)
 
     for module in (torch, torch.serialization):
-        vars(module)["save"] = noting_save
+        vars(module).update(save=noting_save, load=noting_load)
 
 
 def _noting_clip(clip: Callable[..., Any]) -> Callable[..., Any]:

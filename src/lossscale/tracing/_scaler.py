@@ -1,5 +1,6 @@
 """The library's scaler with the constructors of torch's, which records each update."""
 
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,11 +20,12 @@ _RECORDS: "dict[TracedScaler, Record]" = {}
 
 
 class TracedScaler(GradScaler):
-    """`lossscale_torch.GradScaler` under the policy of the run, or else the settings that the script gives."""
+    """`lossscale_torch.GradScaler`, as a script makes it, under the policy of the run if there is one."""
 
     policy_of_run: ClassVar[Any] = None
     trace_of_run: "ClassVar[Path | None]" = None
     planted_in_run: "ClassVar[tuple[list[int], Path] | None]" = None
+    loaded_in_run: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -35,13 +37,12 @@ class TracedScaler(GradScaler):
         enabled: bool = True,
         **options: Any,
     ) -> None:
-        if self.policy_of_run is None and "policy" not in options:
-            options.update(
-                {"init_scale": init_scale, "growth_factor": growth_factor},
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-            )
-        super().__init__(device, enabled=enabled, **{"policy": self.policy_of_run, **options})
+        if self.policy_of_run is not None:
+            options["policy"] = self.policy_of_run
+        elif options.get("policy") is None:
+            options.update(init_scale=init_scale, growth_factor=growth_factor)
+            options.update(backoff_factor=backoff_factor, growth_interval=growth_interval)
+        super().__init__(device, enabled=enabled, **options)
         # The record is made with the scaler, so that a script which never updates it gets its summary, too.
         _ = self._record
         # Before a limit on overflows in a row may end the run.
@@ -58,10 +59,16 @@ class TracedScaler(GradScaler):
             return scaled  # of an iterator, this method scales each tensor
         return tree.map_leaves(plan.multiply, outputs, scaled)
 
+    def _clip(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._record.norm = norm = super()._clip(*args, **kwargs)
+        return norm
+
     def _open(self, optimizer: Any, caller: str) -> Any:
         record, plan = super()._open(optimizer, caller), self._record.plan
-        if plan is not None and plan.is_silent and record["stage"] is OptState.READY:
-            plan.look(optimizer)
+        if plan is not None:
+            plan.meet(optimizer)
+            if plan.is_silent and record["stage"] is OptState.READY:
+                plan.look(optimizer)
         return record
 
     @torch.compiler.disable
@@ -88,17 +95,28 @@ class TracedScaler(GradScaler):
                 record.plan.note_clip(parameters, unscaled)
 
     @staticmethod
-    def note_save(content: Any) -> None:
+    def note_save(content: Any, file: Any) -> None:
         """Note what `torch.save` is about to write, for the page of this run."""
-        for scaler, record in _RECORDS.items():
-            if record.plan is not None and scaler.is_enabled():
-                record.plan.note_save(content)
+        for record in _RECORDS.values():
+            if record.plan is not None and record.plan.is_enabled:
+                record.plan.note_save(content, _path_of(file))
+
+    @staticmethod
+    def note_load(file: Any) -> None:
+        """Note what `torch.load` is about to read, for the page of this run; a scaler may be made afterwards."""
+        TracedScaler.loaded_in_run.append(_path_of(file))
 
     @property
     def _record(self) -> Record:
         if self not in _RECORDS:  # a copy
             _RECORDS[self] = Record(self, self.trace_of_run, self.planted_in_run)
         return _RECORDS[self]
+
+
+def _path_of(file: Any) -> str:
+    """Return the path of a file that `torch.save` or `torch.load` gets; of a buffer nothing."""
+    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", "")
+    return os.path.abspath(path) if isinstance(path, str | os.PathLike) and path else ""
 
 
 def _record_update(scaler: TracedScaler, info: StepInfo) -> None:
