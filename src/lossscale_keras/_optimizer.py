@@ -276,7 +276,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
 
-        A `CheckpointWarning` names each difference from the saved policy, and a missing state of the guard.
+        A `CheckpointWarning` names each difference from the saved policy, and a state of the guard that is missing or
+        dropped.
 
         Args:
             saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
@@ -286,6 +287,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         state = core.state_from_dict(saved, self.policy)
         self._assign(state, None if self.guard is None else core.guard_state_from_dict(saved))
+        if self.guard is None and saved.get("guard"):
+            warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
         self._last.assign(LastStep())
 
     def get_config(self) -> dict[str, Any]:
@@ -374,8 +377,8 @@ def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
 def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
     if len(grads) != len(variables):
         raise ValueError(
-            f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each variable "
-            "that the optimizer was built with, or make a new optimizer for other variables"
+            f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each, and call "
+            "optimizer.build(model.trainable_variables) first, or compile the model again with a new optimizer"
         )
 
 

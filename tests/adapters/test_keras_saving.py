@@ -132,8 +132,11 @@ def test_a_state_dict_is_the_portable_one():
         *state_from_dict(saved, POLICY)._fields,
         "guard_mean",
     }
+    other = DynamicScaling(hysteresis=2, cooldown=1)
     with pytest.warns(CheckpointWarning, match="growth_interval was 3 and is 2000"):
-        LossScaleOptimizer(keras.optimizers.SGD(), DynamicScaling(hysteresis=2, cooldown=1)).load_state_dict(saved)
+        LossScaleOptimizer(keras.optimizers.SGD(), other, guard=SpikeGuard()).load_state_dict(saved)
+    with pytest.warns(CheckpointWarning, match=r"the saved guard is dropped; pass guard=SpikeGuard\(\)"):
+        LossScaleOptimizer(keras.optimizers.SGD(), POLICY).load_state_dict(saved)
 
 
 def test_the_classes_are_found_where_users_import_them():

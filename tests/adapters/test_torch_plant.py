@@ -187,7 +187,7 @@ def test_each_checkpoint_needs_the_scalers_numbers(tmp_path):
     assert done.returncode == 1, done.stderr
     line = _lines(page)["torch.save writes the scaler's numbers with the optimizer's state"]
     assert line["result"] == "not held"
-    assert "lacks scaler.state_dict()" in line["reason"]
+    assert "lack scaler.state_dict()" in line["reason"]
     script = script.replace("if step == 0:", "if True:")  # two files of one checkpoint
     done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert done.returncode == 0, done.stderr

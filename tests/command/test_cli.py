@@ -335,7 +335,7 @@ def test_checkpoint_show_tells_what_is_in_a_file(tmp_path):
 
 ALIKE = {"cur_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "scale_factor": 2.0, "scale_window": 1000}
 BAD_INPUT = [
-    (("demo", "--framework", "jax"), "pip install 'lossscale[jax]', or in a clone: pip install -e '.[jax]'"),
+    (("demo", "--framework", "jax"), "pip install 'lossscale[jax]', or in a clone: pip install '.[jax]'"),
     (
         ("demo", "--framework", "tensorflow"),
         "run: pip install 'lossscale[tensorflow]', or in a clone",

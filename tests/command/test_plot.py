@@ -74,7 +74,7 @@ def test_the_axis_of_the_norms_has_two_numbers_or_more(tmp_path, norms):
 def test_the_picture_has_what_the_file_knows(tmp_path):
     """Overflows, spikes and the norm where they are known; guessed overflows are said to be guessed."""
     drawn = re.findall(r"<!-- (.+?) -->", _plot(tmp_path, "scale.csv", OURS)[1])
-    assert {"loss scale", "overflow", "spike", "skipped (%)", "gradient norm", "step"} <= {*drawn}
+    assert {"loss scale", "overflow", "spike", "skipped (%)", "gradient norm", "infinite", "step"} <= {*drawn}
     drawn = re.findall(r"<!-- (.+?) -->", _plot(tmp_path, "wandb.csv", WANDB, "--overwrite")[1])
     assert "overflow (the scale falls after it)" in drawn
     assert "gradient norm" not in drawn

@@ -36,7 +36,7 @@ def test_the_command_without_its_extra_says_what_to_install():
     assert done.returncode == 2
     assert done.stderr == (
         "lossscale: this command needs click, which is not installed; "
-        "run: pip install 'lossscale[cli]', or in a clone: pip install -e '.[cli]'\n"
+        "run: pip install 'lossscale[cli]', or in a clone: pip install '.[cli]'\n"
     )
 
 

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, metrics
 from lossscale_core.testing import simulate
 from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
@@ -52,13 +52,14 @@ def _recipes():
     text = PAGE.read_text(encoding="utf-8")
     found = {}
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        heading = re.findall(r"^### (.+)$", text[: block.start()], re.MULTILINE)[-1]
+        heading = re.findall(r"^##+ (.+?)(?: \{.+\})?$", text[: block.start()], re.MULTILINE)[-1]
         above = "\n" * text.count("\n", 0, block.start(1))
         found[heading] = compile(above + block[1], str(PAGE), "exec")
     return found
 
 
 RECIPES = _recipes()
+CHANGES = "A line for each change of the scale"
 
 
 @pytest.fixture(autouse=True)
@@ -318,7 +319,8 @@ LOOPS = {
 
 def test_every_recipe_is_run():
     """A recipe that is added to the page needs a line in this file."""
-    assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | {"Lightning"}
+    others = {"Lightning", CHANGES}
+    assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | others
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
@@ -345,7 +347,8 @@ def test_what_is_logged_can_be_drawn(logger, trace, tmp_path):
     _logged(logger, _with_jax)
     done = commanding.run("plot", trace, "-o", "scale.svg", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "4 steps: 2 overflowed, 50.0% skipped\nwrote scale.svg\n"
+    counts = "4 rows of 31 steps: 2 overflowed, 50.0% of the rows skipped; 9.7% of all steps overflowed"
+    assert done.stdout == f"{counts}\nwrote scale.svg\n"
     assert "gradient norm" in (tmp_path / "scale.svg").read_text()
 
 
@@ -369,3 +372,18 @@ def test_lightning_logs_what_the_scaler_did():
         assert list(written[name]) == [9, 19, 29, 39]
     _require_the_policys(written, [9, 19, 29, 39])
     assert not math.isfinite(written["grad_norm"][19])
+
+
+def test_changes_of_the_scale_are_logged(caplog):
+    """The class of the page logs the lines of the page, and nothing on ranks that do not write."""
+    names = {}
+    exec(RECIPES[CHANGES], names)
+    policy = DynamicScaling(growth_interval=4)
+    state, writes, silent = policy.init_state(), names["LogChanges"](), names["LogChanges"](is_writer=False)
+    caplog.set_level("INFO", logger="scale")
+    for step in range(9):
+        writes(metrics(state))
+        silent(metrics(state))
+        state = policy.update(state, step != 5)
+    text = PAGE.read_text(encoding="utf-8").split(f"## {CHANGES}")[1]
+    assert "\n".join(caplog.messages) == re.search(r"^```text\n(.*?)\n```", text, re.MULTILINE | re.DOTALL)[1]

@@ -214,11 +214,11 @@ class Plan:
         with_scaler = {update for update, _, has_scaler in self._saves if has_scaler}
         if not with_optimizer:
             return _SAVED, None, "torch.save wrote no optimizer's state"
-        without = sorted(with_optimizer - with_scaler)  # they may be in another file of the same checkpoint
-        if not without:
-            return _SAVED, True, f"{len(with_optimizer)} checkpoints have them, as they were at that time"
-        after = _listed([f"{update} updates" for update in without])
-        return _SAVED, False, f"the checkpoint after {after} lacks scaler.state_dict() as it was at that time"
+        without = with_optimizer - with_scaler  # they may be in another file of the same checkpoint
+        after = _listed([str(update) for update in sorted(without or with_optimizer)])
+        if without:
+            return _SAVED, False, f"checkpoints after {after} updates lack scaler.state_dict() as it was at that time"
+        return _SAVED, True, f"checkpoints after {after} updates have them, as they were at that time"
 
     def _is_applied_again(self) -> bool:
         return any(applied for number, applied in self._applied.items() if number > self._silent)
