@@ -257,7 +257,8 @@ PLAN = {
         __init__: (_replace)
         _moved:
         site: (__init__)
-        _plant: _moved
+        _digests:
+        _plant: _digests _moved
         _record: _moved _plant
         _scaler: _record
         _replace: _scaler

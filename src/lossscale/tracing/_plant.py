@@ -1,7 +1,5 @@
 """Planned overflows in a user's script, and the lines of a page about their effects."""
 
-import gc
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lossscale.tracing._digests import Same, all_optimizers, digests, is_finite, name_of, params_of, values_of
 from lossscale.tracing._moved import KINDS, Followers
 
 _SKIPPED = "planned overflows are skipped"
@@ -34,7 +33,7 @@ class Plan:
         self._scaler, self._followers = scaler, followers
         self._overflows, self._silent = frozenset(numbers), max(numbers, default=-2) + 1
         self._update, self._is_in_step = 0, False
-        self._before: dict[tuple[str, _Same], bytes] | None = None
+        self._before: dict[tuple[str, Same], bytes] | None = None
         self._compared = 0
         self._moved: list[str] = []
         self._rates: list[dict[int, list[float]]] = []
@@ -43,9 +42,9 @@ class Plan:
         self._has_looked = self._has_bad_loss = False
         self._clips: list[bool] = []
         self._saves: list[tuple[int, bool, bool]] = []
-        self._at_start: dict[tuple[str, _Same], bytes] = {}
+        self._at_start: dict[tuple[str, Same], bytes] = {}
         self._had_gradients = False
-        self._finite: list[_Same] = []
+        self._finite: list[Same] = []
         self.begun_with: dict[str, Any] | None = None
         """The scaler's numbers when its first loss is scaled."""
         self.saved: dict[str, dict[str, Any]] = {}
@@ -73,13 +72,13 @@ class Plan:
         self._is_in_step = True
         if self.begun_with is None:
             self.begun_with = _numbers(self._scaler.state_dict())
-            self._at_start = _digests(self._optimizers())
+            self._at_start = digests(self._optimizers())
         self._end_comparison()
         rates = {id(each): [float(group.get("lr", 0.0)) for group in each.param_groups] for each in self._optimizers()}
         self._rates.append(rates)
         if self._update in self._overflows:
-            self._before = _digests(self._optimizers())
-            self._finite = [_Same(param) for param in self._other_params() if _is_finite(param)]
+            self._before = digests(self._optimizers())
+            self._finite = [Same(param) for param in self._other_params() if is_finite(param)]
 
     def multiply(self, loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
         """Return a scaled loss, times infinity or zero if that is planned for this update."""
@@ -92,23 +91,23 @@ class Plan:
 
     def meet(self, optimizer: Any) -> None:
         """Note the parameters of an optimizer before its first step."""
-        if not all(("", _Same(param)) in self._at_start for param in _params_of(optimizer)):
-            self._at_start = {**_digests([optimizer]), **self._at_start}
+        if not all(("", Same(param)) in self._at_start for param in params_of(optimizer)):
+            self._at_start = {**digests([optimizer]), **self._at_start}
 
     def look(self, optimizer: Any) -> None:
         """Note the gradients, before they are unscaled, that are not zero although the losses were zero."""
         self._has_looked = True
-        for param in _params_of(optimizer):
+        for param in params_of(optimizer):
             self._had_gradients = self._had_gradients or param.grad is not None
-            if param.grad is not None and bool((_values(param.grad) != 0.0).any()):
-                self._left.append(_name_of(param))
+            if param.grad is not None and bool((values_of(param.grad) != 0.0).any()):
+                self._left.append(name_of(param))
 
     def note_clip(self, parameters: list[Any], unscaled: set[int]) -> None:
         """Note whether the gradients that are about to be clipped are unscaled, where their optimizer is known."""
         clipped = {id(each) for each in parameters}
         for key, member in self._scaler._members.items() if self._is_in_step else ():
             optimizer = member.optimizer()
-            if optimizer is not None and any(id(param) in clipped for param in _params_of(optimizer)):
+            if optimizer is not None and any(id(param) in clipped for param in params_of(optimizer)):
                 self._clips.append(key in unscaled)
 
     def note_save(self, content: Any, path: str) -> None:
@@ -145,15 +144,8 @@ class Plan:
         else:
             yield from ((kind.what, None, "no planned overflow was skipped") for kind in KINDS)
         yield self._of_zero_loss()
-        later = [number for number in self._applied if number > self._silent]
-        again = f"of the updates from {self._silent + 1} on none was applied; look for a missing zero_grad()"
-        reason = f"update {later[-1]}" if self._is_applied_again() else again if later else "there was no later update"
-        yield _AGAIN, self._is_applied_again() if later else None, reason
-        early = f"{self._clips.count(False)} of {len(self._clips)} clips came before scaler.unscale_(optimizer)"
-        clipped = (
-            f"{len(self._clips)} clips" if self._clips else "torch's clip_grad_norm_ and clip_grad_value_ did not run"
-        )
-        yield _CLIPPED, all(self._clips) if self._clips else None, clipped if all(self._clips) else early
+        yield self._of_later()
+        yield self._of_clips()
         yield self._of_saves()
 
     def _why_not(self) -> str:
@@ -161,10 +153,8 @@ class Plan:
             return "the scaler is disabled, so that no loss was scaled"
         if self._update <= max(self._overflows, default=0):
             return f"the script made {self._update} updates, numbered from 0; name earlier ones with --plant"
-        now = _digests(self._optimizers())
-        if not any(
-            digest != self._at_start[key] for key, digest in now.items() if key in self._at_start and not key[0]
-        ):
+        now = {key: digest for key, digest in digests(self._optimizers()).items() if not key[0]}
+        if all(self._at_start.get(key, digest) == digest for key, digest in now.items()):
             return "no parameter changed in this run, so that a skipped step looks like an applied one"
         return ""
 
@@ -209,6 +199,22 @@ class Plan:
         hint = "a loss that is not scaled, a hook that adds to gradients, or a missing zero_grad()"
         return _ZERO, False, f"update {self._silent}: {_listed(self._left)} had others; look for {hint}"
 
+    def _of_later(self) -> Found:
+        later = [number for number in self._applied if number > self._silent]
+        if not later:
+            return _AGAIN, None, "there was no later update"
+        if self._is_applied_again():
+            return _AGAIN, True, f"update {later[-1]}"
+        return _AGAIN, False, f"of the updates from {later[0]} on none was applied; look for a missing zero_grad()"
+
+    def _of_clips(self) -> Found:
+        number, early = len(self._clips), self._clips.count(False)
+        if not number:
+            return _CLIPPED, None, "torch's clip_grad_norm_ and clip_grad_value_ did not run"
+        if early:
+            return _CLIPPED, False, f"{early} of {number} clips came before scaler.unscale_(optimizer)"
+        return _CLIPPED, True, f"{number} clips"
+
     def _of_saves(self) -> Found:
         with_optimizer = {update for update, has_optimizer, _ in self._saves if has_optimizer}
         with_scaler = {update for update, _, has_scaler in self._saves if has_scaler}
@@ -227,23 +233,23 @@ class Plan:
         if self._before is None:
             return
         before, self._before = self._before, None
-        after = _digests(self._optimizers())
+        after = digests(self._optimizers())
         self._compared = max(self._compared, len(after))
         for (name, same), digest in after.items():
             # A fused optimizer allocates its state in a first step that its kernel skips: the digest of zeros is empty.
             if before.get((name, same), b"") != digest:
-                self._moved.append(f"{_name_of(same.param)}{f' ({name})' if name else ''} changed")
-        self._moved += [f"{_name_of(each.param)} is not finite" for each in self._finite if not _is_finite(each.param)]
+                self._moved.append(f"{name_of(same.param)}{f' ({name})' if name else ''} changed")
+        self._moved += [f"{name_of(each.param)} is not finite" for each in self._finite if not is_finite(each.param)]
 
     def _optimizers(self) -> list[Any]:
         """Return the optimizers that this scaler steps, or all in the process before it has seen one."""
         seen = [member.optimizer() for member in self._scaler._members.values()]
-        return [each for each in seen if each is not None] or _all_optimizers()
+        return [each for each in seen if each is not None] or all_optimizers()
 
     def _other_params(self) -> Iterator[Any]:
         """Yield the parameters of optimizers that this scaler does not step; their losses may not be scaled."""
-        own = {id(param) for each in self._optimizers() for param in _params_of(each)}
-        return (param for each in _all_optimizers() for param in _params_of(each) if id(param) not in own)
+        own = {id(param) for each in self._optimizers() for param in params_of(each)}
+        return (param for each in all_optimizers() for param in params_of(each) if id(param) not in own)
 
 
 def write_findings(folder: Path, plan: Plan, rank: int, ranks: int) -> None:
@@ -267,82 +273,16 @@ def _differ(before: dict[int, list[float]], after: dict[int, list[float]]) -> bo
     return any(before[key] != after[key] for key in before.keys() & after.keys())
 
 
-def _all_optimizers() -> list[Any]:
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-
-
-def _is_finite(param: torch.Tensor) -> bool:
-    values = _values(param)
-    return values.is_meta or bool(torch.isfinite(values).all())
-
-
-def _params_of(optimizer: Any) -> Iterator[Any]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _values(tensor: Any) -> torch.Tensor:
-    """Return the elements of a tensor that this rank holds: of a shard, or of a sparse tensor."""
-    local = tensor.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
-    return local.coalesce().values() if local.is_sparse else local
-
-
-def _digests(optimizers: list[Any]) -> "dict[tuple[str, _Same], bytes]":
-    """Return a digest of each parameter and each tensor of its state. Copies them to the host one by one."""
-    found: dict[tuple[str, _Same], bytes] = {}
-    for param in (param for each in optimizers for param in _params_of(each)):
-        found["", _Same(param)] = _digest(param)
-    for each in optimizers:
-        for param, state in getattr(each, "state", {}).items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    found[name, _Same(param)] = _digest(value)
-    return found
-
-
-class _Same:
-    """A parameter as a part of a key, which compares by identity."""
-
-    def __init__(self, param: Any) -> None:
-        self.param = param
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.param is other.param
-
-    def __hash__(self) -> int:
-        return id(self.param)
-
-
-def _digest(tensor: Any) -> bytes:
-    """Return a digest of a tensor's bits; empty if all are zero."""
-    values = _values(tensor)
-    if values.is_meta:
-        return b""
-    content = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest() if any(content) else b""
-
-
-def _name_of(param: Any) -> str:
-    """Return a parameter's longest name in a module of the process, which is that in its model."""
-    modules = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
-    names = [name for each in modules for name, other in each.named_parameters() if other is param]
-    return max(names, key=len, default=f"a parameter of shape {tuple(param.shape)}")
-
-
 def _dicts(content: Any, depth: int = 6) -> Iterator[dict[Any, Any]]:
     """Yield the dicts in what is saved, those included in lists and attributes."""
+    parts: list[Any] = []
     if isinstance(content, dict):
         yield content
         parts = list(content.values())
-    else:
-        is_plain = isinstance(content, torch.Tensor | torch.nn.Module)
-        parts = (
-            list(content)
-            if isinstance(content, list | tuple)
-            else []
-            if is_plain
-            else [getattr(content, "__dict__", 0)]
-        )
+    elif isinstance(content, list | tuple):
+        parts = list(content)
+    elif not isinstance(content, torch.Tensor | torch.nn.Module):
+        parts = [getattr(content, "__dict__", None)]
     if depth:
         for part in parts:
             if isinstance(part, dict | list | tuple) or hasattr(part, "state_dict"):
