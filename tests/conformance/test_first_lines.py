@@ -59,7 +59,7 @@ def test_the_home_pages_keras_lines_train():
         "targets": np.ones((3, 1), "float32"),
     }
     try:
-        exec(_block(ROOT / "docs/index.md", "lossscale_tf"), names)
+        exec(_block(ROOT / "docs/index.md", "lossscale_keras"), names)
     finally:
         keras.config.set_dtype_policy("float32")
     assert int(names["model"].optimizer.metrics()["steps"]) == 1
