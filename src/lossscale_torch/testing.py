@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lossscale_core import DynamicScaling, tree
 from lossscale_core.testing.loops import (
@@ -47,6 +47,11 @@ _NO_SCALER = (
     "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
 )
 _LONGEST = 240
+_PARTED = 2.0
+"""The ratio of norms that is too large in later steps, when rounding may have parted two runs at other loss scales."""
+_NOISE = 1e-6
+"""The norm, relative to the largest one, below which gradients in later steps may be rounding errors."""
+_HOW_CLOSE = f"equal within {CLOSE:.0%} in two steps, and within a factor of {_PARTED:g} in the {_STEPS - 2} after them"
 P = ParamSpec("P")
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -190,11 +195,14 @@ def _checks(build: Callable[[GradScaler], TrainingLoop], compared: str = "") -> 
             what = f"with {kind}: a step is skipped as a whole where {where} of it is infinite{on}"
             run = functools.partial(_check_skips, build, fused, where == "the first loss")
             yield _Check(what, f"steps {listed([*map(str, sorted(BAD_STEPS))])} of {_STEPS}; {compared}", run, lacks)
-        how = f"norms at loss scales of {SCALES[0]:g} and {SCALES[1]:g} differ by less than {CLOSE:.0%}"
+        how = f"norms at loss scales of {SCALES[0]:g} and {SCALES[1]:g}, {_HOW_CLOSE}"
         what = f"with {kind}: the loss scale makes no difference to the gradients"
         yield _Check(what, how, functools.partial(_check_scale, build, fused), lacks)
         if not fused:
-            what, how = "all gradients come from losses that are scaled or attached", "losses times zero in two steps"
+            what, how = (
+                "all gradients come from losses that are scaled or attached",
+                f"losses times zero in {_STEPS} steps",
+            )
             yield _Check(what, how, functools.partial(_check_source, build))
         what = f"with {kind}: a run that is saved and loaded continues exactly"
         run, how = functools.partial(_check_resumes, build, fused), f"saved after {_SAVED_AFTER} steps; {compared}"
@@ -234,11 +242,13 @@ def _two_runs(runs: "list[_Run]") -> tuple[bool | None, str]:
 
 def _not_tried(run: "_Run") -> Iterator[LoopCheck]:
     """Yield the parts and places that no check has tried."""
-    uncompared = run.uncompared()
+    uncompared, followers = run.uncompared(), run.followers()
     for name, part in _PARTS.items():
         what = f"a skipped step leaves {part} as they were"
         if getattr(run.loop, name, None) is None:
             yield LoopCheck(what, None, f"the loop has no member `{name}`")
+        elif name not in followers:
+            yield LoopCheck(what, None, f"the loop's `{name}` has no state_dict()")
         elif name in uncompared:
             yield LoopCheck(what, None, f"the state_dict() of `{name}` has nothing that can be compared")
     hidden = [path for path in uncompared if path not in _PARTS]
@@ -366,12 +376,16 @@ class _Run:
     def uncompared(self) -> list[str]:
         """Return the members with state that no check reads, and the paths of values in the others."""
         found: list[str] = []
-        for name in _FOLLOWERS:
-            if getattr(self.loop, name, None) is not None:
-                leaves = _flat(name, getattr(self.loop, name).state_dict())
-                opaque = [path for path, value in leaves.items() if isinstance(value, _Opaque)]
-                found += [name] if len(opaque) == len(leaves) else opaque
+        for name, part in self.followers().items():
+            leaves = _flat(name, part.state_dict())
+            opaque = [path for path, value in leaves.items() if isinstance(value, _Opaque)]
+            found += [name] if len(opaque) == len(leaves) else opaque
         return found
+
+    def followers(self) -> dict[str, Any]:
+        """Return the members that follow the steps and have a state, by name."""
+        members = {name: getattr(self.loop, name, None) for name in _FOLLOWERS}
+        return {name: each for name, each in members.items() if hasattr(each, "state_dict")}
 
     def _param_values(self) -> dict[str, Any]:
         return _flat("", {name: param for param, name in _names_of(self.loop).items()})
@@ -382,11 +396,9 @@ class _Run:
     def everything(self) -> dict[str, Any]:
         """Return copies of all parts that follow the steps, by name."""
         found: dict[str, Any] = {}
-        for name in _FOLLOWERS:
-            part = getattr(self.loop, name, None)
-            if part is not None:
-                found.update(_flat(name, part.state_dict()))
-        if getattr(self.loop, "model", None) is None:
+        for name, part in self.followers().items():
+            found.update(_flat(name, part.state_dict()))
+        if "model" not in self.followers():
             found.update(_flat("optimizer", {name: param for param, name in _names_of(self.loop).items()}))
         return found
 
@@ -420,25 +432,35 @@ def _check_skips(build: Callable[[Any], TrainingLoop], fused: bool, only_first: 
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop], fused: bool) -> None:
-    """Require that the optimizer receives the same gradients at each loss scale."""
-    seen = []
-    for init_scale in SCALES:
-        run = _Run(build, fused, init_scale)
-        norms: list[float] = []
-        handle = run.loop.optimizer.register_step_pre_hook(lambda optimizer, *_, to=norms: to.append(_norm(optimizer)))
-        for number in range(2):
-            run.step(number)
-        handle.remove()
-        seen.append(norms)
-    if not all(_gathered(all(seen))):
+    """Require that each optimizer receives the same gradients at each loss scale."""
+    runs = [_Run(build, fused, init_scale) for init_scale in SCALES]
+    steps = [tuple(_norms_at(run, number) for run in runs) for number in range(_STEPS)]
+    if not all(_gathered(all(steps[0]))):
         raise _NotTriedError("the optimizer was not asked to step")
-    if not all(_gathered(len(seen[0]) == len(seen[1]) and all(map(math.isfinite, seen[0] + seen[1])))):
+    # After a step that only one of the runs skips, they differ.
+    alike = [len(small) == len(large) and all(map(math.isfinite, small + large)) for small, large in steps]
+    number_alike = min(_gathered([*alike, False].index(False)))
+    if not number_alike:
         raise _NotTriedError("the gradients of a step were not finite by themselves")
-    for number, (small, large) in enumerate(zip(*seen, strict=True)):
-        if abs(small - large) > CLOSE * max(abs(small), abs(large)):
-            norms_seen = f"the optimizer gradients of norm {small:g} and {large:g}"
-            hint = "scale every loss, and unscale before you clip or change gradients (unscale_and_clip_ does both)"
-            raise LoopError(scales_differ(number, norms_seen, hint))
+    floor = _NOISE * max(max(small, default=0.0) for small, _ in steps[:number_alike])
+    for number, norms in enumerate(steps[:number_alike]):
+        for one, other in zip(*norms, strict=True):
+            least, most = sorted((one, other))
+            if most - least > CLOSE * most if number < 2 else most > max(_PARTED * least, floor):
+                norms_seen = f"the optimizer gradients of norm {one:g} and {other:g}"
+                hint = "scale every loss, and unscale before you clip or change gradients (unscale_and_clip_ does both)"
+                raise LoopError(scales_differ(number, norms_seen, hint))
+
+
+def _norms_at(run: "_Run", number: int) -> list[float]:
+    """Take a step, and return the norms of the gradients that each optimizer of torch's is about to apply, in order."""
+    norms: list[float] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(_norm(optimizer)))
+    try:
+        run.step(number)
+    finally:
+        handle.remove()
+    return norms
 
 
 def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
@@ -446,7 +468,7 @@ def _check_source(build: Callable[[Any], TrainingLoop]) -> None:
     runs = [_Run(build, fused=False) for _ in SCALES]
     for run, loss_scale in zip(runs, SCALES, strict=True):
         run.set_scale(loss_scale)  # after `build`, which may have kept the first scale
-    for number in range(2):
+    for number in range(_STEPS):
         small, large = (_left_at(run, number, by) for run, by in zip(runs, SCALES, strict=True))
         if not small:
             raise _NotTriedError("the scaler was shown no gradients")
@@ -636,8 +658,7 @@ def _norm(optimizer: Any) -> float:
 
 def _compared(run: _Run) -> str:
     uncompared = run.uncompared()
-    members = [name for name in _FOLLOWERS if getattr(run.loop, name, None) is not None and name not in uncompared]
-    return f"compared exactly: {', '.join(members)}"
+    return f"compared exactly: {', '.join(name for name in run.followers() if name not in uncompared)}"
 
 
 def _device_type() -> str:
@@ -673,6 +694,8 @@ def _why_not_fused(loop: Any) -> str:
         return f"{kind.__name__} has no fused kernel"
     if isinstance(model, torch.nn.Module) and any(getattr(each, "sparse", False) is True for each in model.modules()):
         return "a layer has sparse gradients, which fused kernels refuse"
+    if not all(param.is_floating_point() for param in params_of(loop.optimizer)):
+        return "a parameter is complex, which fused kernels refuse"
     return "the loop's own optimizer is fused" if loop.optimizer.defaults.get("fused") else ""
 
 

@@ -187,6 +187,62 @@ class InNothing(InAnObject):
         self.ema = _Average({})
 
 
+class NoState(InAnObject):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = [torch.zeros(1)]
+
+
+class Complex(Held):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.model = torch.nn.Linear(4, 1, dtype=torch.complex64)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.scheduler = None
+
+    def follow(self, info):
+        pass
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        output = self.model(torch.ones(2, 4, dtype=torch.complex64))
+        self.scaler.scale(torch.view_as_real(output).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Lazily(Held):
+    "Adds a loss that is not scaled in each fourth step."
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        if batch % 4 == 3:
+            self.model.weight.square().sum().backward()
+        self.scaler.scale(self.model(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+
+class ClipsLater(Held):
+    "Clips scaled gradients from its sixth step on."
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.scaler.scale((self.model(torch.ones(2, 4)) - batch).square().mean()).backward()
+        if batch >= 5:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self.scaler.step(self.optimizer)
+        self.follow(self.scaler.update())
+
+
+class ClipsTheOther(TwoModels):
+    "Clips the scaled gradients of a second model."
+    def step(self, batch):
+        self.of_second.zero_grad()
+        self.scaler.scale(self.second(torch.ones(1)).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(self.second.parameters(), 0.01)
+        self.scaler.step(self.of_second)
+        Held.step(self, batch)
+
+
 def fails(scaler):
     raise OSError("no data")
 
@@ -262,7 +318,7 @@ def test_what_a_check_has_not_seen_is_not_claimed(folder):
     """A loop that unscales by hand, with an optimizer that is another one than it shows."""
     _, lines = _certified(folder, "ByHand", 1)
     line = lines["with its own optimizer: the loss scale makes no difference to the gradients"]
-    assert (line["result"], line["reason"]) == ("not tried", "the optimizer was not asked to step")
+    assert line["result"] == "held"  # gradients are compared for every optimizer that steps
     line = lines["all gradients come from losses that are scaled or attached"]
     assert (line["result"], line["reason"]) == ("not tried", "the scaler was shown no gradients")
 
@@ -285,13 +341,38 @@ def test_an_optimizer_that_the_loop_does_not_show_is_stepped_by_the_scaler(folde
             0,
             "| not tried | a skipped step leaves averaged weights as they were | the state_dict() of `ema`",
         ),
+        (
+            "NoState",
+            0,
+            "| a skipped step leaves averaged weights as they were | the loop's `ema` has no state_dict() |",
+        ),
     ],
 )
 def test_state_that_no_check_reads_is_not_claimed(folder, name, status, reason):
     """Arrays and containers are compared; objects and empty states are named as not tried."""
     page, _ = _certified(folder, name, status)
     assert reason in page
-    assert ("compared exactly: scheduler, ema, model, optimizer" in page) == (name != "InNothing")
+    assert ("compared exactly: scheduler, ema, model, optimizer" in page) == (name not in ("InNothing", "NoState"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Lazily", "at step 3 the loss was multiplied by zero, and weight has a gradient other than zero"),
+        ("ClipsLater", "at step 5 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
+        ("ClipsTheOther", "at step 0 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
+    ],
+)
+def test_every_step_and_every_optimizer_is_compared(folder, name, reason):
+    """Faults in later steps alone, and in a second optimizer alone."""
+    page, _ = _certified(folder, name, 1)
+    assert reason in page
+
+
+def test_a_complex_parameter_has_no_fused_kernel(folder):
+    """So that its loop is held, and not tried with one."""
+    page, _ = _certified(folder, "Complex", 0)
+    assert "a parameter is complex, which fused kernels refuse" in page
 
 
 def test_a_loop_that_raises_at_a_skip_has_not_held(folder):

@@ -26,6 +26,12 @@ SCRIPT = """
 SKIPPED = "planned overflows are skipped"
 SAME = "a planned overflow changes no parameter and nothing in the optimizer's state"
 ZERO = "gradients are zero where each scaled loss is multiplied by zero"
+SCALED = "each update follows a loss that the scaler has scaled"
+RATES = "learning-rate schedules do not move on skipped steps"
+AVERAGES = "averaged weights do not move on skipped steps"
+STATISTICS = "the statistics of BatchNorm do not move on skipped steps"
+CLIPPED = "gradients are unscaled before they are clipped"
+SAVED = "torch.save writes the scaler's numbers with the optimizer's state"
 
 
 def _lines(page):
@@ -46,7 +52,7 @@ def test_the_page_says_what_was_planted(tmp_path):
     assert lines[SKIPPED] == {"what": SKIPPED, "result": "held", "reason": "updates [0, 1]"}
     assert lines[SAME]["reason"] == "4 digests before and after 2 updates"
     assert lines[ZERO]["reason"].startswith("update 2, before unscaling")
-    assert lines["learning-rate schedules do not move on skipped steps"]["result"] == "not tried"
+    assert lines[RATES]["result"] == "not tried"
     assert page["about"]["repeat it with"].startswith("`lossscale run --plant '0, 1' --page page.md --overwrite -- ")
     rows = (tmp_path / "scale.csv").read_text().splitlines()[1:]
     assert [row.split(",")[2:4] for row in rows[:4]] == [
@@ -89,7 +95,7 @@ def test_what_follows_a_skip_is_not_tried_without_one(tmp_path):
     done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert done.returncode == 1, done.stderr
     assert _lines(page)[SKIPPED]["result"] == "not held"
-    line = _lines(page)["learning-rate schedules do not move on skipped steps"]
+    line = _lines(page)[RATES]
     assert (line["result"], line["reason"]) == ("not tried", "no planned overflow was skipped")
 
 
@@ -132,7 +138,7 @@ def test_a_loss_that_is_not_finite_by_itself_is_not_tried(tmp_path):
     """Times zero it is NaN, which says nothing about the gradients."""
     script = SCRIPT.replace(".mean())", ".mean() / float(step != 5))")
     _, page = run_script(tmp_path, script, options=("--plant", "3,4"))
-    assert _lines(page)[ZERO]["reason"] == "the loss of update 5 was not finite by itself"
+    assert _lines(page)[ZERO]["reason"] == "a loss of update 5, or its gradient at zero, was not finite by itself"
 
 
 def test_the_exit_status_of_a_script_that_fails_is_its_own(tmp_path):
@@ -185,7 +191,7 @@ def test_each_checkpoint_needs_the_scalers_numbers(tmp_path):
     script = SCRIPT + textwrap.indent(textwrap.dedent(save), "        ")
     done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert done.returncode == 1, done.stderr
-    line = _lines(page)["torch.save writes the scaler's numbers with the optimizer's state"]
+    line = _lines(page)[SAVED]
     assert line["result"] == "not held"
     assert "lack scaler.state_dict()" in line["reason"]
     script = script.replace("if step == 0:", "if True:")  # two files of one checkpoint
@@ -212,14 +218,22 @@ def test_a_resumed_run_is_compared_with_the_files_that_it_loads(tmp_path, load, 
     assert _lines(page)["a resumed run begins with the scale and the counters that were saved"]["result"] == result
 
 
-def test_a_rate_that_is_constant_next_to_the_planned_updates_says_nothing(tmp_path):
-    """It moves, but not there."""
-    script = SCRIPT + "        optimizer.param_groups[0]['lr'] = 0.1 if step < 1 else 0.05\n"
-    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+@pytest.mark.parametrize(
+    "moves",
+    [
+        "optimizer.param_groups[0]['lr'] = 0.1 if step < 1 else 0.05",
+        "step % 6 or torch.optim.lr_scheduler.StepLR(optimizer, 1)",
+        "step == 0 and schedule.step()",
+    ],
+)
+def test_what_is_constant_next_to_the_planned_updates_says_nothing(tmp_path, moves):
+    """Rates and schedules that move, but not there."""
+    made = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+    script = SCRIPT.replace("    for step", f"    {made}\n    for step")
+    done, page = run_script(tmp_path, script + f"        {moves}\n", options=("--plant", "3,4"))
     assert done.returncode == 0, done.stderr
-    line = _lines(page)["learning-rate schedules do not move on skipped steps"]
-    assert line["result"] == "not tried"
-    assert "no learning rate changes next to the planned updates" in line["reason"]
+    assert _lines(page)[RATES]["result"] == "not tried"
+    assert "learning rates did not change in the updates next to the planned ones" in _lines(page)[RATES]["reason"]
 
 
 def test_a_second_scaler_that_is_disabled_hides_nothing(tmp_path):
@@ -227,7 +241,7 @@ def test_a_second_scaler_that_is_disabled_hides_nothing(tmp_path):
     script = SCRIPT + "    second = torch.amp.GradScaler('cpu', enabled=False)\n"
     done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert done.returncode == 0, done.stderr
-    assert _lines(page)["every scaler is enabled"]["reason"].startswith("1 of 2 are disabled")
+    assert "the scaler is disabled, so that no loss was scaled" in _lines(page)["every scaler is tried"]["reason"]
     assert _lines(page)[SKIPPED]["result"] == "held"
 
 
@@ -288,3 +302,181 @@ def test_a_signal_reaches_a_script_that_has_a_page(tmp_path):
         finally:
             process.kill()  # else a failure would wait for a script that waits for its signal
     assert "- exit status of the script: 7\n" in (tmp_path / "page.md").read_text()
+
+
+LOOP = """
+    import copy, dataclasses, sys, torch
+    torch.manual_seed(0)
+    MODEL = torch.nn.Linear(4, 1)
+    DEFINED = 0
+
+    def main():
+        model = MODEL
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu")
+        MADE = 0
+        for step in range(9):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            AFTER = 0
+
+    main()
+"""
+CLASSES = """
+    class EMA(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.ema, self.model = copy.deepcopy(model).requires_grad_(False), model
+        def update(self):
+            for ema, param in zip(self.ema.parameters(), self.model.parameters()):
+                ema.data.mul_(0.9).add_(param.data, alpha=0.1)
+
+    class ModelEMA:
+        def __init__(self, model):
+            self.shadow, self.model = {name: param.detach().clone() for name, param in model.named_parameters()}, model
+        def update(self):
+            for name, param in self.model.named_parameters():
+                self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * param.detach()
+
+    class Warm(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer):
+            self.optimizer, self._last_lr, self.count = optimizer, [0.1], 0
+        def step(self):
+            self.count += 1
+            self.optimizer.param_groups[0]["lr"] = 0.1 / self.count
+            self._last_lr = [0.1 / self.count]
+
+    @dataclasses.dataclass
+    class Saved:
+        scaler: dict
+
+    class Odd:
+        __slots__ = ()
+        def __getattr__(self, name):
+            raise KeyError(name)
+"""
+NORMED = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))"
+CHAINED = "torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])"
+FOLLOW = """if scaler.get_scale() >= before:
+                schedule.step()
+            before = scaler.get_scale()"""
+CLIP_LATE = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+OTHER = """other, weights = torch.amp.GradScaler("cpu"), torch.nn.Linear(4, 1)
+        second = torch.optim.SGD(weights.parameters(), lr=0.1)"""
+STEP_OTHER = """second.zero_grad()
+            other.scale(weights(torch.ones(8, 4)).square().mean()).backward()
+            other.step(second)
+            other.update()"""
+SAVE_ONE = "torch.save([optimizer.state_dict(), second.state_dict(), scaler.state_dict()], 'f.pt')"
+
+
+def _loop(model="torch.nn.Linear(4, 1)", made="pass", after="pass"):
+    """Return a script with its loop in a function, which frees the optimizer before the process ends."""
+    script = LOOP.replace("MODEL = torch.nn.Linear(4, 1)", f"MODEL = {model}").replace("MADE = 0", made)
+    return script.replace("    DEFINED = 0\n", CLASSES).replace("AFTER = 0", after)
+
+
+@pytest.mark.parametrize(
+    ("script", "held"),
+    [
+        (_loop(), {SKIPPED, SAME, ZERO, SCALED}),
+        (_loop(made=f"schedule, before = {CHAINED}, 0", after=FOLLOW), {SAME, RATES}),
+        (_loop(made="schedule, before = Warm(optimizer), 0", after=FOLLOW), {SAME, RATES}),
+        (_loop(NORMED).replace('"cpu")', '"cpu", protect=[model])').replace("torch.amp.", "lossscale_torch.").replace(
+            "import copy", "import lossscale_torch, copy"), {SAME, STATISTICS}),
+        (_loop("torch.nn.LazyLinear(1)"), {SAME, ZERO}),
+        (_loop(after="torch.save({'o': optimizer.state_dict(), 's': Saved(scaler.state_dict()), 'x': Odd()}, 'f.pt')"),
+         {SAME, SAVED}),
+        (_loop(made="import os, time; os.fork() or sys.exit(0); os.wait()"), {SAME, ZERO}),
+        (_loop(after="torch.save(obj=[optimizer.state_dict(), scaler.state_dict()], f=open('f.pt', 'wb'))"), {SAVED}),
+    ],
+    ids=["a function", "ChainedScheduler", "no last_epoch", "protected", "lazy", "a dataclass", "a fork", "a file"],
+)  # fmt: skip
+def test_what_is_right_is_held(tmp_path, script, held):
+    """Ways of writing a script that change nothing about its steps."""
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    lines = _lines(page)
+    assert {name for name in held if lines[name]["result"] == "held"} == held, lines
+    assert "every scaler is tried" not in lines
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "reason"),
+    [
+        (_loop(made="ema = EMA(model)", after="ema.update()"), AVERAGES, "EMA moved on 2 of 2 skipped steps"),
+        (_loop(made="ema = ModelEMA(model)", after="ema.update()"), AVERAGES, "ModelEMA moved on 2 of 2 skipped"),
+        (_loop(made=f"schedule = {CHAINED}", after="schedule.step()"), RATES, "ChainedScheduler moved on 2 of 2"),
+        (_loop(NORMED), STATISTICS, "BatchNorm1d was updated by 2 of 2 skipped steps"),
+        (_loop(after=f"{CLIP_LATE}; scaler.update()").replace("            scaler.update()\n", ""),
+         CLIPPED, "9 of 9 clips were not between"),
+        (_loop().replace("scaler.scale(model(torch.randn(8, 4)).square().mean())",
+                         "(scaler.scale if step % 4 != 2 else abs)(model(torch.randn(8, 4)).square().mean())"),
+         SCALED, "updates 2, 6 of 9 came without scaler.scale(loss)"),
+        (_loop(made=OTHER, after=f"{STEP_OTHER}\n            {SAVE_ONE}"),
+         SAVED, "lack scaler.state_dict()"),
+    ],
+    ids=["EMA by data", "a plain EMA", "ChainedScheduler", "BatchNorm", "clipped late", "not scaled", "one saved"],
+)  # fmt: skip
+def test_what_is_wrong_is_found(tmp_path, script, line, reason):
+    """In scripts that keep nothing until the process ends."""
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 1, done.stderr
+    found = _lines(page)[line]
+    assert (found["result"], reason in found["reason"]) == ("not held", True), found
+
+
+def test_the_last_updates_are_compared(tmp_path):
+    """The state after them is read when the process ends."""
+    wrong = _loop(after="[param.data.mul_(2.0) for param in model.parameters()]")
+    done, page = run_script(tmp_path, wrong, options=("--plant", "8"))
+    assert done.returncode == 1, done.stderr
+    assert "changed" in _lines(page)[SAME]["reason"]
+
+
+TWO = """
+    import torch
+
+    class Trained:
+        def __init__(self):
+            self.model, self.scaler = torch.nn.Linear(4, 1), torch.amp.GradScaler("cpu")
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+
+        def step(self):
+            before = self.scaler.get_scale()
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(torch.ones(8, 4)).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.scaler.get_scale() >= before:
+                self.schedule.step()
+
+    one, other = Trained(), Trained()
+    for step in range(20):
+        one.step()
+        if step % EVERY == 0:
+            other.step()
+"""
+
+
+def test_two_scalers_with_steps_of_their_own(tmp_path):
+    """A schedule counts for the scaler of its optimizer; one that did not reach the planned updates is named."""
+    done, page = run_script(tmp_path, TWO.replace("EVERY", "2"), options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(page)[RATES]["result"] == "held"
+    assert _lines(page)[AVERAGES]["reason"].endswith("the process has 2 scalers, and each may skip alone")
+    done, page = run_script(tmp_path, TWO.replace("EVERY", "9"), options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    assert "the script made 3 updates" in _lines(page)["every scaler is tried"]["reason"]
+
+
+def test_a_gradient_that_is_nan_at_a_loss_of_zero_is_not_tried(tmp_path):
+    """That of a square root; it says nothing about losses that are not scaled."""
+    penalty = "loss = model(torch.randn(8, 4)).square().mean()\n            scaler.scale(loss).sqrt().backward()"
+    script = _loop().replace("scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()", penalty)
+    done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
+    assert done.returncode == 0, done.stderr
+    assert _lines(page)[ZERO]["result"] == "not tried"

@@ -255,10 +255,12 @@ PLAN = {
     """,
     "lossscale.tracing": """
         __init__: (_replace)
-        _moved:
         site: (__init__)
         _digests:
-        _plant: _digests _moved
+        _followers: _digests
+        _moved: _followers
+        _snapshots: _digests _followers
+        _plant: _digests _followers _snapshots
         _record: _moved _plant
         _scaler: _record
         _replace: _scaler

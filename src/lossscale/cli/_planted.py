@@ -84,16 +84,16 @@ def _run(arguments: list[str], numbers: list[int], config: Any, trace: Path | No
 
 def _merged(findings: list[dict[str, Any]]) -> Iterator[Line]:
     """Yield each line once: not held if it is not on any rank, and held if it is on one and was not tried on others."""
-    enabled = [each for each in findings if each["is_enabled"]]
-    if 0 < len(enabled) < len(findings):
-        reason = f"{len(findings) - len(enabled)} of {len(findings)} are disabled, so that their losses were not scaled"
-        yield Line("every scaler is enabled", None, reason)
-        findings = enabled
     several = len(findings) > 1
+    reasons = [(_place(number, each), each["why_not"]) for number, each in enumerate(findings, 1)]
+    untried = [f"{place}: {why_not}" for place, why_not in reasons if why_not]
+    if 0 < len(untried) < len(findings):
+        yield Line("every scaler is tried", None, "; ".join(untried))
     for lines in zip(*(each["lines"] for each in findings), strict=True):
         found = [
             Line(what, held, f"{_place(number, each)}: {reason}" if several else reason)
             for number, ((what, held, reason), each) in enumerate(zip(lines, findings, strict=True), 1)
+            if not each["why_not"] or len(untried) == len(findings)
         ]
         yield min(found, key=lambda line: (False, True, None).index(line.held))
     ranks, expected = len({each["rank"] for each in findings}), max((each["ranks"] for each in findings), default=0)

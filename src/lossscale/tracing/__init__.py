@@ -34,13 +34,20 @@ def environment(
 
 
 def execute(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
-    """Execute a module that has a scaler of torch's, and replace that scaler under `lossscale run`."""
+    """Execute a module that has a scaler, and replace that scaler under `lossscale run`.
+
+    A script may import `lossscale_torch` first, which imports torch, or torch first, after which this function imports
+    `lossscale_torch`. The scalers are replaced when both are complete.
+    """
     run = os.environ.get(_VARIABLE)
     if run is None:
         execute_module(module)
     elif module.__name__ == "torch":
         execute_module(module)
-        from lossscale.tracing import _replace  # imports torch, which is complete by now
+        import lossscale_torch  # noqa: F401
+    elif module.__name__ == "lossscale_torch":
+        execute_module(module)
+        from lossscale.tracing import _replace
 
         _replace.replace_scalers(**json.loads(run))
     else:

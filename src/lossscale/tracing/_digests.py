@@ -1,4 +1,4 @@
-"""The parameters of optimizers, and digests of them and of the optimizers' state."""
+"""What objects hold: attributes, the parameters of optimizers, and digests of tensors."""
 
 import gc
 import hashlib
@@ -9,16 +9,25 @@ import torch
 
 
 class Same:
-    """A parameter as a part of a key, which compares by identity."""
+    """An object as a part of a key, which compares by identity."""
 
-    def __init__(self, param: Any) -> None:
-        self.param = param
+    def __init__(self, it: Any) -> None:
+        self.it = it
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.param is other.param
+        return isinstance(other, Same) and self.it is other.it
 
     def __hash__(self) -> int:
-        return id(self.param)
+        return id(self.it)
+
+
+def attributes_of(each: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without a call of its own code."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(each, "__dict__")
+    except (AttributeError, TypeError):  # it has slots, or is a module of C
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def all_optimizers() -> list[Any]:
@@ -39,6 +48,8 @@ def params_of(optimizer: Any) -> Iterator[Any]:
 
 def values_of(tensor: Any) -> torch.Tensor:
     """Return the elements of a tensor that this rank holds: of a shard, or of a sparse tensor."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return torch.empty(0, device="meta")
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return local.coalesce().values() if local.is_sparse else local
@@ -48,16 +59,16 @@ def digests(optimizers: list[Any]) -> dict[tuple[str, Same], bytes]:
     """Return a digest of each parameter and each tensor of its state. Copies them to the host one by one."""
     found: dict[tuple[str, Same], bytes] = {}
     for param in (param for each in optimizers for param in params_of(each)):
-        found["", Same(param)] = _digest(param)
+        found["", Same(param)] = digest(param)
     for each in optimizers:
         for param, state in getattr(each, "state", {}).items():
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    found[name, Same(param)] = _digest(value)
+                    found[name, Same(param)] = digest(value)
     return found
 
 
-def _digest(tensor: Any) -> bytes:
+def digest(tensor: Any) -> bytes:
     """Return a digest of a tensor's bits; empty if all are zero."""
     values = values_of(tensor)
     if values.is_meta:

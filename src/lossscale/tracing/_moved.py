@@ -1,49 +1,36 @@
 """Objects that change on skipped steps, although parameters do not: schedules, averaged weights, statistics."""
 
 import gc
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-_AVERAGE = re.compile(r"Averaged|EMA|Ema(?![a-z])")
+from lossscale.tracing._followers import (
+    AVERAGES,
+    SCHEDULES,
+    STATISTICS,
+    Kind,
+    averages_in,
+    live_tensors,
+    normalisations_in,
+    position_of,
+    schedules_in,
+    statistics_of,
+    tensors_of,
+)
+
 _MOST_WAITING = 100
-
-
-class Kind(NamedTuple):
-    """A kind of objects that follow the steps."""
-
-    what: str
-    """The requirement that a page states for them."""
-    sentence: str
-    """The advice for those that moved."""
-
-
-_SCHEDULE = Kind(
-    "learning-rate schedules do not move on skipped steps",
-    "{name} moved on {moves} of {skips} skipped steps. Step it only if update().applied is true.",
-)
-_AVERAGED = Kind(
-    "averaged weights do not move on skipped steps",
-    "{name} moved on {moves} of {skips} skipped steps. Update it only if update().applied is true.",
-)
-_NORMALISATION = Kind(
-    "the statistics of BatchNorm do not move on skipped steps",
-    "{name} was updated by {moves} of {skips} skipped steps. To undo this, pass GradScaler(protect=[model]).",
-)
-KINDS = (_SCHEDULE, _AVERAGED, _NORMALISATION)
 
 
 class _Counter(NamedTuple):
     name: str
-    read: Callable[[], int]
-    """Returns a number that changes when the object moves."""
-    start: int | None
-    """The number before the first step; None if the object has changed since."""
+    read: Callable[[], Any]
+    """Returns a value that changes when the object moves."""
+    start: Any
+    """The value before the first step; None if the object has changed since."""
     kind: Kind
 
 
@@ -54,7 +41,8 @@ class Followers:
     is replaced: their own counters, and the versions that torch counts for each tensor, show whether they moved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
         self._after_loss: _Window | None = None
         self._before_update: _Window | None = None
         self._overflowed: Any = None
@@ -64,8 +52,8 @@ class Followers:
         if self._after_loss is None:
             # The schedules and modules of a script are not registered anywhere; the garbage collector lists them.
             objects = gc.get_objects()
-            self._after_loss = _Window(_schedules_and_averages(objects))
-            self._before_update = _Window(_normalisations(objects))
+            self._after_loss = _Window(_counters_after_loss(objects))
+            self._before_update = _Window(_counters_before_update(objects, self._protected()))
         if self._overflowed is not None:
             self._after_loss.end(self._overflowed)
             self._overflowed = None
@@ -78,27 +66,16 @@ class Followers:
 
     def summary(self) -> Iterator[str]:
         """Yield a sentence for each class with objects that moved on a skipped step."""
-        for sentences in self.sentences().values():
-            yield from sentences
-
-    def sentences(self) -> dict[Kind, list[str]]:
-        """Return the same by kind."""
         if self._overflowed is not None and self._after_loss is not None:
             self._after_loss.end(self._overflowed)
             self._overflowed = None
-        found: dict[Kind, list[str]] = {}
         for window in filter(None, (self._after_loss, self._before_update)):
-            for kind, sentence in window.summary():
-                found.setdefault(kind, []).append(sentence)
-        return found
+            yield from window.summary()
 
-    def watched(self) -> dict[Kind, set[str]]:
-        """Return the classes of the watched objects, by kind."""
-        found: dict[Kind, set[str]] = {}
-        for window in filter(None, (self._after_loss, self._before_update)):
-            for counter in window.counters:
-                found.setdefault(counter.kind, set()).add(counter.name)
-        return found
+    def _protected(self) -> set[int]:
+        """Return the ids of the modules that `GradScaler(protect=)` restores after skipped steps."""
+        protections = [each for each in self._scaler._observers if hasattr(each, "modules")]
+        return {id(inner) for each in protections for module in each.modules() for inner in module.modules()}
 
 
 class _Window:
@@ -119,12 +96,12 @@ class _Window:
         if len(self._waiting) >= _MOST_WAITING:
             self._count()
 
-    def summary(self) -> Iterator[tuple[Kind, str]]:
-        """Yield a sentence for each class with objects that moved on a skipped step, and its kind."""
+    def summary(self) -> Iterator[str]:
+        """Yield a sentence for each class with objects that moved on a skipped step."""
         self._count()
         kinds = {each.name: each.kind for each in self.counters}
         for name, moves in self._moves.items():
-            yield kinds[name], kinds[name].sentence.format(name=name, moves=moves, skips=self._skips)
+            yield kinds[name].sentence.format(name=name, moves=moves, skips=self._skips)
 
     def _count(self) -> None:
         skips = [moved for overflowed, moved in self._waiting if bool(overflowed)]
@@ -134,18 +111,17 @@ class _Window:
             self._moves.update({self.counters[at].name for at in moved})
 
 
-def _schedules_and_averages(objects: list[Any]) -> list[_Counter]:
-    schedules = [each for each in objects if issubclass(type(each), LRScheduler)]
-    averages = [each for each in _modules(objects) if _AVERAGE.search(type(each).__name__)]
+def _counters_after_loss(objects: list[Any]) -> list[_Counter]:
+    averages, live = averages_in(objects), live_tensors(objects)
     return [
-        *(_counter(each, partial(getattr, each, "last_epoch"), _SCHEDULE) for each in schedules),
-        *(_counter(each, partial(_versions, each), _AVERAGED) for each in averages),
+        *(_counter(each, partial(position_of, each), SCHEDULES) for each in schedules_in(objects)),
+        *(_counter(each, partial(_versions, partial(tensors_of, each, live)), AVERAGES) for each in averages),
     ]
 
 
-def _normalisations(objects: list[Any]) -> list[_Counter]:
-    found = [each for each in _modules(objects) if torch.is_tensor(getattr(each, "num_batches_tracked", None))]
-    counters = [_counter(each, partial(_batches_tracked, each), _NORMALISATION) for each in found]
+def _counters_before_update(objects: list[Any], protected: set[int]) -> list[_Counter]:
+    found = [each for each in normalisations_in(objects) if id(each) not in protected]
+    counters = [_counter(each, partial(_versions, partial(statistics_of, each)), STATISTICS) for each in found]
     # The first forward pass is over: modules in training mode that count batches were changed by it.
     return [
         counter._replace(start=None) if each.training and _has_counted(each) else counter
@@ -156,25 +132,15 @@ def _normalisations(objects: list[Any]) -> list[_Counter]:
 def _has_counted(module: Any) -> bool:
     """Return whether a layer has counted a batch. Synchronises with its device."""
     try:
-        return bool(module.num_batches_tracked)
+        return module.num_batches_tracked is None or bool(module.num_batches_tracked)
     except RuntimeError:  # it has no values, as on the meta device
         return False
 
 
-def _counter(watched: Any, read: Callable[[], int], kind: Kind) -> _Counter:
+def _counter(watched: Any, read: Callable[[], Any], kind: Kind) -> _Counter:
     return _Counter(type(watched).__name__, read, read(), kind)
 
 
-def _batches_tracked(module: Any) -> int:
-    version: int = module.num_batches_tracked._version  # read again: loading a checkpoint may replace the tensor
-    return version
-
-
-def _modules(objects: list[Any]) -> list[Any]:
-    # By type, not by `isinstance`, for which a proxy would import or compute its object.
-    return [each for each in objects if issubclass(type(each), torch.nn.Module)]
-
-
-def _versions(module: Any) -> int:
-    """Return how often the tensors of a module were written in place."""
-    return sum(tensor._version for tensor in module.state_dict(keep_vars=True).values() if torch.is_tensor(tensor))
+def _versions(tensors: Callable[[], Iterable[torch.Tensor]]) -> list[tuple[int, int]]:
+    """Return which tensors an object holds, and how often each was written in place, except through `.data`."""
+    return [(id(each), 0 if each.is_inference() else each._version) for each in tensors()]

@@ -27,9 +27,9 @@ class Record:
         self._process = os.getpid()
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
-        self._followers = Followers()
+        self._followers = Followers(scaler)
         self._findings = planted[1] if planted else None
-        self.plan = Plan(scaler, planted[0], self._followers) if planted else None
+        self.plan = Plan(scaler, planted[0]) if planted else None
         """The planned overflows of a run that writes a page of results."""
         # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
@@ -55,7 +55,8 @@ class Record:
 
     def finish(self) -> None:
         """Write the rows that wait, and print the diagnosis and what moved to stderr."""
-        self._leave_parents_rows()
+        if self._process != os.getpid():
+            return  # a process that was forked, and has made no update
         self._write_rows()
         if self._file is not None:
             with contextlib.suppress(OSError):  # for example a full disk, which `_write_rows` has reported

@@ -91,7 +91,7 @@ class TracedScaler(GradScaler):
         for scaler, record in _RECORDS.items():
             if record.plan is not None:
                 stages = {key: state["stage"] for key, state in scaler._records.items()}
-                unscaled = {key for key, stage in stages.items() if stage is not OptState.READY}
+                unscaled = {key for key, stage in stages.items() if stage is OptState.UNSCALED}
                 record.plan.note_clip(parameters, unscaled)
 
     @staticmethod

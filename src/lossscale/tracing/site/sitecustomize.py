@@ -9,11 +9,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_WATCHED = ("torch", "torch.distributed.fsdp.sharded_grad_scaler")
+_WATCHED = ("torch", "lossscale_torch", "torch.distributed.fsdp.sharded_grad_scaler")
 
 
 class _ScalerFinder:
-    """A finder of the modules that have a scaler of torch's; they are executed by `lossscale.tracing`."""
+    """A finder of the modules that have a scaler; they are executed by `lossscale.tracing`."""
 
     def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:  # type: ignore[no-untyped-def]
         if name not in _WATCHED:
