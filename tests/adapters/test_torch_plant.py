@@ -307,8 +307,8 @@ def test_a_signal_reaches_a_script_that_has_a_page(tmp_path):
 LOOP = """
     import copy, dataclasses, sys, torch
     torch.manual_seed(0)
-    MODEL = torch.nn.Linear(4, 1)
     DEFINED = 0
+    MODEL = torch.nn.Linear(4, 1)
 
     def main():
         model = MODEL
@@ -347,6 +347,14 @@ CLASSES = """
             self.count += 1
             self.optimizer.param_groups[0]["lr"] = 0.1 / self.count
             self._last_lr = [0.1 / self.count]
+
+    class CodebookEMA(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            return x - self.mean
 
     @dataclasses.dataclass
     class Saved:
@@ -408,6 +416,7 @@ def test_what_is_right_is_held(tmp_path, script, held):
     [
         (_loop(made="ema = EMA(model)", after="ema.update()"), AVERAGES, "EMA moved on 2 of 2 skipped steps"),
         (_loop(made="ema = ModelEMA(model)", after="ema.update()"), AVERAGES, "ModelEMA moved on 2 of 2 skipped"),
+        (_loop("torch.nn.Sequential(CodebookEMA(), torch.nn.Linear(4, 1))"), AVERAGES, "CodebookEMA moved on 2 of 2"),
         (_loop(made=f"schedule = {CHAINED}", after="schedule.step()"), RATES, "ChainedScheduler moved on 2 of 2"),
         (_loop(NORMED), STATISTICS, "BatchNorm1d was updated by 2 of 2 skipped steps"),
         (_loop(after=f"{CLIP_LATE}; scaler.update()").replace("            scaler.update()\n", ""),
@@ -418,7 +427,7 @@ def test_what_is_right_is_held(tmp_path, script, held):
         (_loop(made=OTHER, after=f"{STEP_OTHER}\n            {SAVE_ONE}"),
          SAVED, "lack scaler.state_dict()"),
     ],
-    ids=["EMA by data", "a plain EMA", "ChainedScheduler", "BatchNorm", "clipped late", "not scaled", "one saved"],
+    ids=["by data", "a plain class", "a layer", "ChainedScheduler", "BatchNorm", "clipped late", "not scaled", "one saved"],
 )  # fmt: skip
 def test_what_is_wrong_is_found(tmp_path, script, line, reason):
     """In scripts that keep nothing until the process ends."""
@@ -480,3 +489,13 @@ def test_a_gradient_that_is_nan_at_a_loss_of_zero_is_not_tried(tmp_path):
     done, page = run_script(tmp_path, script, options=("--plant", "3,4"))
     assert done.returncode == 0, done.stderr
     assert _lines(page)[ZERO]["result"] == "not tried"
+
+
+def test_statistics_before_the_first_update_are_not_known(tmp_path):
+    """The first forward pass comes before the first loss is scaled."""
+    done, page = run_script(tmp_path, _loop(NORMED), options=("--plant", "0"))
+    assert done.returncode == 0, done.stderr
+    assert (
+        _lines(page)[STATISTICS]["reason"]
+        == "BatchNorm1d: nothing was read before the planned updates; plan later ones"
+    )

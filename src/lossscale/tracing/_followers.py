@@ -48,7 +48,7 @@ def averages_in(objects: list[Any]) -> list[Any]:
     return [
         each
         for each in objects
-        if _AVERAGE.search(type(each).__name__)
+        if _is_average(each)
         and not issubclass(type(each), LRScheduler | type)
         and any(True for _ in tensors_of(each, set()))
     ]
@@ -73,13 +73,19 @@ def statistics_of(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def live_tensors(objects: list[Any]) -> set[int]:
-    """Return the ids of what is trained, which an average may reference: parameters, and buffers of their models."""
+    """Return the ids of what is trained, which an average may reference: parameters, and buffers of their models.
+
+    An average without any of these parameters that is a layer of the model, such as a codebook, keeps its buffers.
+    """
+    modules = [each for each in objects if issubclass(type(each), torch.nn.Module)]
     optimizers = [each for each in objects if issubclass(type(each), torch.optim.Optimizer)]
-    live = {id(param) for each in optimizers for param in params_of(each)}
-    averaged = {id(each) for each in averages_in(objects)}
-    modules = [each for each in objects if issubclass(type(each), torch.nn.Module) and id(each) not in averaged]
-    trained = [each for each in modules if any(id(param) in live for param in each.parameters())]
-    return live.union(id(buffer) for each in trained for buffer in each.buffers())
+    params = {id(param) for each in optimizers for param in params_of(each)}
+    trained = {id(each) for each in modules if any(id(param) in params for param in each.parameters())}
+    averages = [each for each in modules if _is_average(each)]
+    apart = {id(inner) for each in averages if id(each) not in trained for inner in each.modules()}
+    models = [each for each in modules if id(each) in trained and not _is_average(each)]
+    layers = [inner for each in models for inner in each.modules() if id(inner) not in apart]
+    return params.union(id(buffer) for each in layers for buffer in each.buffers(recurse=False))
 
 
 def tensors_of(each: Any, live: set[int], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
@@ -98,6 +104,10 @@ def tensors_of(each: Any, live: set[int], depth: int = _DEEPEST) -> Iterator[tor
         parts = attributes_of(each).values() if depth == _DEEPEST else ()
     for part in list(parts) if depth else ():
         yield from tensors_of(part, live, depth - 1)
+
+
+def _is_average(each: Any) -> bool:
+    return _AVERAGE.search(type(each).__name__) is not None
 
 
 def _modules_of(average: Any) -> Iterator[torch.nn.Module]:

@@ -227,8 +227,14 @@ class Plan:
         faults = [_fault(kind, name, [at for at in skipped if name in moved[at]], len(compared)) for name in names]
         if faults:
             return kind.what, False, " ".join(faults)
+        if found and not compared:
+            return (
+                kind.what,
+                None,
+                f"{_listed(sorted(found))}: nothing was read before the planned updates; plan later ones",
+            )
         near = {each.name for at in self._next_to for each in self._own(self._snapshots.moved(at), kind)}
-        if near and compared:
+        if near:
             return kind.what, True, _listed(sorted(near))
         still = f"{_listed(sorted(found))} did not change in the updates next to the planned ones"
         return kind.what, None, still if found else "none was found"
