@@ -427,7 +427,7 @@ def test_what_is_right_is_held(tmp_path, script, held):
         (_loop(made=OTHER, after=f"{STEP_OTHER}\n            {SAVE_ONE}"),
          SAVED, "lack scaler.state_dict()"),
     ],
-    ids=["by data", "a plain class", "a layer", "ChainedScheduler", "BatchNorm", "clipped late", "not scaled", "one saved"],
+    ids=["by data", "a plain class", "a layer", "Chained", "BatchNorm", "clipped late", "not scaled", "one saved"],
 )  # fmt: skip
 def test_what_is_wrong_is_found(tmp_path, script, line, reason):
     """In scripts that keep nothing until the process ends."""
