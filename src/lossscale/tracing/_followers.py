@@ -121,4 +121,9 @@ def _modules_of(average: Any) -> Iterator[torch.nn.Module]:
 def position_of(schedule: Any) -> Any:
     """Return what changes when a schedule moves: its counter, or its last rates if it has none."""
     counter = getattr(schedule, "last_epoch", None)
-    return repr(getattr(schedule, "_last_lr", None)) if counter is None else counter
+    if counter is not None:
+        return counter
+    try:
+        return [float(rate) for rate in schedule.get_last_lr()]
+    except (AttributeError, TypeError):  # a schedule of the script's own may have neither
+        return None

@@ -40,7 +40,7 @@ class Snapshots:
 
     def __init__(self, updates: Iterable[int]) -> None:
         self._needed = {each for update in updates for each in (update, update + 1)}
-        self._values: dict[int, dict[Follower, Any]] = {}
+        self._by_update: dict[int, dict[Follower, Any]] = {}
         self._reads: dict[Follower, Callable[[], Any]] = {}  # they keep the objects until the process ends
 
     def begin(self, update: int, optimizers: list[Any]) -> None:
@@ -62,7 +62,7 @@ class Snapshots:
 
     def close(self, update: int) -> None:
         """Read what is alive after the last update, unless the next one had begun."""
-        if update in self._needed and not any(each.kind is not STATISTICS for each in self._values.get(update, ())):
+        if update in self._needed and not any(each.kind is not STATISTICS for each in self._by_update.get(update, ())):
             self._read(update, (SCHEDULES, AVERAGES))
 
     def names(self, kind: Kind) -> set[str]:
@@ -71,14 +71,14 @@ class Snapshots:
 
     def moved(self, update: int) -> Iterator[Follower]:
         """Yield what changed from the beginning of an update to that of the next one."""
-        after = self._values.get(update + 1, {})
-        for each, value in self._values.get(update, {}).items():
+        after = self._by_update.get(update + 1, {})
+        for each, value in self._by_update.get(update, {}).items():
             if each in after and value != after[each]:
                 yield each
 
     def compared(self, kind: Kind, updates: Iterable[int]) -> list[int]:
         """Return the updates over which something of a kind was compared."""
-        values = self._values
+        values = self._by_update
         return [
             update
             for update in updates
@@ -91,7 +91,7 @@ class Snapshots:
 
     def _read(self, update: int, kinds: tuple[Kind, ...]) -> None:
         now = {each: read() for each, read in self._reads.items() if each.kind in kinds}
-        self._values.setdefault(update, {}).update(now)
+        self._by_update.setdefault(update, {}).update(now)
 
 
 def _rates(optimizer: Any) -> list[float]:
