@@ -1,7 +1,8 @@
 """Objects that follow the steps of training: schedules, averaged weights, the statistics of normalisation."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from lossscale.tracing._digests import attributes_of, params_of
 
 _AVERAGE = re.compile(r"Averaged|EMA|Ema(?![a-z])")
 _DEEPEST = 3
+
+ValueOf = Callable[[Iterable[torch.Tensor]], Any]
+"""A function of an object's tensors: their versions, or digests."""
 
 
 class Kind(NamedTuple):
@@ -37,47 +41,62 @@ STATISTICS = Kind(
 KINDS = (SCHEDULES, AVERAGES, STATISTICS)
 
 
-# The functions below look at types, not by `isinstance`, for which a proxy would import or compute its object.
-def schedules_in(objects: list[Any]) -> list[Any]:
-    """Return the schedules of learning rates among some objects."""
-    return [each for each in objects if issubclass(type(each), LRScheduler)]
+class Follower(NamedTuple):
+    """An object that follows the steps."""
+
+    kind: Kind
+    it: Any
+    read: Callable[[], Any]
+    """Returns a value that changes when the object moves."""
+    label: str = ""
+    """The name, if it is not that of the class."""
+
+    @property
+    def name(self) -> str:
+        """The name of the class, or the label."""
+        return self.label or type(self.it).__name__
 
 
-def averages_in(objects: list[Any]) -> list[Any]:
+def moved_after_loss(objects: list[Any], value_of: ValueOf) -> Iterator[Follower]:
+    """Yield the objects that a script moves after the forward pass: schedules, and averages by their tensors."""
+    for each in objects:
+        if issubclass(type(each), LRScheduler):
+            yield Follower(SCHEDULES, each, partial(_position_of, each))
+    live = _live_tensors(objects)
+    for each in _averages_in(objects):
+        yield Follower(AVERAGES, each, partial(_value, value_of, partial(_tensors_of, each, live)))
+
+
+def moved_before_update(objects: list[Any], value_of: ValueOf) -> Iterator[Follower]:
+    """Yield the layers with running statistics, which a forward pass moves, except those in averaged weights."""
+    averaged = {id(module) for each in _averages_in(objects) for module in _modules_of(each)}
+    for each in _modules_in(objects):
+        statistics = [each._buffers.get(name) for name in ("running_mean", "num_batches_tracked")]
+        if id(each) not in averaged and any(map(torch.is_tensor, statistics)):
+            yield Follower(STATISTICS, each, partial(_value, value_of, partial(each.buffers, recurse=False)))
+
+
+def _value(value_of: ValueOf, tensors: Callable[[], Iterable[torch.Tensor]]) -> Any:
+    return value_of(tensors())
+
+
+# By type, not by `isinstance`, for which a proxy would import or compute its object.
+def _modules_in(objects: list[Any]) -> list[torch.nn.Module]:
+    return [each for each in objects if issubclass(type(each), torch.nn.Module) and "_buffers" in attributes_of(each)]
+
+
+def _averages_in(objects: list[Any]) -> list[Any]:
     """Return the objects that hold averaged weights, by the names of their classes."""
-    return [
-        each
-        for each in objects
-        if _is_average(each)
-        and not issubclass(type(each), LRScheduler | type)
-        and any(True for _ in tensors_of(each, set()))
-    ]
+    named = [each for each in objects if _is_average(each) and not issubclass(type(each), LRScheduler | type)]
+    return [each for each in named if any(True for _ in _tensors_of(each, set()))]
 
 
-def normalisations_in(objects: list[Any]) -> list[Any]:
-    """Return the layers with running statistics, except those in averaged weights."""
-    averaged = {id(module) for each in averages_in(objects) for module in _modules_of(each)}
-    names = ("running_mean", "num_batches_tracked")
-    return [
-        each
-        for each in objects
-        if issubclass(type(each), torch.nn.Module)
-        and id(each) not in averaged
-        and any(torch.is_tensor(attributes_of(each).get("_buffers", {}).get(name)) for name in names)
-    ]
-
-
-def statistics_of(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the running statistics of a layer."""
-    return [*layer.buffers(recurse=False)]
-
-
-def live_tensors(objects: list[Any]) -> set[int]:
+def _live_tensors(objects: list[Any]) -> set[int]:
     """Return the ids of what is trained, which an average may reference: parameters, and buffers of their models.
 
     An average without any of these parameters that is a layer of the model, such as a codebook, keeps its buffers.
     """
-    modules = [each for each in objects if issubclass(type(each), torch.nn.Module)]
+    modules = _modules_in(objects)
     optimizers = [each for each in objects if issubclass(type(each), torch.optim.Optimizer)]
     params = {id(param) for each in optimizers for param in params_of(each)}
     trained = {id(each) for each in modules if any(id(param) in params for param in each.parameters())}
@@ -88,7 +107,7 @@ def live_tensors(objects: list[Any]) -> set[int]:
     return params.union(id(buffer) for each in layers for buffer in each.buffers(recurse=False))
 
 
-def tensors_of(each: Any, live: set[int], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+def _tensors_of(each: Any, live: set[int], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
     """Yield the tensors that an object holds in its attributes, containers and modules, without those in `live`."""
     if isinstance(each, torch.Tensor):
         if id(each) not in live:
@@ -103,7 +122,7 @@ def tensors_of(each: Any, live: set[int], depth: int = _DEEPEST) -> Iterator[tor
     else:
         parts = attributes_of(each).values() if depth == _DEEPEST else ()
     for part in list(parts) if depth else ():
-        yield from tensors_of(part, live, depth - 1)
+        yield from _tensors_of(part, live, depth - 1)
 
 
 def _is_average(each: Any) -> bool:
@@ -118,7 +137,7 @@ def _modules_of(average: Any) -> Iterator[torch.nn.Module]:
             yield from each.modules()
 
 
-def position_of(schedule: Any) -> Any:
+def _position_of(schedule: Any) -> Any:
     """Return what changes when a schedule moves: its counter, or its last rates if it has none."""
     counter = getattr(schedule, "last_epoch", None)
     if counter is not None:

@@ -2,36 +2,14 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from lossscale.tracing._followers import (
-    AVERAGES,
-    SCHEDULES,
-    STATISTICS,
-    Kind,
-    averages_in,
-    live_tensors,
-    normalisations_in,
-    position_of,
-    schedules_in,
-    statistics_of,
-    tensors_of,
-)
+from lossscale.tracing._followers import Follower, moved_after_loss, moved_before_update
 
 _MOST_WAITING = 100
-
-
-class _Counter(NamedTuple):
-    name: str
-    read: Callable[[], Any]
-    """Returns a value that changes when the object moves."""
-    start: Any
-    """The value before the first step; None if the object has changed since."""
-    kind: Kind
 
 
 class Followers:
@@ -52,8 +30,11 @@ class Followers:
         if self._after_loss is None:
             # The schedules and modules of a script are not registered anywhere; the garbage collector lists them.
             objects = gc.get_objects()
-            self._after_loss = _Window(_counters_after_loss(objects))
-            self._before_update = _Window(_counters_before_update(objects, self._protected()))
+            moved = [*moved_after_loss(objects, _versions)]
+            self._after_loss = _Window(moved, [each.read() for each in moved])
+            protected = self._protected()
+            moved = [each for each in moved_before_update(objects, _versions) if id(each.it) not in protected]
+            self._before_update = _Window(moved, [*map(_start_of, moved)])
         if self._overflowed is not None:
             self._after_loss.end(self._overflowed)
             self._overflowed = None
@@ -81,16 +62,15 @@ class Followers:
 class _Window:
     """The part of each step during which some objects are watched."""
 
-    def __init__(self, counters: list[_Counter]) -> None:
-        self.counters = counters
-        self._last = [counter.start for counter in counters]
+    def __init__(self, followers: list[Follower], start: list[Any]) -> None:
+        self._followers, self._last = followers, start
         self._waiting: list[tuple[Any, list[int]]] = []
         self._moves: Counter[str] = Counter()
         self._skips = 0
 
     def end(self, overflowed: Any) -> None:
         """End this part of a step. Synchronises with the device of `overflowed` every hundred steps at most."""
-        now = [counter.read() for counter in self.counters]
+        now = [each.read() for each in self._followers]
         self._waiting.append((overflowed, [at for at, value in enumerate(now) if value != self._last[at]]))
         self._last[:] = now
         if len(self._waiting) >= _MOST_WAITING:
@@ -99,7 +79,7 @@ class _Window:
     def summary(self) -> Iterator[str]:
         """Yield a sentence for each class with objects that moved on a skipped step."""
         self._count()
-        kinds = {each.name: each.kind for each in self.counters}
+        kinds = {each.name: each.kind for each in self._followers}
         for name, moves in self._moves.items():
             yield kinds[name].sentence.format(name=name, moves=moves, skips=self._skips)
 
@@ -108,39 +88,24 @@ class _Window:
         self._waiting.clear()
         self._skips += len(skips)
         for moved in skips:
-            self._moves.update({self.counters[at].name for at in moved})
+            self._moves.update({self._followers[at].name for at in moved})
 
 
-def _counters_after_loss(objects: list[Any]) -> list[_Counter]:
-    averages, live = averages_in(objects), live_tensors(objects)
-    return [
-        *(_counter(each, partial(position_of, each), SCHEDULES) for each in schedules_in(objects)),
-        *(_counter(each, partial(_versions, partial(tensors_of, each, live)), AVERAGES) for each in averages),
-    ]
-
-
-def _counters_before_update(objects: list[Any], protected: set[int]) -> list[_Counter]:
-    found = [each for each in normalisations_in(objects) if id(each) not in protected]
-    counters = [_counter(each, partial(_versions, partial(statistics_of, each)), STATISTICS) for each in found]
-    # The first forward pass is over: modules in training mode that count batches were changed by it.
-    return [
-        counter._replace(start=None) if each.training and _has_counted(each) else counter
-        for each, counter in zip(found, counters, strict=True)
-    ]
+def _start_of(follower: Follower) -> Any:
+    """Return a layer's value before the first step; None in training mode, since the first forward has changed it."""
+    layer = follower.it
+    return None if layer.training and _has_counted(layer) else follower.read()
 
 
 def _has_counted(module: Any) -> bool:
     """Return whether a layer has counted a batch. Synchronises with its device."""
     try:
-        return module.num_batches_tracked is None or bool(module.num_batches_tracked)
+        counted = getattr(module, "num_batches_tracked", None)
+        return counted is None or bool(counted)
     except RuntimeError:  # it has no values, as on the meta device
         return False
 
 
-def _counter(watched: Any, read: Callable[[], Any], kind: Kind) -> _Counter:
-    return _Counter(type(watched).__name__, read, read(), kind)
-
-
-def _versions(tensors: Callable[[], Iterable[torch.Tensor]]) -> list[tuple[int, int]]:
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Return which tensors an object holds, and how often each was written in place, except through `.data`."""
-    return [(id(each), 0 if each.is_inference() else each._version) for each in tensors()]
+    return [(id(each), 0 if each.is_inference() else each._version) for each in tensors]

@@ -19,8 +19,8 @@ from lossscale.tracing._digests import (
     params_of,
     values_of,
 )
-from lossscale.tracing._followers import KINDS, SCHEDULES, Kind
-from lossscale.tracing._snapshots import RATES, Follower, Snapshots
+from lossscale.tracing._followers import KINDS, SCHEDULES, Follower, Kind
+from lossscale.tracing._snapshots import RATES, Snapshots
 
 _SCALED = "each update follows a loss that the scaler has scaled"
 _SKIPPED = "planned overflows are skipped"
@@ -156,11 +156,11 @@ class Plan:
         self._snapshots.end(self._update)
         self._update, self._is_in_step = self._update + 1, False
 
-    def lines(self) -> Iterator[Found]:
-        """Yield the lines of the page; those that need an update which the script did not reach are not tried."""
+    def lines(self, why_not: str) -> Iterator[Found]:
+        """Yield the lines of the page, none of them tried if `why_not` is a reason for that."""
         self._end_comparison()
         self._snapshots.close(self._update)
-        if why_not := self.why_not():
+        if why_not:
             kinds = [kind.what for kind in KINDS]
             for what in (_SCALED, _SKIPPED, _SAME, *kinds, _ZERO, _AGAIN, _CLIPPED, _SAVED):
                 yield what, None, why_not
@@ -228,11 +228,8 @@ class Plan:
         if faults:
             return kind.what, False, " ".join(faults)
         if found and not compared:
-            return (
-                kind.what,
-                None,
-                f"{_listed(sorted(found))}: nothing was read before the planned updates; plan later ones",
-            )
+            late = "nothing was read before the planned updates; plan later ones"
+            return kind.what, None, f"{_listed(sorted(found))}: {late}"
         near = {each.name for at in self._next_to for each in self._own(self._snapshots.moved(at), kind)}
         if near:
             return kind.what, True, _listed(sorted(near))
@@ -243,8 +240,8 @@ class Plan:
         """Yield followers of a kind, without the schedules of other scalers' optimizers."""
         foreign = {id(same.it) for each in self.made if each is not self for same in each._optimizers_seen}
         for each in followers:
-            it = each.same.it
-            if each.kind is kind and id(it if each.name == RATES else getattr(it, "optimizer", None)) not in foreign:
+            optimizer = each.it if each.name == RATES else getattr(each.it, "optimizer", None)
+            if each.kind is kind and id(optimizer) not in foreign:
                 yield each
 
     def _of_zero_loss(self) -> Found:
@@ -329,8 +326,10 @@ class Plan:
 def write_findings(folder: Path, plan: Plan, rank: int, ranks: int) -> None:
     """Write the findings for the process of the command, which waits for this one."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    content = {"rank": rank, "ranks": ranks, "device": device, "torch": torch.__version__, "lines": list(plan.lines())}
-    content.update(begun_with=plan.begun_with, saved=plan.saved, loaded=plan.loaded, why_not=plan.why_not())
+    content: dict[str, Any] = {"rank": rank, "ranks": ranks, "device": device, "torch": torch.__version__}
+    why_not = plan.why_not()
+    content.update(why_not=why_not, lines=list(plan.lines(why_not)))
+    content.update(begun_with=plan.begun_with, saved=plan.saved, loaded=plan.loaded)
     name = f"{rank:06}-{os.getpid()}-{id(plan)}.json"
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
