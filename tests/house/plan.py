@@ -262,7 +262,7 @@ PLAN = {
         _snapshots: _digests _followers
         _plant: _digests _followers _snapshots
         _record: _moved _plant
-        _scaler: _record
+        _scaler: _plant _record
         _replace: _scaler
     """,
 }

@@ -1,5 +1,6 @@
 """The library's scaler with the constructors of torch's, which records each update."""
 
+import atexit
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from lossscale.tracing._plant import Plan
 from lossscale.tracing._record import Record
 from lossscale_core import tree
 from lossscale_torch import GradScaler, StepInfo
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 # Records are not attributes of their scaler, which scripts copy and pickle. They outlive the function that made it,
 # since the summary comes when the process ends.
 _RECORDS: "dict[TracedScaler, Record]" = {}
+
+
+@atexit.register  # before those of the records, so that it runs after them
+def _release() -> None:
+    """Drop what the plans hold: a parameter of DDP that outlives the interpreter keeps threads of its process group."""
+    Plan.made.clear()
+    for record in _RECORDS.values():
+        record.plan = None
 
 
 class TracedScaler(GradScaler):
