@@ -1,6 +1,7 @@
 """The certificate of a PyTorch training loop: the checks of `lossscale_torch.testing`, and where they ran."""
 
 import contextlib
+import importlib
 import shlex
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,13 +47,16 @@ def certified_loop(build: Callable[[Any], Any], *arguments: str) -> Certificate:
 def process_group() -> Iterator[None]:
     """Join the group of the ranks that a launcher has started, if any, and leave it when all are done.
 
-    A launcher ends the other ranks as soon as one ends with another status than 0.
+    A launcher ends the other ranks as soon as one ends with another status than 0. The threads of the group end here:
+    one that frees a tensor of Python's while the interpreter ends would abort the process.
     """
     if environment_variable("WORLD_SIZE", 1) == 1:
         yield
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(environment_variable("LOCAL_RANK", 0) % torch.cuda.device_count())
+    # DDP imports this module, whose functions have the group of that time as a default, and would keep its threads.
+    importlib.import_module("torch.distributed.nn")
     torch.distributed.init_process_group()
     try:
         yield

@@ -200,17 +200,21 @@ SCRIPTS = {
     "ranks": """
         import torch
         torch.distributed.init_process_group("gloo")
-        torch.manual_seed(torch.distributed.get_rank())
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler("cpu")
-        for batch in range(8):
-            optimizer.zero_grad()
-            scaler.scale((model(torch.randn(8, 4)) - 1).square().mean()).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
+
+        def train():
+            torch.manual_seed(torch.distributed.get_rank())
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            scaler = torch.amp.GradScaler("cpu")
+            for batch in range(8):
+                optimizer.zero_grad()
+                scaler.scale((model(torch.randn(8, 4)) - 1).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+
+        train()
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     """,
@@ -243,14 +247,14 @@ SCRIPT_BUGS = [
     Bug(
         "gradients are repaired",
         "ranks",
-        "    scaler.unscale_(optimizer)\n",
-        "    for p in model.parameters(): p.grad.nan_to_num_(0, 0, 0)\n    scaler.unscale_(optimizer)\n",
+        "        scaler.unscale_(optimizer)\n",
+        "        for p in model.parameters(): p.grad.nan_to_num_(0, 0, 0)\n        scaler.unscale_(optimizer)\n",
     ),
     Bug(
         "a hook adds to the gradients",
         "ranks",
         "scaler = ",
-        "model.module.weight.register_hook(lambda grad: grad + 1e-3)\nscaler = ",
+        "model.module.weight.register_hook(lambda grad: grad + 1e-3)\n    scaler = ",
     ),
     Bug(
         "each rank trains alone",

@@ -12,7 +12,7 @@ from tests.command.commanding import refused, run
 from tests.command.sessions import replay, sections
 
 LOOPS = """
-import collections, numpy, torch
+import atexit, collections, numpy, pathlib, torch
 
 
 class Held:
@@ -38,6 +38,20 @@ class Held:
 class NotHeld(Held):
     def follow(self, info):
         self.scheduler.step()
+
+
+class PrintsThreads(Held):
+    "Prints how many threads of a process group are left when the process ends."
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        atexit.unregister(print_threads)  # of the loop before this one
+        atexit.register(print_threads)
+
+
+def print_threads():
+    names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    assert names
+    print(f"{sum('gloo' in name for name in names)} threads of gloo at exit")
 
 
 class OneRankAdds(Held):
@@ -403,18 +417,22 @@ def test_a_page_is_not_overwritten(folder):
     assert json.loads((folder / "certificate.json").read_text())["result"] == "not tried"
 
 
-@pytest.mark.parametrize("name", ["Held", "OneRankAdds"])
+@pytest.mark.parametrize("name", ["PrintsThreads", "OneRankAdds"])
 def test_one_rank_overflows_under_torchrun(folder, name):
-    """Rank 0 writes the page, and what fails on another rank has failed."""
+    """Rank 0 writes the page, and what fails on another rank has failed.
+
+    No thread of the group is left: one that frees a tensor while the interpreter ends would abort the process.
+    """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lossscale")
     command = [sys.executable, *launcher, "certify", f"loops:{name}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=180)
     page = (folder / "certificate.md").read_text()
     assert "on the last of 2 ranks" in page
     assert "`torchrun --standalone --nproc-per-node 2 -m lossscale certify" in page
-    if name == "Held":
+    if name == "PrintsThreads":
         assert done.returncode == 0, done.stderr
         assert page.startswith("# Loss scaling: held")
+        assert done.stdout.count("0 threads of gloo at exit") == 2
     else:
         assert done.returncode == 1  # torchrun's own
         assert "rank 1: step 0 was to be skipped, but model.bias changed" in page

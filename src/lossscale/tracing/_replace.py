@@ -1,6 +1,7 @@
 """The replacement of torch's scalers, and of this library's, by the traced ones."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,10 @@ def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: lis
         vars(module)["clip_grad_norm_"] = clip
     if findings is not None:
         _watch_for_a_page()
+    if torch.distributed.is_available():
+        # Else DDP imports it, and its functions have the process group of that time as a default: the group's threads
+        # would be left when the process ends, and one that frees a tensor then would abort it.
+        importlib.import_module("torch.distributed.nn")
 
 
 def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleType], None]) -> None:
