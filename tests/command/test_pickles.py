@@ -293,12 +293,16 @@ WHOLE = archive(pickle.dumps({"scaler": TORCHS, "model": {"weight": [1.0, 2.0]}}
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_refused_in_one_line(tmp_path_factory, data):
-    """Or read, where the damage is elsewhere."""
+    """Or read, where the damage is elsewhere; numbers that were damaged may get a warning."""
     folder = tmp_path_factory.mktemp("damaged")
     content = bytearray(WHOLE)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     (folder / "f.pt").write_bytes(content[: data.draw(st.sampled_from([None, -1, -30, 100]))])
     done = run("checkpoint", "show", "f.pt", cwd=folder)
-    assert done.returncode in (0, 2)
-    assert done.stderr.count("\n") == (done.returncode == 2)
+    lines = done.stderr.splitlines()
+    if done.returncode == 0:
+        assert all(line.startswith("lossscale: warning: ") for line in lines), done.stderr
+    else:
+        assert done.returncode == 2
+        assert len(lines) == 1, done.stderr
