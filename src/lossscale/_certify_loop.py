@@ -55,7 +55,7 @@ def process_group() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(environment_variable("LOCAL_RANK", 0) % torch.cuda.device_count())
-    # DDP imports this module, whose functions have the group of that time as a default, and would keep its threads.
+    # DDP imports this module. Its functions take the current group as a default, and would keep the group's threads.
     importlib.import_module("torch.distributed.nn")
     torch.distributed.init_process_group()
     try:

@@ -104,7 +104,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         wrapper = getattr(self.update, "__self__", None)
         if not isinstance(wrapper, _Wrapper):
-            raise AttributeError("update was replaced, so there is no apply_gradients; call loss_scaled last")
+            raise AttributeError("update was replaced, so that apply_gradients is not available; call loss_scaled last")
         return wrapper.apply_gradients
 
 

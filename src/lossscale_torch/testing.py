@@ -286,7 +286,7 @@ class _PlantingScaler(GradScaler):
         """
         self.is_used = True
         is_first, self._scaled_after = self.last_step is not self._scaled_after, self.last_step
-        scaled = super().scale(outputs)  # may call this method for each loss; infinite twice is no other than once
+        scaled = super().scale(outputs)  # may call this method for each loss; that is harmless: inf * inf is inf
         if self.is_silent:
             return _times(0.0, scaled)
         return _times(torch.inf, scaled) if self.is_armed and (is_first or not self.only_first) else scaled

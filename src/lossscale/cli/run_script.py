@@ -68,7 +68,7 @@ def _make_room(trace: Path, overwrite: bool) -> None:
     if trace.suffix.lower() != ".csv":
         raise click.UsageError(f"--trace {trace} must end in .csv")
     if not trace.absolute().parent.is_dir():
-        raise click.UsageError(f"--trace {trace}: there is no folder {trace.parent}; make it first")
+        raise click.UsageError(f"--trace {trace}: the folder {trace.parent} does not exist; create it first")
     own = re.compile(rf"{re.escape(trace.stem)}(\.rank\d+)?(\.process\d+\.\d+)?{re.escape(trace.suffix)}")
     earlier = sorted(each for each in trace.absolute().parent.iterdir() if own.fullmatch(each.name))
     if not overwrite:
