@@ -7,8 +7,7 @@ from typing import Any
 from lossscale.dialects import Form, Saved, Tool, from_tool
 from lossscale.dialects._tools import PAGES
 from lossscale_core import policy_to_dict
-from lossscale_core.files import write_whole
-from lossscale_core.messages import shown_number
+from lossscale_core.adapters import shown_number, write_whole
 
 DOCS = Path(__file__).parents[1]
 MARK = "<!-- drawn by python docs/_site/migrating_tables.py -->\n"

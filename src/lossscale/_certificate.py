@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lossscale_core import __version__
-from lossscale_core.files import write_whole
+from lossscale_core.adapters import write_whole
 
 _WORDS = {True: "held", False: "not held", None: "not tried"}
 _STATUS = {True: 0, False: 1, None: 2}

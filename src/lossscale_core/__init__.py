@@ -7,11 +7,10 @@ only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `l
 
 import typing as _typing
 
-from lossscale_core import errors, files, messages, tree
+from lossscale_core import errors
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._base import BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import (
-    guard_state_from_dict,
     nonfinite_state_from_dict,
     state_from_dict,
     state_to_dict,
@@ -25,7 +24,7 @@ from lossscale_core._config import (
     policy_to_dict,
     policy_to_toml,
 )
-from lossscale_core._guard import GuardState, SpikeGuard, check_guard, check_spike_streak
+from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._nonfinite import (
     NonfiniteState,
     OnNonfiniteLoss,
@@ -38,47 +37,32 @@ from lossscale_core._nonfinite import (
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
 from lossscale_core._report import (
-    GradientReport,
-    OverflowReport,
     StepInfo,
-    check_overflow_streak,
     diagnose,
     metrics,
     step_info,
 )
 from lossscale_core._schema import policy_schema
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
-from lossscale_core._state import AnyScaleState, HostScalar, ScaleState
+from lossscale_core._state import AnyScaleState, ScaleState
 from lossscale_core._watch import OnFloor, ScaleWatch
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import ranges, testing
-    from lossscale_core._range import RangeReport
-    from lossscale_core._range_records import NonfiniteInput, OperationRange
-    from lossscale_core._range_unscaled import UnscaledGradient
+    from lossscale_core import adapters, testing
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LARGEST_SCALE",
-    "SMALLEST_SCALE",
     "AnyScaleState",
     "BaseScaling",
     "DynamicScaling",
     "FixedScaling",
-    "GradientReport",
     "GuardState",
-    "HostScalar",
     "NoScaling",
-    "NonfiniteInput",
     "NonfiniteState",
     "OnFloor",
     "OnNonfiniteLoss",
     "OnNonfiniteUpdate",
-    "OperationRange",
-    "OverflowReport",
     "PolicyLike",
-    "RangeReport",
     "ScaleState",
     "ScaleWatch",
     "ScalingPolicy",
@@ -86,25 +70,18 @@ __all__ = [
     "StepInfo",
     "TolerantScaleState",
     "TolerantScaling",
-    "UnscaledGradient",
     "__version__",
+    "adapters",
     "all_finite",
     "as_policy",
-    "check_guard",
     "check_nonfinite_streak",
-    "check_overflow_streak",
-    "check_setting",
-    "check_spike_streak",
     "count_nonfinite",
     "diagnose",
     "dump_policy",
     "errors",
-    "files",
-    "guard_state_from_dict",
     "init_nonfinite_state",
     "init_state",
     "load_policy",
-    "messages",
     "metrics",
     "nonfinite_state_from_dict",
     "nonfinite_update",
@@ -112,32 +89,23 @@ __all__ = [
     "policy_schema",
     "policy_to_dict",
     "policy_to_toml",
-    "ranges",
     "scale",
     "select",
     "state_from_dict",
     "state_to_dict",
     "step_info",
     "testing",
-    "tree",
     "unscale",
 ]
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # Training needs none of these, and they would add a tenth to the time of the import in each process of a run. The
-    # import statements set the names in this module, so that only the first use calls this function.
-    if name == "testing":
-        import lossscale_core.testing
-    elif name == "ranges":
-        import lossscale_core.ranges  # noqa: F401
-    elif name in ("NonfiniteInput", "OperationRange", "RangeReport", "UnscaledGradient"):
-        from lossscale_core._range import RangeReport
-        from lossscale_core._range_records import NonfiniteInput, OperationRange
-        from lossscale_core._range_unscaled import UnscaledGradient
-
-        for each in (NonfiniteInput, OperationRange, RangeReport, UnscaledGradient):
-            globals()[each.__name__] = each
+    # Training on NumPy needs neither, and they would add a tenth to the time of the import in each process of a run.
+    # The import statements set the names in this module, so that only the first use calls this function.
+    if name == "adapters":
+        import lossscale_core.adapters
+    elif name == "testing":
+        import lossscale_core.testing  # noqa: F401
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

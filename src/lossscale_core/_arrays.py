@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from lossscale_core import tree
+from lossscale_core import _tree as tree
 from lossscale_core._finite import all_finite_in
+from lossscale_core._messages import not_a_flag
 from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._state import AnyScaleState, Array
-from lossscale_core.messages import not_a_flag
 
 Namespace: TypeAlias = Any
 """A module or object with the functions of the array API."""

@@ -10,12 +10,12 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
+from lossscale_core._messages import not_a_state, shown, shown_names, shown_number
 from lossscale_core._nonfinite import NonfiniteState, init_nonfinite_state
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import not_a_state, shown, shown_names, shown_number
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"

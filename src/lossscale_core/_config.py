@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
+from lossscale_core._files import TOML_END, TOML_START, read_data, suffix_of, write_whole
+from lossscale_core._messages import nearest_name, shown, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core.errors import PolicyError
-from lossscale_core.files import TOML_END, TOML_START, read_data, suffix_of, write_whole
-from lossscale_core.messages import nearest_name, shown, unknown_name
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""

@@ -4,11 +4,11 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
+from lossscale_core._messages import shown_number
 from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import AnyScaleState, read
-from lossscale_core.messages import shown_number
 
 _FEW = 5
 _OFTEN = 0.05

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from lossscale_core._messages import not_a_state, shown, unknown_name
 from lossscale_core._settings import Rule
-from lossscale_core.messages import not_a_state, shown, unknown_name
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
+from lossscale_core._messages import not_a_state
 from lossscale_core._mistakes import explain_settings
 from lossscale_core._settings import RULES, SMALLEST_SCALE
 from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
-from lossscale_core.messages import not_a_state
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""

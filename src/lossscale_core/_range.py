@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._files import write_whole
 from lossscale_core._range_picture import Histograms, Row, html_page, png_picture, svg_picture
 from lossscale_core._range_records import (
     GRADIENT,
@@ -27,7 +28,6 @@ from lossscale_core._range_records import (
 )
 from lossscale_core._range_search import recommended_floor, recommended_scale, search
 from lossscale_core._range_unscaled import UnscaledGradient
-from lossscale_core.files import write_whole
 
 _MOST_INPUTS = 3
 _NOTHING = "Nothing to draw was computed in float16, bfloat16 or float8."

@@ -9,12 +9,12 @@ from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
+from lossscale_core._messages import not_a_state, shown_number
 from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_COUNT
 from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
 from lossscale_core._watch import require_above_floor
 from lossscale_core.errors import OverflowStreakError, PolicyError
-from lossscale_core.messages import not_a_state, shown_number
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):

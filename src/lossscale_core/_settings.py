@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._messages import shown
 from lossscale_core.errors import PolicyError
-from lossscale_core.messages import shown
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest loss scale of any policy; smaller scales are subnormal in float32 and lose bits."""

@@ -9,10 +9,10 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
+from lossscale_core._messages import not_a_state, shown_number
 from lossscale_core._settings import check_setting
 from lossscale_core._state import AnyScaleState, ScaleState, read
 from lossscale_core.errors import ScaleFloorError
-from lossscale_core.messages import not_a_state, shown_number
 
 OnFloor = Literal["warn", "raise", "ignore"]
 """The reaction to an overflow that lowers the loss scale to `min_scale`."""

@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from lossscale_core import GradientReport
+from lossscale_core.adapters import GradientReport
 from lossscale_jax._attach import attach
 from lossscale_jax._autodiff import LossCheckedGradients, ScaledGradients, value_and_grad
 from lossscale_jax._decide import select

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_core.messages import shown_names
+from lossscale_core.adapters import shown_names
 from lossscale_jax._leaves import is_array
 from lossscale_jax._types import HasLossScale, PyTree
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from lossscale_core import OnNonfiniteLoss, check_setting
+from lossscale_core import OnNonfiniteLoss
+from lossscale_core.adapters import check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_and_aux, loss_scale_of, require_function
 from lossscale_jax._types import HasLossScale, PyTree

@@ -14,12 +14,11 @@ from lossscale_core import (
     ScalingPolicy,
     SpikeGuard,
     as_policy,
-    check_setting,
     count_nonfinite,
     init_nonfinite_state,
 )
+from lossscale_core.adapters import check_setting, explain_arguments
 from lossscale_core.errors import PolicyError, ScaleStateError
-from lossscale_core.messages import explain_arguments
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import explain_structures, require_optimizer
@@ -160,7 +159,7 @@ def loss_scaled(
             scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
             `opt_state.guard_state`. A step does not read it, so that `max_streak` is not checked; call
-            `lossscale_core.check_spike_streak` where you read the state.
+            `lossscale_core.adapters.check_spike_streak` where you read the state.
         skip: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied. `"select"` always takes
             the step, on zeros if it is skipped, and then chooses between the old and the new values. It has no

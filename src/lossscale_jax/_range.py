@@ -12,8 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
-from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, name_of, unscaled_gradients
+from lossscale_core.adapters import (
+    GRADIENT,
+    NonfiniteInput,
+    OperationRange,
+    RangeReport,
+    UnscaledGradient,
+    name_of,
+    unscaled_gradients,
+)
 from lossscale_jax._arguments import loss_and_aux, require_function
 from lossscale_jax._attach import attaches
 from lossscale_jax._debug import unchecked

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from lossscale_core import OperationRange
-from lossscale_core.ranges import Progress
+from lossscale_core.adapters import OperationRange, Progress
 from lossscale_jax._attach import attaches, reads_scale, scopes
 
 _INSTALLED = str(Path(jax.__file__).parents[1])

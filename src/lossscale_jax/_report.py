@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_core import GradientReport, OverflowReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_traced, named_gradients, real_parts
 from lossscale_jax._types import PyTree

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lossscale_core import BaseScaling, OnNonfiniteLoss, PolicyLike, ScaleState, as_policy, check_setting
+from lossscale_core import BaseScaling, OnNonfiniteLoss, PolicyLike, ScaleState, as_policy
+from lossscale_core.adapters import check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, require_function
 from lossscale_jax._attach import attaches

@@ -11,15 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import (
-    GuardState,
-    NonfiniteState,
-    OnNonfiniteLoss,
-    OnNonfiniteUpdate,
-    SpikeGuard,
-    check_guard,
-    check_setting,
-)
+from lossscale_core import GuardState, NonfiniteState, OnNonfiniteLoss, OnNonfiniteUpdate, SpikeGuard
+from lossscale_core.adapters import check_guard, check_setting
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
 from lossscale_jax._decide import Skip

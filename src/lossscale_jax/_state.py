@@ -12,10 +12,10 @@ from lossscale_core import (
     NonfiniteState,
     PolicyLike,
     ScaleState,
-    guard_state_from_dict,
     nonfinite_state_from_dict,
     state_from_dict,
 )
+from lossscale_core.adapters import guard_state_from_dict
 from lossscale_core.errors import ScaleStateError
 from lossscale_jax._accumulation import Window
 from lossscale_jax._placement import fixed_place

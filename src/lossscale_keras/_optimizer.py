@@ -11,8 +11,9 @@ import numpy as np
 from keras import ops
 
 import lossscale_core as core
+from lossscale_core import adapters
+from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointWarning
-from lossscale_core.messages import shown
 from lossscale_keras._backend import BACKEND, is_traced, require_no_strategy, unconverted, xp
 from lossscale_keras._step import LastStep, Stored, check, unscaled
 from lossscale_keras._verbs import Tree, scale, select
@@ -68,7 +69,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         require_no_strategy()
         clipnorm = _clipnorm_of(inner_optimizer, global_clipnorm)
         policy = core.as_policy(policy)
-        core.check_guard(guard)
+        adapters.check_guard(guard)
         watch = core.ScaleWatch(on_floor)
         # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
@@ -260,10 +261,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             SpikeStreakError: The guard's `max_streak` is reached.
         """
         state = self._state.read_on_host()
-        core.check_overflow_streak(self.policy, state)
+        adapters.check_overflow_streak(self.policy, state)
         self._watch.check(self.policy, state)
         if self.guard is not None and self._guard_state is not None:
-            core.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
+            adapters.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and the policy as plain numbers, which other frameworks can restore.
@@ -286,7 +287,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
         state = core.state_from_dict(saved, self.policy)
-        self._assign(state, None if self.guard is None else core.guard_state_from_dict(saved))
+        self._assign(state, None if self.guard is None else adapters.guard_state_from_dict(saved))
         if self.guard is None and saved.get("guard"):
             warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
         self._last.assign(LastStep())
@@ -402,7 +403,7 @@ def _clipnorm_of(inner: Any, own: float | None) -> float | None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
     if own is not None:
-        core.check_setting("global_clipnorm", own)
+        adapters.check_setting("global_clipnorm", own)
         if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
             raise ValueError(
                 f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} and "

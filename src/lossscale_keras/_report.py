@@ -5,7 +5,7 @@ from typing import Any
 
 from keras import ops
 
-from lossscale_core import GradientReport, OverflowReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_keras._backend import xp
 from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import keras
 from keras import ops
 
-from lossscale_core import ScaleState, as_policy, tree
-from lossscale_core.messages import not_a_flag, not_a_state
+from lossscale_core import ScaleState, as_policy
+from lossscale_core.adapters import not_a_flag, not_a_state, tree
 
 Tree = TypeVar("Tree")
 """An array, or a nested structure of arrays."""

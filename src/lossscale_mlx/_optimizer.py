@@ -10,9 +10,9 @@ from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
 import lossscale_core as core
-from lossscale_core import tree
+from lossscale_core import adapters
+from lossscale_core.adapters import explain_arguments, shown, shown_names, tree
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import explain_arguments, shown, shown_names
 from lossscale_mlx._norm import check_and_measure, clip
 from lossscale_mlx._restore import Snapshot, read
 from lossscale_mlx._verbs import all_finite, as_arrays, init_state, lift, scale, select, unscale
@@ -68,12 +68,12 @@ class LossScaleOptimizer(Optimizer):
             raise PolicyError("inner is a LossScaleOptimizer already, or holds one; wrap the optimizer once")
         if not isinstance(keep_dtypes, bool):
             raise PolicyError(f"keep_dtypes={shown(keep_dtypes)} must be True or False; leave it out for False")
-        core.check_guard(guard)
+        adapters.check_guard(guard)
         self.inner = inner
         """The wrapped optimizer."""
         self.policy = core.as_policy(policy)
         """The scaling policy, frozen."""
-        self.max_norm: float | None = None if max_norm is None else core.check_setting("max_norm", max_norm)
+        self.max_norm: float | None = None if max_norm is None else adapters.check_setting("max_norm", max_norm)
         """The norm to which gradients are clipped; None without clipping."""
         self.guard = guard
         """The spike guard, frozen; None without one."""
@@ -290,7 +290,7 @@ class LossScaleOptimizer(Optimizer):
             SpikeStreakError: With `retries`, the last try reaches the guard's `max_streak`.
             PolicyError: `retries` is not a whole number from 0.
         """
-        retries = core.check_setting("retries", retries)
+        retries = adapters.check_setting("retries", retries)
         before, differentiate = Snapshot(model), self.value_and_grad(model, loss_fn)
         for left in range(retries if core.BaseScaling.of(self.policy).adapts else 0, -1, -1):
             key = mx.random.state[0]  # type: ignore[index]  # MLX says object
@@ -329,9 +329,9 @@ class LossScaleOptimizer(Optimizer):
             SpikeStreakError: As many steps in a row as the guard's `max_streak` were spikes.
         """
         read(self.scale_state.overflow_streak, "check_overflow_streak()")
-        core.check_overflow_streak(self.policy, self.scale_state)
+        adapters.check_overflow_streak(self.policy, self.scale_state)
         if self.guard is not None and self.guard_state is not None:
-            core.check_spike_streak(self.guard, self.guard_state, self.last_norm)
+            adapters.check_spike_streak(self.guard, self.guard_state, self.last_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale's state, the guard's and the policy as plain numbers, which other frameworks restore.
@@ -354,7 +354,7 @@ class LossScaleOptimizer(Optimizer):
         """
         state = core.state_from_dict(saved, self.policy)
         if self.guard is not None:
-            self._own["guard_state"].update(as_arrays(core.guard_state_from_dict(saved))._asdict())
+            self._own["guard_state"].update(as_arrays(adapters.guard_state_from_dict(saved))._asdict())
         elif saved.get("guard") is not None:
             warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
         self._own["scale_state"].update(as_arrays(state)._asdict())

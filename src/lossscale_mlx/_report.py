@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from lossscale_core import GradientReport, OverflowReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_mlx._verbs import all_finite, gradients_of, real_parts
 
 

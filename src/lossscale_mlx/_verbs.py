@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from lossscale_core import PolicyLike, ScaleState, as_policy, tree
-from lossscale_core.messages import not_a_flag, not_a_state, shown
+from lossscale_core import PolicyLike, ScaleState, as_policy
+from lossscale_core.adapters import not_a_flag, not_a_state, shown, tree
 
 Tree = TypeVar("Tree")
 

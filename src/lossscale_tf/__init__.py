@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from lossscale_core import GradientReport
+from lossscale_core.adapters import GradientReport
 from lossscale_tf import v1
 from lossscale_tf._range import range_report
 from lossscale_tf._report import overflow_report

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lossscale_core import LARGEST_SCALE, DynamicScaling, FixedScaling, ScalingPolicy, as_policy, check_setting
+from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
+from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown
 from lossscale_core.errors import PolicyError
-from lossscale_core.messages import shown
 
 _LARGEST_COUNT = 2**31 - 1
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_core import GuardState, SpikeGuard, check_spike_streak
+from lossscale_core import GuardState, SpikeGuard
+from lossscale_core.adapters import check_spike_streak
 from lossscale_tf._state import StateVariables
 
 _LARGEST = float(tf.float32.max)

@@ -13,10 +13,10 @@ from lossscale_core import (
     OnNonfiniteLoss,
     OnNonfiniteUpdate,
     check_nonfinite_streak,
-    check_setting,
     init_nonfinite_state,
     nonfinite_update,
 )
+from lossscale_core.adapters import check_setting
 from lossscale_tf._protect import SavedValues
 from lossscale_tf._state import StateVariables
 from lossscale_tf._verbs import all_replicas, finite_when_unscaled, is_gradient

@@ -10,8 +10,15 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context  # tf.random.set_seed sets the seed; no public API reads it
 
-from lossscale_core import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, check_loss_shape, unscaled_gradients
+from lossscale_core.adapters import (
+    GRADIENT,
+    NonfiniteInput,
+    OperationRange,
+    RangeReport,
+    UnscaledGradient,
+    check_loss_shape,
+    unscaled_gradients,
+)
 from lossscale_tf._attach import attached_losses_at
 from lossscale_tf._range_inputs import Inputs
 from lossscale_tf._range_recorder import Recorder, Variables

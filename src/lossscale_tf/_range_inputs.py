@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import NonfiniteInput, all_finite
-from lossscale_core.ranges import name_of, named_values
+from lossscale_core import all_finite
+from lossscale_core.adapters import NonfiniteInput, name_of, named_values
 
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 """Operations that read a variable."""

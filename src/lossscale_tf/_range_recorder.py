@@ -13,8 +13,7 @@ import tensorflow as tf
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/debug/lib/check_numerics_callback.py
 from tensorflow.python.framework import op_callbacks
 
-from lossscale_core import NonfiniteInput, OperationRange
-from lossscale_core.ranges import OUTSIDE, Progress
+from lossscale_core.adapters import OUTSIDE, NonfiniteInput, OperationRange, Progress
 from lossscale_tf._range_inputs import Inputs, is_finite
 from lossscale_tf._verbs import is_narrow
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import GradientReport, OverflowReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_tf._verbs import all_finite, is_gradient, summed_values
 
 

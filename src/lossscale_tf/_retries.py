@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, StepInfo, check_setting, step_info
+from lossscale_core import BaseScaling, StepInfo, step_info
+from lossscale_core.adapters import check_setting
 from lossscale_core.errors import OverflowStreakError, ScaleFloorError
 from lossscale_tf._protect import SavedValues, operations_so_far, trained_variables_of, variables_of
 from lossscale_tf._step import Step, merges_replicas

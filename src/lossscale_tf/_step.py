@@ -13,13 +13,12 @@ from lossscale_core import (
     ScaleWatch,
     ScalingPolicy,
     StepInfo,
-    check_overflow_streak,
     count_nonfinite,
     nonfinite_update,
     step_info,
 )
+from lossscale_core.adapters import check_overflow_streak, shown_number
 from lossscale_core.errors import CheckpointWarning
-from lossscale_core.messages import shown_number
 from lossscale_tf._guard import Guard
 from lossscale_tf._nonfinite import Nonfinite
 from lossscale_tf._norm import clip_factor, global_norm

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import tensorflow as tf
 
 from lossscale_core import ScaleState
-from lossscale_core.messages import not_a_flag, not_a_state
+from lossscale_core.adapters import not_a_flag, not_a_state
 
 Tree = TypeVar("Tree")
 """A tensor, or a nested structure of tensors."""

@@ -13,15 +13,13 @@ from lossscale_core import (
     ScalingPolicy,
     SpikeGuard,
     StepInfo,
-    check_overflow_streak,
-    check_setting,
     diagnose,
-    guard_state_from_dict,
     metrics,
     nonfinite_state_from_dict,
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import check_overflow_streak, check_setting, guard_state_from_dict
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step
 

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
 
-from lossscale_core import GradientReport, OperationRange, OverflowReport, RangeReport
+from lossscale_core.adapters import GradientReport, OperationRange, OverflowReport, RangeReport
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo

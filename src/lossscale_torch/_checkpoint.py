@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from lossscale_core import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     BaseScaling,
     DynamicScaling,
     PolicyLike,
@@ -21,8 +19,8 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown, shown_number
 
 _NEW_SCALE = (
     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lossscale_core import LARGEST_SCALE, check_setting
+from lossscale_core.adapters import LARGEST_SCALE, check_setting
 from lossscale_torch._gradients import Gradients, is_dtensor, params_of
 from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_device, sharded_norm, unscaled_norm
 from lossscale_torch._ranks import groups_over, meshes_of

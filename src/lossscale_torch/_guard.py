@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import GuardState, SpikeGuard, check_guard, check_spike_streak, guard_state_from_dict, state_to_dict
+from lossscale_core import GuardState, SpikeGuard, state_to_dict
+from lossscale_core.adapters import check_guard, check_spike_streak, guard_state_from_dict
 from lossscale_torch._members import Member
 from lossscale_torch._state import as_tensors, is_being_recorded, write
 

@@ -11,13 +11,13 @@ from lossscale_core import (
     OnNonfiniteLoss,
     OnNonfiniteUpdate,
     check_nonfinite_streak,
-    check_setting,
     count_nonfinite,
     init_nonfinite_state,
     nonfinite_state_from_dict,
     nonfinite_update,
     state_to_dict,
 )
+from lossscale_core.adapters import check_setting
 from lossscale_core.errors import CallOrderError, SyncError
 from lossscale_torch._checked_tensors import CheckedTensors
 from lossscale_torch._members import SPIKE, Record, found_inf

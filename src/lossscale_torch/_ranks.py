@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core.adapters import shown_number
 from lossscale_core.errors import CallOrderError, SyncError
-from lossscale_core.messages import shown_number
 from lossscale_torch._gradients import is_dtensor, moved, params_of
 from lossscale_torch._members import SPIKE
 from lossscale_torch._versions import flattened_meshes

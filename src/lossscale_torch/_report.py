@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core import GradientReport, OverflowReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_torch._gradients import values_of
 from lossscale_torch._verbs import all_finite
 

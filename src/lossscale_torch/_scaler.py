@@ -22,10 +22,9 @@ from lossscale_core import (
     diagnose,
     metrics,
     state_to_dict,
-    tree,
 )
+from lossscale_core.adapters import explain_arguments, shown, tree
 from lossscale_core.errors import CallOrderError
-from lossscale_core.messages import explain_arguments, shown
 from lossscale_torch._attach import attach
 from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
 from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip

@@ -5,7 +5,8 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy, tree
+from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
+from lossscale_core.adapters import tree
 from lossscale_torch._gradients import buckets, found_inf_in, lifted, moved, values_of
 from lossscale_torch._ranks import reduce_max
 from lossscale_torch._types import HasLossScale, Tree

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core.adapters import shown_number
 from lossscale_core.errors import CallOrderError
-from lossscale_core.messages import shown_number
 from lossscale_torch._gradients import grads_of
 from lossscale_torch._members import READY, STEPPED, UNSCALED, Member, Record, RecordedGradients
 from lossscale_torch._state import LossScale

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lossscale_core import BaseScaling, OnFloor, ScaleWatch, check_overflow_streak
+from lossscale_core import BaseScaling, OnFloor, ScaleWatch
+from lossscale_core.adapters import check_overflow_streak
 
 _EVERY = 32  # checking the state on the host takes about as long as its update
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core import tree
+from lossscale_core.adapters import tree
 from lossscale_torch._gradients import buckets, moved
 
 Place = tuple[Any, ...]

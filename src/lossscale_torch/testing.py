@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lossscale_core import DynamicScaling, tree
+from lossscale_core import DynamicScaling
+from lossscale_core.adapters import tree
 from lossscale_core.testing.loops import (
     BAD_STEPS,
     CLOSE,

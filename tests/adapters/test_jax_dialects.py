@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale.dialects import from_tool, state_from_tool, to_tool
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
 from tests.sweeping import few_examples

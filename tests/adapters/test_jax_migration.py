@@ -11,7 +11,8 @@ from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, SpikeGuard
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.testing import overflow_traces
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
 from tests.sweeping import few_examples

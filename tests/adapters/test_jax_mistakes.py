@@ -8,7 +8,8 @@ import optax.contrib
 import pytest
 from flax import nnx
 
-from lossscale_core import DynamicScaling, ScaleWatch, check_overflow_streak, diagnose
+from lossscale_core import DynamicScaling, ScaleWatch, diagnose
+from lossscale_core.adapters import check_overflow_streak
 from lossscale_jax import (
     get_scale_state,
     init_state,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from lossscale_core import DynamicScaling, ScaleWatch, check_overflow_streak, diagnose, state_to_dict
+from lossscale_core import DynamicScaling, ScaleWatch, diagnose, state_to_dict
+from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import ScaleFloorError, ScaleStateError
 from lossscale_jax import (
     get_scale_state,

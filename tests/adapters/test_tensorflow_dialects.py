@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import lossscale_tf
 from lossscale.dialects import from_tool, state_from_tool, to_tool
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_tf import v1

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointError
-from lossscale_core.messages import shown
 from lossscale_torch import GradScaler
 from tests.command.commanding import run
 from tests.command.test_pickles import refused_soon

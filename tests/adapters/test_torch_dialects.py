@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import lossscale_torch
 from lossscale.dialects import from_tool, state_from_tool, to_tool
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run

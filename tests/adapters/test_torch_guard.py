@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_core import SpikeGuard, guard_state_from_dict
+from lossscale_core import SpikeGuard
+from lossscale_core.adapters import guard_state_from_dict
 from lossscale_core.errors import CheckpointWarning, PolicyError, SpikeStreakError
 from lossscale_core.testing import simulate
 from lossscale_torch import GradScaler

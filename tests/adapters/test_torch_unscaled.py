@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lossscale_core import RangeReport
+from lossscale_core.adapters import RangeReport
 from lossscale_torch import GradScaler, range_report
 
 

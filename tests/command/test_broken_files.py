@@ -22,9 +22,8 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import read_data, shown
 from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_core.files import read_data
-from lossscale_core.messages import shown
 from tests.command.commanding import refused, run
 from tests.command.test_pickles import refused_soon
 

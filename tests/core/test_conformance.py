@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import lossscale_core
-from lossscale_core import DynamicScaling, tree
+from lossscale_core import DynamicScaling
+from lossscale_core.adapters import tree
 from lossscale_core.testing import conformance
 from lossscale_core.testing.conformance import Adapter, Scenario
 from tests.conformance.core_backends import CORE, HOST, NUMPY
@@ -342,8 +343,8 @@ def test_scenarios_take_every_branch():
             scales.append(float(state.loss_scale))
         lowest.append(min(scales))
         highest.append(max(scales))
-    assert min(lowest) == lossscale_core.SMALLEST_SCALE
-    assert max(highest) == lossscale_core.LARGEST_SCALE
+    assert min(lowest) == lossscale_core.adapters.SMALLEST_SCALE
+    assert max(highest) == lossscale_core.adapters.LARGEST_SCALE
 
 
 def _attached(main, aux, x, loss_scale, *, factor=1.0):

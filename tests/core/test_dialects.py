@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lossscale.dialects import from_tool, to_tool, tools
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, FixedScaling, NoScaling, TolerantScaling
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces, policies, simulate
 from tests.core.dialect_models import DRAWN

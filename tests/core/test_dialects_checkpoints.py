@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale.dialects import from_tool, guess_tool, policy_in, possible_tools, state_from_tool, tools
-from lossscale_core import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    DynamicScaling,
-    FixedScaling,
-    TolerantScaling,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import DynamicScaling, FixedScaling, TolerantScaling, state_from_dict, state_to_dict
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import CheckpointError, CheckpointWarning, DialectWarning, PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.core.dialect_models import DRAWN, GUESSED, PLACED

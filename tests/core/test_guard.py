@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import (
-    DynamicScaling,
-    GuardState,
-    SpikeGuard,
-    check_spike_streak,
-    diagnose,
-    guard_state_from_dict,
-    metrics,
-    state_to_dict,
-    step_info,
-)
+from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict, step_info
+from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError, SpikeStreakError
 from lossscale_core.testing import simulate
 

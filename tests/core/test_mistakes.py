@@ -20,10 +20,7 @@ from lossscale_core import (
     SpikeGuard,
     TolerantScaling,
     as_policy,
-    check_overflow_streak,
-    check_setting,
     diagnose,
-    guard_state_from_dict,
     init_state,
     load_policy,
     metrics,
@@ -34,6 +31,7 @@ from lossscale_core import (
     state_to_dict,
     unscale,
 )
+from lossscale_core.adapters import check_overflow_streak, check_setting, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 

@@ -11,7 +11,6 @@ from lossscale_core import (
     DynamicScaling,
     NonfiniteState,
     check_nonfinite_streak,
-    check_setting,
     count_nonfinite,
     diagnose,
     init_nonfinite_state,
@@ -21,6 +20,7 @@ from lossscale_core import (
     state_to_dict,
     step_info,
 )
+from lossscale_core.adapters import check_setting
 from lossscale_core.errors import CheckpointError, NonfiniteStreakError, NonfiniteUpdateError, PolicyError
 
 POLICY = DynamicScaling()

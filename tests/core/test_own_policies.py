@@ -17,7 +17,6 @@ from lossscale_core import (
     ScalingPolicy,
     TolerantScaling,
     as_policy,
-    check_overflow_streak,
     diagnose,
     dump_policy,
     load_policy,
@@ -27,6 +26,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, policies, simulate
 from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling, policy_of_the_docs

@@ -15,11 +15,11 @@ from lossscale_core import (
     NoScaling,
     ScaleState,
     TolerantScaling,
-    check_overflow_streak,
     init_state,
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import overflow_traces, policies
 

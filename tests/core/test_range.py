@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, NonfiniteInput, OperationRange, RangeReport, UnscaledGradient, ranges
+from lossscale_core import DynamicScaling
+from lossscale_core import adapters as ranges
+from lossscale_core.adapters import NonfiniteInput, OperationRange, RangeReport, UnscaledGradient
 
 
 def _record(module, values, *, scaled=True, overflowed=False):

@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 
 from lossscale_core import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     DynamicScaling,
     FixedScaling,
     NoScaling,
     SpikeGuard,
     TolerantScaling,
     as_policy,
-    check_overflow_streak,
     diagnose,
     dump_policy,
     init_state,
@@ -23,6 +20,7 @@ from lossscale_core import (
     policy_to_dict,
     step_info,
 )
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
 from lossscale_core.errors import OverflowStreakError, PolicyError
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, DynamicScaling, TolerantScaling
+from lossscale_core import DynamicScaling, TolerantScaling
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.testing import overflow_traces, simulate
 
 RUNS = json.loads((Path(__file__).parent / "tool_runs.json").read_text())

@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     DynamicScaling,
     FixedScaling,
     NoScaling,
     ScaleWatch,
     TolerantScaling,
-    check_overflow_streak,
     diagnose,
     init_state,
     state_to_dict,
 )
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
 from lossscale_core.errors import LossScaleError, PolicyError, ScaleFloorError
 from lossscale_core.testing import overflow_traces, policies
 

@@ -20,32 +20,34 @@ PLAN = {
         _range_picture:
         _range_records:
         errors:
-        messages:
-        tree:
-        _settings: errors messages
-        _mistakes: _settings messages
-        files: errors messages
+        _messages:
+        _tree:
+        _settings: errors _messages
+        _mistakes: _settings _messages
+        _files: errors _messages
         _state: _settings
-        _arrays: _finite _mistakes _state messages tree
+        _arrays: _finite _mistakes _state _messages _tree
         _base: _arrays _settings _state errors
-        _guard: _arrays _mistakes _settings _state errors messages
-        _diagnosis: _base _guard _mistakes _nonfinite _settings _state messages
-        _policy: _arrays _base _mistakes _settings _state messages
+        _guard: _arrays _mistakes _settings _state errors _messages
+        _diagnosis: _base _guard _mistakes _nonfinite _settings _state _messages
+        _policy: _arrays _base _mistakes _settings _state _messages
         _schema: _base _settings
         _strategies: _base _settings
-        _config: _base _policy _settings errors files messages
+        _config: _base _policy _settings errors _files _messages
         _nonfinite: _arrays _base _config _state errors
         _range_search: _policy _range_records _settings
-        _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors messages
+        _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors _messages
         _placement: _arrays _base _config _policy _state
         _range_unscaled:
-        ranges: _range_records _range_unscaled
-        _range: _range_picture _range_records _range_search _range_unscaled files
-        _watch: _base _config _diagnosis _settings _state errors messages
-        _report: _base _config _diagnosis _guard _nonfinite _settings _state _watch errors messages
-        testing: _base _checkpoint _config _guard _policy _settings _state messages tree (_strategies)
-        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _range _range_records
-            _range_unscaled _report _schema _settings _state _watch errors files messages ranges testing tree
+        _ranges: _range_records _range_unscaled
+        _range: _range_picture _range_records _range_search _range_unscaled _files
+        _watch: _base _config _diagnosis _settings _state errors _messages
+        _report: _base _config _diagnosis _guard _nonfinite _settings _state _watch errors _messages
+        testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
+        adapters: _checkpoint _files _guard _messages _range _range_records _range_unscaled _ranges _report _settings
+            _state _tree
+        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _report _schema _state
+            _watch adapters errors testing
     """,
     "lossscale_core.testing": """
         _simulation:

@@ -18,7 +18,6 @@ from lossscale_core import (
     TolerantScaling,
     all_finite,
     as_policy,
-    check_overflow_streak,
     diagnose,
     init_state,
     load_policy,
@@ -32,6 +31,7 @@ from lossscale_core import (
     testing,
     unscale,
 )
+from lossscale_core.adapters import check_overflow_streak
 
 HostState = ScaleState[np.float32 | np.int32]
 Params = dict[str, NDArray[np.float32]]

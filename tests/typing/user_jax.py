@@ -6,15 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from lossscale_core import (
-    DynamicScaling,
-    GradientReport,
-    ScaleState,
-    TolerantScaleState,
-    TolerantScaling,
-    state_to_dict,
-    step_info,
-)
+from lossscale_core import DynamicScaling, ScaleState, TolerantScaleState, TolerantScaling, state_to_dict, step_info
+from lossscale_core.adapters import GradientReport
 from lossscale_jax import (
     LossScaledState,
     LossScaledTransformation,

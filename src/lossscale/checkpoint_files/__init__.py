@@ -6,8 +6,8 @@ from typing import Any
 
 from lossscale.checkpoint_files._search import find_scaler
 from lossscale.checkpoint_files._torch_files import SUFFIXES, read_torch_file
+from lossscale_core.adapters import LARGEST_PARSED, read_data, suffix_of
 from lossscale_core.errors import CheckpointError
-from lossscale_core.files import LARGEST_PARSED, read_data, suffix_of
 
 __all__ = ["read_checkpoint"]
 

@@ -16,9 +16,8 @@ from typing import Any
 from lossscale.checkpoint_files._search import find_scaler
 from lossscale.checkpoint_files._torch_files import UNREAD, too_large
 from lossscale.checkpoint_files._unpickle import Tensor, TorchFile
+from lossscale_core.adapters import escaped, open_regular, shown
 from lossscale_core.errors import CheckpointError
-from lossscale_core.files import open_regular
-from lossscale_core.messages import escaped, shown
 
 _SECONDS = 1.0
 _BYTES = 240 * 2**20

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.dialects import possible_tools
+from lossscale_core.adapters import shown, shown_names
 from lossscale_core.errors import CheckpointError
-from lossscale_core.messages import shown, shown_names
 
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter, and a search takes long.
 _DEEPEST = 3

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lossscale_core.adapters import open_regular
 from lossscale_core.errors import CheckpointError
-from lossscale_core.files import open_regular
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 UNREAD = "\0unread"

@@ -14,8 +14,8 @@ import click
 from lossscale.cli import certify, checkpoint, demo, plot, policy, report, run_script, simulate
 from lossscale.cli._shared import example, help_if_alone
 from lossscale_core import __version__
+from lossscale_core.adapters import escaped
 from lossscale_core.errors import LossScaleError
-from lossscale_core.messages import escaped
 
 _SUBCOMMANDS = (demo, simulate, run_script, certify, plot, policy, checkpoint, report)
 

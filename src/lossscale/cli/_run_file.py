@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lossscale_core.adapters import LARGEST_PARSED, open_regular, read_data, shown_names, suffix_of
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import LARGEST_PARSED, open_regular, read_data, suffix_of
-from lossscale_core.messages import shown_names
 
 # The names of each column in lower case, as they are or after "run - ", "train/" and the like; the best one first.
 _NAMES = {

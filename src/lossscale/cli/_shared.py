@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 
 from lossscale._certificate import json_of
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE, FixedScaling, ScalingPolicy, as_policy
+from lossscale_core import FixedScaling, ScalingPolicy, as_policy
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown_number
 from lossscale_core.errors import PolicyError
-from lossscale_core.messages import shown_number
 
 FILE = click.Path(path_type=Path)
 _PICTURES = (".png", ".pdf", ".svg")

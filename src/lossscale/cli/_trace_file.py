@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lossscale_core.adapters import LARGEST_PARSED, read_data, read_text, shown, shown_names, suffix_of
 from lossscale_core.errors import TraceFileError
-from lossscale_core.files import LARGEST_PARSED, read_data, read_text, suffix_of
-from lossscale_core.messages import shown, shown_names
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 

@@ -12,7 +12,7 @@ import click
 from lossscale._certificate import environment_variable, json_of
 from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, example, require_page
-from lossscale_core.messages import shown
+from lossscale_core.adapters import shown
 
 
 @click.command(

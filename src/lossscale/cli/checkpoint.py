@@ -31,9 +31,8 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import shown, shown_names, write_whole
 from lossscale_core.errors import CheckpointError
-from lossscale_core.files import write_whole
-from lossscale_core.messages import shown, shown_names
 
 _OPTIONS = (
     click.argument("file", type=FILE),

@@ -15,8 +15,7 @@ from rich.table import Table
 from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new
 from lossscale_core import load_policy, policy_to_toml
-from lossscale_core.files import write_whole
-from lossscale_core.messages import shown_number
+from lossscale_core.adapters import shown_number, write_whole
 
 _ADAPTERS = {
     "numpy": "lossscale_core",

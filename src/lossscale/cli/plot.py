@@ -6,7 +6,7 @@ import click
 
 from lossscale.cli._run_file import read_run
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_picture, warnings_as_lines
-from lossscale_core.files import write_whole
+from lossscale_core.adapters import write_whole
 
 
 @click.command(

@@ -33,8 +33,8 @@ from lossscale_core import (
     policy_to_dict,
     policy_to_toml,
 )
+from lossscale_core.adapters import read_data, suffix_of, write_whole
 from lossscale_core.errors import PolicyError
-from lossscale_core.files import read_data, suffix_of, write_whole
 
 
 @click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)

@@ -22,8 +22,7 @@ from lossscale.cli._shared import (
 )
 from lossscale.cli._trace_file import read_gradient_max, read_overflow
 from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
-from lossscale_core.files import write_whole
-from lossscale_core.messages import shown_number
+from lossscale_core.adapters import shown_number, write_whole
 
 _MOST_ROWS = 40
 

@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from lossscale.demo._network import LEARNING_RATE, PARAMETERS, forward
-from lossscale_core import ScalingPolicy, StepInfo, check_overflow_streak, step_info
+from lossscale_core import ScalingPolicy, StepInfo, step_info
+from lossscale_core.adapters import check_overflow_streak
 from lossscale_tf import LossScaleOptimizer
 
 

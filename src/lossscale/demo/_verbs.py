@@ -5,7 +5,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lossscale.demo._network import LEARNING_RATE, PARAMETERS
-from lossscale_core import ScalingPolicy, StepInfo, check_overflow_streak, step_info
+from lossscale_core import ScalingPolicy, StepInfo, step_info
+from lossscale_core.adapters import check_overflow_streak
 
 
 class LearntValues(NamedTuple):

@@ -9,7 +9,7 @@ from lossscale.dialects._apex import ITERATIONS, STATIC_SCALER
 from lossscale.dialects._megatron import SHIFT_KEYS
 from lossscale.dialects._readings import HALVES, UNBOUNDED
 from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Saved, Settings, Tool, key
-from lossscale_core.messages import shown
+from lossscale_core.adapters import shown
 
 # The first finite step after an overflow does not count: stable_interval = cur_iter - last_overflow_iter - 1.
 # Backing off leaves cur_hysteresis at 1, so that each further overflow backs off, too:

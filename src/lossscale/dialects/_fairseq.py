@@ -8,7 +8,7 @@ from lossscale.dialects import _readings as read
 from lossscale.dialects._counters import count, since_change, since_overflow
 from lossscale.dialects._readings import HALVES, UNBOUNDED
 from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Reading, Saved, Settings, Tool, key
-from lossscale_core.messages import shown
+from lossscale_core.adapters import shown
 
 _MOST_FALLS = 10_000
 

@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 from lossscale.dialects._kinds import SETTINGS, adapts, settings_of
 from lossscale.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Settings, Tool
 from lossscale.dialects._tools import find_tool
-from lossscale_core import (
-    PolicyLike,
-    ScalingPolicy,
-    as_policy,
-    check_setting,
-    policy_from_dict,
-    policy_to_dict,
-)
+from lossscale_core import PolicyLike, ScalingPolicy, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core.adapters import check_setting, nearest_name, shown
 from lossscale_core.errors import DialectWarning, PolicyError
-from lossscale_core.messages import nearest_name, shown
 
 _COMMENT_KEYS = ("note", "comment", "_comment")  # JSON has no comments, so people write them under these keys
 _MOST_WRAPPED = 8

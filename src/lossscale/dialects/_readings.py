@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
-from lossscale_core import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 
 NEVER = 2**31 - 1
 """A count that no run reaches; a scale with this interval never grows."""

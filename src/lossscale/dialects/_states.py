@@ -15,7 +15,6 @@ from lossscale.dialects._tools import TOOLS, find_tool
 from lossscale_core import (
     AnyScaleState,
     BaseScaling,
-    HostScalar,
     PolicyLike,
     ScalingPolicy,
     as_policy,
@@ -23,8 +22,8 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
+from lossscale_core.adapters import HostScalar, shown, shown_names
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
-from lossscale_core.messages import shown, shown_names
 
 # TensorFlow 1 numbers the outputs of a variable (`good_steps:0`), and static Paddle its variables (`good_steps_0`).
 _ENDING = re.compile(r"(:\d+|_\d+)$")

@@ -17,7 +17,7 @@ from lossscale.dialects import (
     _torch,
 )
 from lossscale.dialects._record import Tool
-from lossscale_core.messages import nearest_name, shown
+from lossscale_core.adapters import nearest_name, shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.

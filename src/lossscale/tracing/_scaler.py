@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from lossscale.tracing._plant import Plan
 from lossscale.tracing._record import Record
-from lossscale_core import tree
+from lossscale_core.adapters import tree
 from lossscale_torch import GradScaler, StepInfo
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 from lossscale_core._base import KINDS, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
+from lossscale_core._messages import shown
 from lossscale_core._policy import LIBRARY_KINDS
 from lossscale_core._state import ScaleState
-from lossscale_core.messages import shown
 
 if TYPE_CHECKING:  # hypothesis is not a dependency of the package
     from hypothesis.strategies import SearchStrategy

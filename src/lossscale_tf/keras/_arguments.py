@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import ScalingPolicy, SpikeGuard, as_policy, check_guard
-from lossscale_core.messages import shown
+from lossscale_core import ScalingPolicy, SpikeGuard, as_policy
+from lossscale_core.adapters import check_guard, shown
 from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller

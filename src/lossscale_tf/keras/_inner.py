@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core.messages import shown
+from lossscale_core.adapters import shown
 from lossscale_tf._step import merges_replicas, outside_of_replicas
 from lossscale_tf._wrapper import scales_already
 

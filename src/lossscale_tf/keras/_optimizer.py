@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import BaseScaling, OnFloor, OnNonfiniteLoss, OnNonfiniteUpdate, ScaleWatch, SpikeGuard
-from lossscale_core.messages import shown
+from lossscale_core.adapters import shown
 from lossscale_tf._attach import Attached
 from lossscale_tf._guard import Guard
 from lossscale_tf._nonfinite import Nonfinite

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy, check_guard
-from lossscale_core.messages import shown
+from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
+from lossscale_core.adapters import check_guard, shown
 from lossscale_tf._calls import Calls, mark_gradient, origins
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard

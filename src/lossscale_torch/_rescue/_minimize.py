@@ -14,7 +14,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lossscale_core import BaseScaling, check_setting
+from lossscale_core import BaseScaling
+from lossscale_core.adapters import check_setting
 from lossscale_core.errors import (
     CallOrderError,
     NonfiniteStreakError,

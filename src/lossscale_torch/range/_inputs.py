@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lossscale_core import NonfiniteInput
-from lossscale_core.ranges import name_of, named_leaves, named_values
+from lossscale_core.adapters import NonfiniteInput, name_of, named_leaves, named_values
 from lossscale_torch._gradients import values_of
 from lossscale_torch.range._recorder import Call, Changes, is_finite, plain_name, storage_of, widened
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lossscale_core import OperationRange
-from lossscale_core.ranges import CHUNK, OUTSIDE, Progress
+from lossscale_core.adapters import CHUNK, OUTSIDE, OperationRange, Progress
 from lossscale_torch._gradients import values_of
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16} | {

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lossscale_core import OperationRange, RangeReport, UnscaledGradient
-from lossscale_core.ranges import GRADIENT, check_loss_shape, unscaled_gradients
+from lossscale_core.adapters import (
+    GRADIENT,
+    OperationRange,
+    RangeReport,
+    UnscaledGradient,
+    check_loss_shape,
+    unscaled_gradients,
+)
 from lossscale_torch._attach import attached_with
 from lossscale_torch._gradients import values_of
 from lossscale_torch._random import RandomState

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core import tree
+from lossscale_core import _tree as tree
 from lossscale_core.testing.conformance._adapter import Adapter, Way
 
 _WIDEST = {"b": np.bool_, "i": np.int32, "u": np.int32, "f": np.float64, "c": np.complex128}

@@ -6,8 +6,8 @@ import re
 import stat
 from typing import Any, BinaryIO, TypeAlias
 
+from lossscale_core._messages import shown
 from lossscale_core.errors import LossScaleError
-from lossscale_core.messages import shown
 
 try:
     import fcntl as _fcntl

@@ -1,0 +1,86 @@
+"""What only adapters and the command need of the core: checks of arguments, texts of messages, files, range reports.
+
+The names serve the packages of this project and adapters of other packages. They may change in a minor version.
+"""
+
+from lossscale_core import _tree as tree
+from lossscale_core._checkpoint import guard_state_from_dict
+from lossscale_core._files import (
+    LARGEST_PARSED,
+    TOML_END,
+    TOML_START,
+    open_regular,
+    read_data,
+    read_text,
+    suffix_of,
+    write_whole,
+)
+from lossscale_core._guard import check_guard, check_spike_streak
+from lossscale_core._messages import (
+    escaped,
+    explain_arguments,
+    nearest_name,
+    not_a_flag,
+    not_a_state,
+    shown,
+    shown_names,
+    shown_number,
+    unknown_name,
+)
+from lossscale_core._range import RangeReport
+from lossscale_core._range_records import CHUNK, GRADIENT, NonfiniteInput, OperationRange
+from lossscale_core._range_unscaled import UnscaledGradient, unscaled_gradients
+from lossscale_core._ranges import OUTSIDE, Progress, check_loss_shape, name_of, named_leaves, named_values
+from lossscale_core._report import GradientReport, OverflowReport, check_overflow_streak
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
+from lossscale_core._state import HostScalar
+
+__all__ = [
+    "CHUNK",
+    "GRADIENT",
+    "LARGEST_PARSED",
+    "LARGEST_SCALE",
+    "OUTSIDE",
+    "SMALLEST_SCALE",
+    "TOML_END",
+    "TOML_START",
+    "GradientReport",
+    "HostScalar",
+    "NonfiniteInput",
+    "OperationRange",
+    "OverflowReport",
+    "Progress",
+    "RangeReport",
+    "UnscaledGradient",
+    "check_guard",
+    "check_loss_shape",
+    "check_overflow_streak",
+    "check_setting",
+    "check_spike_streak",
+    "escaped",
+    "explain_arguments",
+    "guard_state_from_dict",
+    "name_of",
+    "named_leaves",
+    "named_values",
+    "nearest_name",
+    "not_a_flag",
+    "not_a_state",
+    "open_regular",
+    "read_data",
+    "read_text",
+    "shown",
+    "shown_names",
+    "shown_number",
+    "suffix_of",
+    "tree",
+    "unknown_name",
+    "unscaled_gradients",
+    "write_whole",
+]
+
+# A pickle stores the module name of a class: the public one lets the private modules change.
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__
+del _name
