@@ -24,6 +24,7 @@ from lossscale_core._config import (
     policy_to_dict,
     policy_to_toml,
 )
+from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._nonfinite import (
     NonfiniteState,
@@ -56,6 +57,7 @@ __all__ = [
     "BaseScaling",
     "DynamicScaling",
     "FixedScaling",
+    "GradientRange",
     "GuardState",
     "NoScaling",
     "NonfiniteState",
@@ -79,6 +81,7 @@ __all__ = [
     "diagnose",
     "dump_policy",
     "errors",
+    "gradient_range",
     "init_nonfinite_state",
     "init_state",
     "load_policy",

@@ -15,16 +15,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lossscale_core.adapters import GradientReport
-from lossscale_jax._attach import attach
-from lossscale_jax._autodiff import LossCheckedGradients, ScaledGradients, value_and_grad
+from lossscale_jax._autodiff import ScaledGradients, value_and_grad
 from lossscale_jax._decide import select
 from lossscale_jax._export import register_state_types as _register_state_types
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
-from lossscale_jax._range import range_report
 from lossscale_jax._report import overflow_report
-from lossscale_jax._retries import RetriedGradients, retrying_value_and_grad
 from lossscale_jax._state import (
-    CountedLossScaledState,
     GuardedLossScaledState,
     LossScaledState,
     get_scale_state,
@@ -33,38 +29,24 @@ from lossscale_jax._state import (
 from lossscale_jax._verbs import all_finite, init_state, scale, unscale
 
 __all__ = [
-    "CountedLossScaledState",
     "GradientReport",
     "GuardedLossScaledState",
-    "LossCheckedGradients",
     "LossScaledState",
     "LossScaledTransformation",
-    "RetriedGradients",
     "ScaledGradients",
     "all_finite",
-    "attach",
     "get_scale_state",
     "init_state",
     "load_scale_state",
     "loss_scaled",
     "overflow_report",
-    "range_report",
-    "retrying_value_and_grad",
     "scale",
     "select",
     "unscale",
     "value_and_grad",
 ]
 
-for _type in (
-    CountedLossScaledState,
-    GuardedLossScaledState,
-    LossCheckedGradients,
-    LossScaledState,
-    LossScaledTransformation,
-    RetriedGradients,
-    ScaledGradients,
-):
+for _type in (GuardedLossScaledState, LossScaledState, LossScaledTransformation, ScaledGradients):
     # A pickle stores the module name of a class: the public one lets the private modules change.
     _type.__module__ = __name__
 del _type

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lossscale_core.adapters import shown_names
 from lossscale_jax._leaves import is_array
 from lossscale_jax._types import HasLossScale, PyTree
 
@@ -107,44 +106,23 @@ def explain_structures(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _difference(grads: PyTree, params: PyTree) -> str | None:
-    """Return how gradients differ from parameters, or None; a part without leaves matches any parameters."""
-    leaves = jax.tree.leaves(grads)
-    if not all(map(is_array, leaves)):
-        return None
-    if not leaves and jax.tree.leaves(params):
+    """Return the first leaf in which gradients differ from parameters, or None; a part without leaves matches any."""
+    if not jax.tree.leaves(grads) and jax.tree.leaves(params):
         return "the gradients hold no array"
     given, own = _shapes(grads), _shapes(params)
     left_out = [path for path, shape in given.items() if shape is None]  # such as None for what is not trained
-    more = [path for path, shape in given.items() if shape is not None and path not in own]
-    fewer = [
-        path
-        for path, shape in own.items()
-        if shape is not None and path not in given and not any(path[: len(each)] == each for each in left_out)
-    ]
-    if more and fewer:
-        return f"the gradients have {_names(more)}, which the parameters lack, and lack {_names(fewer)}"
-    if more:
-        return f"the gradients have {_names(more)}, which the parameters lack"
-    if fewer:
-        return f"the gradients lack {_names(fewer)}, which the parameters have"
-    for path in own:
+    for path in {**own, **given}:
+        name = jax.tree_util.keystr(path) or "the leaf"
+        if path not in own:
+            return f"the gradients have {name}, which the parameters lack"
+        if path not in given and own[path] is not None and not any(path[: len(each)] == each for each in left_out):
+            return f"the gradients lack {name}, which the parameters have"
         if None not in (own[path], given.get(path)) and own[path] != given[path]:
-            return f"{_names([path])} of the gradients has shape {given[path]}, and the parameter has shape {own[path]}"
-    structures: list[Any] = [jax.tree.structure(tree, is_leaf=_is_empty) for tree in (grads, params)]
-    if given.keys() == own.keys() and structures[0] != structures[1]:
-        return f"the gradients are {structures[0]}, and the parameters {structures[1]}"
+            return f"{name} of the gradients has shape {given[path]}, and the parameter has shape {own[path]}"
     return None
 
 
 def _shapes(tree: PyTree) -> dict[Any, tuple[int, ...] | None]:
     """Return the shapes of the leaves by their paths, and None for a part without leaves."""
-    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
-    return {path: None if _is_empty(leaf) else jnp.shape(leaf) for path, leaf in named}
-
-
-def _is_empty(node: Any) -> bool:
-    return not jax.tree.leaves(node)
-
-
-def _names(paths: list[Any]) -> str:
-    return shown_names(jax.tree_util.keystr(path) or "one leaf" for path in paths)
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not jax.tree.leaves(node))
+    return {path: jnp.shape(leaf) if is_array(leaf) else None for path, leaf in named}

@@ -7,11 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
-from lossscale_core import OnNonfiniteLoss
-from lossscale_core.adapters import check_setting
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_and_aux, loss_scale_of, require_function
 from lossscale_jax._types import HasLossScale, PyTree
@@ -36,26 +33,6 @@ class ScaledGradients(NamedTuple, Generic[Value, Aux, Grads]):
     grads_finite: Array
     """bool, shape `()`: every gradient element is finite, on every device along `axis_name`."""
 
-    @property
-    def loss_finite(self) -> Array | None:
-        """Whether the loss is finite, which `LossCheckedGradients` has as a field; None here."""
-        return None
-
-
-class LossCheckedGradients(NamedTuple, Generic[Value, Aux, Grads]):
-    """The `ScaledGradients` of `value_and_grad` with `on_nonfinite_loss="hold"`, with one field more."""
-
-    value: Value
-    """The loss as `fun` returned it."""
-    aux: Aux
-    """The auxiliary output of `fun`; None without `has_aux`."""
-    grads: Grads
-    """The gradients, unscaled, in float32 or wider; averaged over `axis_name`."""
-    grads_finite: Array
-    """bool, shape `()`: the loss and every gradient element are finite, on every device along `axis_name`."""
-    loss_finite: Array
-    """bool, shape `()`: the loss is finite on every device along `axis_name`; else leave the scale state as it was."""
-
 
 @overload
 def value_and_grad(
@@ -64,7 +41,6 @@ def value_and_grad(
     *,
     has_aux: Literal[True],
     axis_name: Hashable = None,
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, Aux, Params]]: ...
 @overload
 def value_and_grad(  # type: ignore[overload-overlap]  # the overloads differ only in the name of a parameter
@@ -72,8 +48,6 @@ def value_and_grad(  # type: ignore[overload-overlap]  # the overloads differ on
     argnums: Literal[0] = 0,
     has_aux: Literal[False] = False,
     axis_name: Hashable = None,
-    *,
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, None, Params]]: ...
 @overload
 def value_and_grad(
@@ -81,8 +55,6 @@ def value_and_grad(
     argnums: int | Sequence[int],
     has_aux: Literal[True],
     axis_name: Hashable = None,
-    *,
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[Concatenate[HasLossScale, P], ScaledGradients[Value, Aux, PyTree]]: ...
 @overload
 def value_and_grad(
@@ -90,16 +62,12 @@ def value_and_grad(
     argnums: int | Sequence[int],  # no default: a lambda that fits two overloads is inferred as Any by mypy
     has_aux: Literal[False] = False,
     axis_name: Hashable = None,
-    *,
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[Concatenate[HasLossScale, P], ScaledGradients[Value, None, PyTree]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: Hashable = None,
-    *,
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> Callable[..., ScaledGradients[Any, Any, PyTree]]:
     """Create a function that differentiates `fun` with a scaled loss; the counterpart of `jax.value_and_grad`.
 
@@ -113,22 +81,15 @@ def value_and_grad(
             Gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
             every device; `value` and `aux` remain those of each device. If `axis_name` is missing, the states of the
             devices diverge: `shard_map` raises an error, `pmap` does not notice.
-        on_nonfinite_loss: With `"hold"`, the result also has `loss_finite`, and `grads_finite` is False if the loss is
-            NaN or infinite before it is scaled. No loss scale fixes this, so that the scale state should then stay as
-            it was: `state = select(result.loss_finite, policy.update(state, result.grads_finite), state)`. By default,
-            `"back_off"`, the loss is not checked.
 
     Returns:
-        A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`, or its
-            `LossCheckedGradients` with `"hold"`.
+        A function `(state, *args, **kwargs)` that returns the `ScaledGradients` of `fun(*args, **kwargs)`.
 
     Raises:
-        PolicyError: `on_nonfinite_loss` is another value.
         TypeError: `fun` is not a function; or, when called, `state` is not a state, or the loss is not a scalar.
         ValueError: When called under `shard_map`: devices share a state, but their gradients or losses differ.
     """
     require_function(fun, "value_and_grad(fun)(state, *args)")
-    holds = check_setting("on_nonfinite_loss", on_nonfinite_loss) == "hold"
 
     def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
         loss_scale_of(state, "value_and_grad(fun)(state, *args)")
@@ -149,17 +110,9 @@ def value_and_grad(
         _axes.require_reduced(finite, state, _ADVICE)
         if axis_name is None:
             _axes.require_reduced(value, (state, [args[n] for n in chosen]), _ADVICE)
-        result = ScaledGradients(value, aux, grads, finite)
-        return _with_loss_checked(result, axis_name) if holds else result
+        return ScaledGradients(value, aux, grads, finite)
 
-    return presented_as(fun, scaled_value_and_grad)
-
-
-def _with_loss_checked(result: ScaledGradients[Any, Any, PyTree], axis_name: Hashable) -> Any:
-    """Return the result with `loss_finite`; it has the same members."""
-    loss_finite = all_finite(jnp.asarray(result.value), axis_name=axis_name)
-    value, aux, grads, finite = result
-    return LossCheckedGradients(value, aux, grads, finite & loss_finite, loss_finite)
+    return _presented_as(fun, scaled_value_and_grad)
 
 
 _ADVICE = (
@@ -174,7 +127,7 @@ def _chosen(argnums: int | Sequence[int], count: int) -> set[int]:
     return {operator.index(n) % count for n in numbers if count}
 
 
-def presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
+def _presented_as(fun: Callable[..., Any], function: Callable[..., Value]) -> Callable[..., Value]:
     """Return `function` with the name and signature of `fun`, the state first, so that `static_argnames` work."""
     functools.update_wrapper(function, fun)
     # `jax.jit` calls `inspect.signature`, which would follow `__wrapped__` to `fun`: its signature lacks the state.

@@ -1,4 +1,4 @@
-"""The choice between two results by a flag: `select`, and three ways to take or skip a step."""
+"""The choice between two results by a flag: `select`, and two ways to take or skip a step."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from lossscale_jax import _axes
-from lossscale_jax._debug import is_checked, unchecked
 from lossscale_jax._leaves import is_array, map_gradients, name_of
 from lossscale_jax._types import PyTree, Tree
 
@@ -27,10 +26,7 @@ def decide(
 
     `applied` has the shapes and dtypes of what `apply` returns.
     """
-    if isinstance(flag, jax.core.Tracer):
-        way = _by_cond if by == "cond" else _by_select
-    else:
-        way = _on_host if is_checked() else _by_select
+    way = _by_cond if by == "cond" and isinstance(flag, jax.core.Tracer) else _by_select
     return way(flag, apply, skip, source, *rest)
 
 
@@ -48,14 +44,6 @@ def _by_select(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any],
     """
     applied = apply(map_gradients(lambda leaf: jnp.where(flag, leaf, jnp.zeros_like(leaf)), source), *rest)
     return select(flag, applied, _axes.matching(skip(applied, source, *rest), applied))
-
-
-def _on_host(flag: Array, apply: Callable[..., Any], skip: Callable[..., Any], *operands: PyTree) -> Any:
-    """Read the flag and run only the chosen branch; under JAX's debugging flags the other one would raise."""
-    if flag:
-        return apply(*operands)
-    applied = jax.eval_shape(apply, *operands)
-    return _axes.matching(unchecked(skip)(applied, *operands), applied)
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:

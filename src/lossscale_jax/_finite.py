@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from lossscale_jax import _axes
-from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide
 from lossscale_jax._leaves import gradient_leaves, is_traced, lift, real_parts, times
 from lossscale_jax._types import PyTree
@@ -17,7 +16,6 @@ from lossscale_jax._types import PyTree
 _EXPONENT_OF_FLOAT16 = 0x7C00
 
 
-@unchecked
 def finite_when_unscaled(
     grads: PyTree, loss_scale: Array | None, keep_dtypes: bool = False, by: Skip = "cond"
 ) -> Array:
@@ -47,7 +45,6 @@ def _all_finite(leaves: list[Array], loss_scale: Array | None, keep_dtypes: bool
     return decide(~proven, exact, lambda *_: jnp.asarray(True), leaves, by=by)
 
 
-@unchecked
 def global_norm(grads: PyTree, loss_scale: Array | None = None, by: Skip = "cond") -> Array:
     """Return the 2-norm of all leaves together, divided by `loss_scale`; it is finite if and only if every element is.
 

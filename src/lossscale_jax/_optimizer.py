@@ -7,28 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale_core import (
-    OnNonfiniteLoss,
-    OnNonfiniteUpdate,
-    PolicyLike,
-    ScalingPolicy,
-    SpikeGuard,
-    as_policy,
-    count_nonfinite,
-    init_nonfinite_state,
-)
+from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_setting, explain_arguments
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _axes
 from lossscale_jax._accumulation import accumulate, empty_window, mean, norm_of_mean
 from lossscale_jax._arguments import explain_structures, require_optimizer
-from lossscale_jax._debug import unchecked
 from lossscale_jax._decide import Skip, decide, select
-from lossscale_jax._late import update_or_skip
 from lossscale_jax._leaves import lift_leaves
-from lossscale_jax._nonfinite import Skipping, Step, Written, check_loss, require_finite, take_or_undo
-from lossscale_jax._observed import pass_to_observer
-from lossscale_jax._placement import place_with
 from lossscale_jax._stages import (
     Attempt,
     Drop,
@@ -43,11 +29,11 @@ from lossscale_jax._stages import (
     unscaled,
 )
 from lossscale_jax._state import (
-    CountedLossScaledState,
     GuardedLossScaledState,
     LossScaledState,
     find_scale_states,
     is_own_state,
+    place_with,
 )
 from lossscale_jax._types import PyTree, Tree
 from lossscale_jax._updates import no_updates, with_extra_args, with_updates
@@ -119,8 +105,6 @@ def loss_scaled(
     keep_dtypes: bool = False,
     guard: SpikeGuard | None = None,
     skip: Skip = "cond",
-    on_nonfinite_update: OnNonfiniteUpdate = "ignore",
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off",
 ) -> LossScaledTransformation:
     """Wrap `inner` so that it takes the gradients of a scaled loss, and skips steps that overflow.
 
@@ -166,20 +150,6 @@ def loss_scaled(
             conditional, so that XLA cannot read its predicate on the host, as it may on GPUs. On a CPU it takes up to
             1.8 times as long and needs up to three times the memory. The state is the same, so that a run may change
             between the two.
-        on_nonfinite_update: The reaction to a step with finite gradients that makes a parameter, as it will be written,
-            or an array of the inner state NaN or infinite: Adam's second moment is infinite after one gradient of 1e21.
-            `"ignore"` does not look and costs nothing. `"skip"` undoes the step: parameters, inner state, scale state
-            and guard stay as they were, on all devices, and `opt_state.nonfinite_state` counts it. While the step
-            runs, old and new values are in memory at once, even if they are donated. A step does not read the
-            counters: call `lossscale_core.check_nonfinite_streak` where you read the state, since a cause that lasts
-            would stop the run without an error. `"raise"` raises an error that names the first such array; it works
-            in steps that are not compiled, and waits for the device. Arrays that were not finite before the step are
-            not checked.
-        on_nonfinite_loss: The reaction to a loss that is NaN or infinite before it is scaled. `"back_off"` does not
-            look: its gradients overflow and lower the scale. `"hold"` skips the step and leaves the scale state
-            unchanged, since no loss scale fixes this, and `opt_state.nonfinite_state` counts it. It needs the loss,
-            not scaled, as the argument `value` of `update` or `apply_gradients`. The loss is combined over `axis_name`.
-            With accumulation it needs `drop="micro_batch"`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with one more function:
@@ -193,9 +163,7 @@ def loss_scaled(
     """
     require_optimizer(inner)
     max_norm = None if max_norm is None else check_setting("max_norm", max_norm)
-    settings = Settings(
-        axis_name, max_norm, accumulation_steps, drop, keep_dtypes, guard, skip, on_nonfinite_update, on_nonfinite_loss
-    )
+    settings = Settings(axis_name, max_norm, accumulation_steps, drop, keep_dtypes, guard, skip)
     settings.validate()
     wrapper = _Wrapper(inner, as_policy(policy), settings, _stages(settings), _transforms(settings))
     return LossScaledTransformation(wrapper.init, wrapper.update)
@@ -203,11 +171,10 @@ def loss_scaled(
 
 def _stages(settings: Settings) -> tuple[Stage, ...]:
     guarded = settings.guard is not None
-    loss = (check_loss,) if settings.on_nonfinite_loss == "hold" else ()
     if settings.accumulates:  # clipping and the guard use the norm of the window's mean
-        return (check, *loss, accumulate, *((norm_of_mean, check_spike) if guarded else ()))
+        return (check, accumulate, *((norm_of_mean, check_spike) if guarded else ()))
     read = check_by_norm if guarded or settings.max_norm is not None else check
-    return (read, *loss, *((check_spike,) if guarded else ()))
+    return (read, *((check_spike,) if guarded else ()))
 
 
 def _transforms(settings: Settings) -> tuple[Transform, ...]:
@@ -236,14 +203,13 @@ class _Wrapper(NamedTuple):
         window = empty_window(params) if self.settings.accumulates else None
         guard = self.settings.guard
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
-        nonfinite_state = jax.tree.map(jnp.asarray, init_nonfinite_state()) if self.settings.counts_nonfinite else None
-        return place_with(_state(init_state(self.policy), inner_state, window, guard_state, nonfinite_state), params)
+        return place_with(_state(init_state(self.policy), inner_state, window, guard_state), params)
 
     @explain_structures
     def update(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
-        attempt = self._attempt(updates, state, extra_args)
+        attempt = self._attempt(updates, state)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return self._inner_update(source, attempt, inner_state, params, extra_args)
@@ -255,22 +221,16 @@ class _Wrapper(NamedTuple):
             # and the skip returns zeros.
             return _axes.zeros_where_unlike(updates, applied[0]), inner_state
 
-        def written(updates: Tree) -> tuple[PyTree, PyTree]:
-            if params is None:  # the dtype in which the updates will be added is unknown
-                raise TypeError(
-                    f"params is missing, and on_nonfinite_update={self.settings.on_nonfinite_update!r} checks the "
-                    "parameters as they will be written; call optimizer.update(grads, opt_state, params)"
-                )
-            return params, with_updates(params, updates)
-
-        attempt, (result, inner_state) = self._take(attempt, update_or_skip, step, skip, state.inner_state, written)
-        return select(attempt.applied, result, no_updates(result)), self._next_state(attempt, inner_state, state)
+        result, inner_state = decide(
+            attempt.applies, step, skip, attempt.source, state.inner_state, by=self.settings.skip
+        )
+        return select(attempt.applies, result, no_updates(result)), self._next_state(attempt, inner_state)
 
     @explain_structures
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
-        attempt = self._attempt(grads, state, extra_args)
+        attempt = self._attempt(grads, state)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             updates, inner_state = self._inner_update(source, attempt, inner_state, params, extra_args)
@@ -279,41 +239,18 @@ class _Wrapper(NamedTuple):
         def skip(_: Any, __: PyTree, inner_state: PyTree) -> tuple[Tree, PyTree]:
             return params, inner_state
 
-        def written(result: Tree) -> tuple[Tree, Tree]:
-            return params, result
+        result, inner_state = decide(
+            attempt.applies, step, skip, attempt.source, state.inner_state, by=self.settings.skip
+        )
+        return result, self._next_state(attempt, inner_state)
 
-        attempt, (result, inner_state) = self._take(attempt, decide, step, skip, state.inner_state, written)
-        return result, self._next_state(attempt, inner_state, state)
-
-    @unchecked
-    def _attempt(self, grads: PyTree, state: LossScaledState, extra_args: dict[str, Any]) -> Attempt:
+    def _attempt(self, grads: PyTree, state: LossScaledState) -> Attempt:
         """Run the stages on the gradients."""
         self._require_own(state)
-        pass_to_observer(grads, state.scale_state.loss_scale)
-        loss = extra_args.get("value")
-        attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state, state.nonfinite_state, loss)
+        attempt = Attempt(grads, state.scale_state, grads, state.window, state.guard_state)
         for stage in self.stages:
             attempt = stage(attempt, self.settings)
         return attempt
-
-    def _take(
-        self,
-        attempt: Attempt,
-        way: Callable[..., tuple[PyTree, PyTree]],
-        step: Step,
-        skip: Skipping,
-        inner_state: PyTree,
-        written: Written,
-    ) -> tuple[Attempt, tuple[PyTree, PyTree]]:
-        """Take or skip a step as `way` does; check what it has written if the settings say so."""
-        reaction = self.settings.on_nonfinite_update
-        if reaction == "skip":
-            return take_or_undo(attempt, step, skip, inner_state, written, self.settings)
-        result, after = way(attempt.applies, step, skip, attempt.source, inner_state, by=self.settings.skip)
-        if reaction == "raise":
-            before, new = written(result)
-            require_finite(attempt.applies, (before, inner_state), (new, after))
-        return attempt, (result, after)
 
     def _inner_update(
         self, source: PyTree, attempt: Attempt, inner_state: PyTree, params: PyTree, extra_args: dict[str, Any]
@@ -323,23 +260,13 @@ class _Wrapper(NamedTuple):
             source = transform(source, attempt, self.settings)
         return with_extra_args(self.inner.update)(source, inner_state, self._cast_for_inner(params), **extra_args)
 
-    def _next_state(self, attempt: Attempt, inner_state: PyTree, before: LossScaledState) -> LossScaledState:
+    def _next_state(self, attempt: Attempt, inner_state: PyTree) -> LossScaledState:
         """Return the state after the call."""
         scale_state = self.policy.update(attempt.scale_state, attempt.grads_finite, xp=jnp)
         if attempt.counts is not None:
             scale_state = select(attempt.counts, scale_state, attempt.scale_state)
-        window = None if attempt.window is None else attempt.window._replace(stepped=attempt.applied)
-        guard_state, nonfinite_state = attempt.guard_state, attempt.nonfinite_state
-        if nonfinite_state is not None:
-            guard_state = select(attempt.update_finite, guard_state, before.guard_state)
-            nonfinite_state = count_nonfinite(
-                nonfinite_state,
-                loss_finite=attempt.loss_finite,
-                stepped=attempt.applies,
-                update_finite=attempt.update_finite,
-                xp=jnp,
-            )
-        return _state(scale_state, inner_state, window, guard_state, nonfinite_state)
+        window = None if attempt.window is None else attempt.window._replace(stepped=attempt.applies)
+        return _state(scale_state, inner_state, window, attempt.guard_state)
 
     def _cast_for_inner(self, params: PyTree) -> PyTree:
         """Return the parameters in the dtypes of the gradients that the inner optimizer receives."""
@@ -365,24 +292,10 @@ class _Wrapper(NamedTuple):
                 "the optimizer as it was saved, or pass "
                 "optimizer.init(params)._replace(scale_state=..., inner_state=..., window=...)"
             )
-        if (state.nonfinite_state is not None) != self.settings.counts_nonfinite:
-            raise PolicyError(
-                f"on_nonfinite_update={self.settings.on_nonfinite_update!r} and on_nonfinite_loss="
-                f"{self.settings.on_nonfinite_loss!r} do not fit a state made "
-                f"{'without' if state.nonfinite_state is None else 'with'} counters of them; make the optimizer as it "
-                "was saved, or pass optimizer.init(params)._replace(scale_state=..., inner_state=..., window=...)"
-            )
 
 
-def _state(
-    scale_state: Any, inner_state: PyTree, window: Any, guard_state: Any, nonfinite_state: Any
-) -> LossScaledState:
-    """Return the type of state that has these fields, since checkpoints of the others lack them."""
-    state: Any
-    if nonfinite_state is not None:
-        state = CountedLossScaledState(scale_state, inner_state, window, guard_state, nonfinite_state)
-    elif guard_state is not None:
-        state = GuardedLossScaledState(scale_state, inner_state, window, guard_state)
-    else:
-        state = LossScaledState(scale_state, inner_state, window)
-    return cast(LossScaledState, state)  # the others have the same members
+def _state(scale_state: Any, inner_state: PyTree, window: Any, guard_state: Any) -> LossScaledState:
+    """Return the type of state that has these fields, since checkpoints of the other lack them."""
+    if guard_state is None:
+        return LossScaledState(scale_state, inner_state, window)
+    return cast(LossScaledState, GuardedLossScaledState(scale_state, inner_state, window, guard_state))

@@ -4,13 +4,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from lossscale_core.adapters import GradientReport, OverflowReport
-from lossscale_jax._debug import unchecked
 from lossscale_jax._leaves import is_traced, named_gradients, real_parts
 from lossscale_jax._types import PyTree
 from lossscale_jax._verbs import all_finite
 
 
-@unchecked
 def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> OverflowReport:
     """Report on each leaf that holds NaN or infinity, and on the cause.
 

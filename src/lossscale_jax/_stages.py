@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from lossscale_core import GuardState, NonfiniteState, OnNonfiniteLoss, OnNonfiniteUpdate, SpikeGuard
-from lossscale_core.adapters import check_guard, check_setting
+from lossscale_core import GuardState, SpikeGuard
+from lossscale_core.adapters import check_guard
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _axes
 from lossscale_jax._decide import Skip
@@ -35,8 +35,6 @@ class Settings(NamedTuple):
     keep_dtypes: bool
     guard: SpikeGuard | None
     skip: Skip
-    on_nonfinite_update: OnNonfiniteUpdate = "ignore"
-    on_nonfinite_loss: OnNonfiniteLoss = "back_off"
 
     def validate(self) -> None:
         """Raise `PolicyError` for a setting that is not valid, or for settings that exclude each other."""
@@ -54,23 +52,11 @@ class Settings(NamedTuple):
         check_guard(self.guard)
         if self.skip not in ("cond", "select"):
             raise PolicyError(f"skip={self.skip!r} must be 'cond' or 'select'; leave it out for 'cond'")
-        check_setting("on_nonfinite_update", self.on_nonfinite_update)
-        check_setting("on_nonfinite_loss", self.on_nonfinite_loss)
-        if self.on_nonfinite_loss == "hold" and self.accumulates and self.drop == "window":
-            raise PolicyError(
-                "on_nonfinite_loss='hold' cannot drop a window for the loss of a micro-batch; pass drop='micro_batch', "
-                "which leaves that micro-batch out"
-            )
 
     @property
     def accumulates(self) -> bool:
         """Whether several micro-batches make one step."""
         return self.accumulation_steps > 1
-
-    @property
-    def counts_nonfinite(self) -> bool:
-        """Whether the state has the counters of losses and updates that are not finite."""
-        return self.on_nonfinite_update == "skip" or self.on_nonfinite_loss == "hold"
 
 
 class Attempt(NamedTuple):
@@ -86,10 +72,6 @@ class Attempt(NamedTuple):
     """The state of the accumulation; None without accumulation."""
     guard_state: GuardState | None
     """The guard's state; None without a guard."""
-    nonfinite_state: NonfiniteState | None
-    """The counters of losses and updates that are not finite; None if they are not counted."""
-    loss: Any = None
-    """The loss that the caller passed, not scaled; None if it was not passed."""
     norm: Array | None = None
     """float32 or wider: the norm of the unscaled gradients, if a stage has computed it."""
     grads_finite: Any = None
@@ -98,15 +80,6 @@ class Attempt(NamedTuple):
     """bool: whether the wrapped optimizer takes a step."""
     counts: Array | None = None
     """bool: whether the call is a step of the policy; None if every call is a step."""
-    loss_finite: Any = True
-    """bool: whether the loss is finite; True if it is not checked."""
-    update_finite: Any = True
-    """bool: False if a step was taken and made an array NaN or infinite, and is undone; True if it is not checked."""
-
-    @property
-    def applied(self) -> Any:
-        """bool: whether the wrapped optimizer has taken a step that is not undone."""
-        return self.applies if self.update_finite is True else self.applies & self.update_finite
 
 
 Stage: TypeAlias = Callable[[Attempt, Settings], Attempt]

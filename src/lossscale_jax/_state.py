@@ -6,19 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lossscale_core import (
-    GuardState,
-    NonfiniteState,
-    PolicyLike,
-    ScaleState,
-    nonfinite_state_from_dict,
-    state_from_dict,
-)
+from lossscale_core import GuardState, PolicyLike, ScaleState, state_from_dict
 from lossscale_core.adapters import guard_state_from_dict
 from lossscale_core.errors import ScaleStateError
 from lossscale_jax._accumulation import Window
-from lossscale_jax._placement import fixed_place
 from lossscale_jax._types import PyTree, Tree
 
 
@@ -37,11 +30,6 @@ class LossScaledState(NamedTuple):
         """The state of the spike guard, which a `GuardedLossScaledState` has as a field; None here."""
         return None
 
-    @property
-    def nonfinite_state(self) -> NonfiniteState | None:
-        """The counters of losses and updates that are not finite, a field of `CountedLossScaledState`; None here."""
-        return None
-
 
 # Orbax and flax compare the names of all fields: with one field more they would refuse every state saved without it.
 class GuardedLossScaledState(NamedTuple):
@@ -56,26 +44,6 @@ class GuardedLossScaledState(NamedTuple):
     guard_state: GuardState
     """The state of the spike guard."""
 
-    @property
-    def nonfinite_state(self) -> NonfiniteState | None:
-        """The counters of losses and updates that are not finite, a field of `CountedLossScaledState`; None here."""
-        return None
-
-
-class CountedLossScaledState(NamedTuple):
-    """The optimizer state of `loss_scaled` with `on_nonfinite_update="skip"` or `on_nonfinite_loss="hold"`."""
-
-    scale_state: ScaleState
-    """The policy's state; `get_scale_state` finds it from the outside."""
-    inner_state: PyTree
-    """The wrapped optimizer's own state; a skipped step leaves it untouched."""
-    window: Window | None
-    """None without gradient accumulation."""
-    guard_state: GuardState | None
-    """The state of the spike guard; None without a guard."""
-    nonfinite_state: NonfiniteState
-    """The counters of losses and of updates that were NaN or infinite."""
-
 
 def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
     if hasattr(state.scale_state, name):
@@ -88,7 +56,7 @@ def _explain_missing(state: LossScaledState, name: str) -> NoReturn:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would accept every name
-    for _kind in (LossScaledState, GuardedLossScaledState, CountedLossScaledState):
+    for _kind in (LossScaledState, GuardedLossScaledState):
         _kind.__getattr__ = _explain_missing
 
 
@@ -124,8 +92,7 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
     """Restore the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
-    If `loss_scaled` has a spike guard, the guard's state is restored, too. So are the counters of losses and updates
-    that were not finite, which start at zero if `saved` has none. Like `lossscale_core.state_from_dict`, this
+    If `loss_scaled` has a spike guard, the guard's state is restored, too. Like `lossscale_core.state_from_dict`, this
     function issues a `CheckpointWarning` for each difference from the policy with which the state was saved.
 
     Args:
@@ -156,8 +123,6 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
         more: dict[str, Any] = {}
         if node.guard_state is not None:
             more["guard_state"] = _placed_as(node.guard_state, guard_state_from_dict(saved))
-        if node.nonfinite_state is not None:
-            more["nonfinite_state"] = _placed_as(node.nonfinite_state, nonfinite_state_from_dict(saved))
         return cast(Any, node)._replace(**more)
 
     return jax.tree.map(restore, opt_state, is_leaf=is_own_state)
@@ -166,7 +131,10 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
 def _placed_as(old: Tree, values: Any) -> Tree:
     """Return host scalars as arrays in the structure of `old`, on the devices of its arrays."""
     leaves, structure = jax.tree.flatten(old)
-    placed = [jnp.asarray(value, device=fixed_place(leaf)) for value, leaf in zip(values, leaves, strict=True)]
+    placed = [
+        jnp.asarray(value, device=leaf.sharding if getattr(leaf, "committed", False) else None)
+        for value, leaf in zip(values, leaves, strict=True)
+    ]
     restored: Tree = jax.tree.unflatten(structure, placed)
     return restored
 
@@ -178,8 +146,8 @@ def find_scale_states(opt_state: PyTree) -> dict[str, ScaleState]:
 
 
 def is_own_state(node: Any) -> TypeGuard[LossScaledState]:
-    """Return whether `node` is a state of `loss_scaled`, of any of its three types."""
-    return isinstance(node, LossScaledState | GuardedLossScaledState | CountedLossScaledState)
+    """Return whether `node` is a state of `loss_scaled`, of either of its types."""
+    return isinstance(node, LossScaledState | GuardedLossScaledState)
 
 
 def _require_overflows_seen(opt_state: PyTree) -> None:
@@ -201,3 +169,32 @@ def _dropper(node: Any) -> str | None:
     if isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state:
         return "optax.MultiSteps with a should_skip_update_fn"
     return None
+
+
+def place_with(state: Tree, params: PyTree) -> Tree:
+    """Replicate the one-device arrays of a new optimizer state over the mesh of `params`, if they have a mesh.
+
+    A step under `jit` returns its state in this form. From a state in another form, the second step would recompile.
+    """
+    mesh = _mesh(params)
+    if mesh is None:
+        return state
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(leaf: Any) -> Any:
+        on_one_device = isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)
+        return jax.device_put(leaf, replicated) if on_one_device else leaf
+
+    return jax.tree.map(place, state)
+
+
+def _mesh(params: PyTree) -> Mesh | AbstractMesh | None:
+    """Return the mesh that holds all of `params`, in this process only; None without such a mesh."""
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    meshes = {sharding.mesh if isinstance(sharding, NamedSharding) else None for sharding in shardings}
+    # For devices of other processes, `device_put` compares the values of all processes, and so waits for each of them.
+    is_local = all(sharding is not None and sharding.is_fully_addressable for sharding in shardings)
+    return meshes.pop() if len(meshes) == 1 and is_local else None

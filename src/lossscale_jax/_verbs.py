@@ -9,21 +9,15 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
-from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
+from lossscale_core import PolicyLike, ScaleState, as_policy
 from lossscale_jax import _axes
 from lossscale_jax._arguments import loss_scale_of, number
-from lossscale_jax._debug import unchecked
 from lossscale_jax._finite import finite_when_unscaled
 from lossscale_jax._leaves import multiply, times
-from lossscale_jax._observed import pass_to_observer
 from lossscale_jax._types import HasLossScale, PyTree, Tree
 
 
-@overload
-def init_state(policy: TolerantScaling, *, device: jax.Device | Sharding | None = None) -> TolerantScaleState: ...
-@overload
-def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> ScaleState: ...
-def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> Any:
+def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> ScaleState:
     """Return the state before the first step under `policy`.
 
     The leaves are strongly typed and stay so, so that a step is compiled once. Does not synchronise with the host.
@@ -43,7 +37,8 @@ def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = Non
         dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else jnp.int32)
         return jnp.asarray(value, dtype, device=device)
 
-    return jax.tree.map(place, as_policy(policy).init_state())
+    state: ScaleState = jax.tree.map(place, as_policy(policy).init_state())
+    return state
 
 
 @overload
@@ -90,7 +85,6 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
     return _axes.all_true(finite_when_unscaled(grads, None), axis_name)
 
 
-@unchecked
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
     """Divide `grads` by the loss scale.
 
@@ -107,6 +101,5 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
     loss_scale = jnp.asarray(loss_scale_of(state, "unscale(grads, state)"))
-    pass_to_observer(grads, loss_scale)
     # XLA fuses a product into the operation that reads it, but would store a quotient first.
     return multiply(grads, 1.0 / loss_scale)

@@ -1,9 +1,7 @@
 """A check for train steps: a step that is skipped must return everything but the scale state as it was."""
 
-import functools
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +14,11 @@ from lossscale_core.testing.loops import (
     SCALES,
     change,
     listed,
-    not_from_the_loss,
     not_skipped,
     same,
     scales_differ,
 )
-from lossscale_jax._leaves import is_array, name_of, named_gradients
-from lossscale_jax._observed import observed_by
+from lossscale_jax._leaves import is_array, name_of
 from lossscale_jax._types import PyTree
 
 __all__ = ["TrainStepError", "check_train_step"]
@@ -39,10 +35,7 @@ def check_train_step(
 
     The check makes the loss scale infinite for steps 0, 3 and 4, so that every gradient overflows. After such a step
     everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
-    It also requires that steps with a loss scale of 1 and of 1024 have the same result. In one step the loss scale is
-    zero, and every gradient that `unscale`, `value_and_grad` or `loss_scaled` receives must be zero. Any other gradient
-    does not come from the scaled loss, but for example from a router loss that was added within the graph without
-    `attach`. This step runs without `jax.jit`, one operation after the other.
+    It also requires that steps with a loss scale of 1 and of 1024 have the same result.
 
     ```python
     check_train_step(step, (params, opt_state, average), [batch] * 6)
@@ -65,9 +58,6 @@ def check_train_step(
         batches: A batch for each step: five or more, so that all planned overflows happen.
         may_move: Paths that a skipped step may change, as in the message of the error: random keys, a count of batches.
 
-    Warns:
-        UserWarning: The step does not run without `jax.jit`, so that its gradients were not checked.
-
     Raises:
         TrainStepError: The step fails; the message names the step, and what has changed.
         ValueError: There are fewer than five batches, or `state` holds no scale state.
@@ -78,10 +68,7 @@ def check_train_step(
     step, state = _without_modules(step, state)
     if not _scale_states(state):
         raise ValueError("the state holds no scale state; pass all that the step carries on, the optimizer state too")
-    first_good = min(set(range(len(batches))) - BAD_STEPS)
     for number, batch in enumerate(batches):
-        if number == first_good:
-            _require_gradients_of_the_loss(number, step, state, batch)
         if number in BAD_STEPS:
             after = _result(step, _with_scale(state, jnp.inf), batch, state)
             _require_skipped(number, state, after, may_move)
@@ -151,35 +138,6 @@ def _require_counted(number: int, before: PyTree, after: PyTree) -> None:
                 f"step {number} overflowed, but {name}.skipped_steps went from {int(old)} to {int(new)}; scale "
                 "the loss, and pass every step to the policy, so that the loss scale can follow"
             )
-
-
-def _require_gradients_of_the_loss(number: int, step: Callable[..., Any], state: PyTree, batch: Any) -> None:
-    """Require that all gradients of a loss times zero are zero."""
-    found: dict[str, None] = {}
-
-    def look(name: str, gradient: Any, loss_scale: Any) -> None:
-        # NaN comes from zero by zero, and a later loss of the same step may have another scale.
-        if (loss_scale == 0.0).all() and ((gradient != 0.0) & (gradient == gradient)).any():
-            found[name] = None
-
-    def observe(grads: PyTree, loss_scale: Any) -> None:
-        for name, gradient in named_gradients(grads):
-            jax.debug.callback(functools.partial(look, name), gradient, loss_scale)  # under `vmap` they are tracers
-
-    try:
-        # Without `jit` nothing comes from a cache, and nothing of the check stays in one.
-        with jax.disable_jit(), observed_by(observe):
-            step(_with_scale(state, 0.0), batch)
-            jax.effects_barrier()
-    except Exception as error:
-        warnings.warn(
-            f"the step does not run without jax.jit ({type(error).__name__}: {error}), so that gradients that do not "
-            "come from the loss were not looked for",
-            stacklevel=3,
-        )
-    if found:
-        hint = "scale the loss; add a loss within the graph by lossscale_jax.attach, and weight decay in the optimizer"
-        raise TrainStepError(not_from_the_loss(number, list(found), hint))
 
 
 def _require_same_at_any_scale(number: int, step: Callable[..., Any], state: PyTree, batch: Any) -> PyTree:

@@ -1,19 +1,12 @@
 """`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core import DynamicScaling
 from lossscale_jax import (
-    attach,
     get_scale_state,
     init_state,
     loss_scaled,
@@ -140,140 +133,6 @@ def test_an_overflow_that_the_policy_never_receives():
 
 
 # -- gradients that do not come from the loss --------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def _unscaled(x, aux_loss):
-    """Add the gradients of a loss as they are, without the loss scale."""
-    return x
-
-
-_unscaled.defvjp(lambda x, aux_loss: (x, None), lambda _, gradient: (gradient, jnp.float32(1.0)))
-
-ROUTED = {**PARAMS, "router": jnp.linspace(0.5, 1.0, 8)}
-ADDED_BY = {
-    "attach": attach,
-    "unscaled": lambda x, aux_loss, state: _unscaled(x, aux_loss),
-    "by hand": lambda x, aux_loss, state: _unscaled(x, aux_loss * state.loss_scale),
-}
-
-
-def _routed_loss(params, batch, state, add):
-    hidden = batch * params["w"]
-    hidden = add(hidden, 0.1 * jnp.square(hidden @ params["router"]).mean(), state)
-    return jnp.mean((hidden.sum(-1) + params["b"] - 1.0) ** 2)
-
-
-def _with_router(add, optimizer=OPTIMIZER, wrap=lambda function: function):
-    def step(state, batch):
-        params, opt_state = state
-        scale_state = get_scale_state(opt_state)
-
-        @wrap
-        def loss(params):
-            return scale(_routed_loss(params, batch, scale_state, add), scale_state)
-
-        return optimizer.apply_gradients(jax.grad(loss)(params), opt_state, params)
-
-    return step, (ROUTED, optimizer.init(ROUTED))
-
-
-def _by_value_and_grad(add, axis_name=None):
-    def step(state, batch):
-        params, inner, scale_state = state
-        loss = functools.partial(_routed_loss, batch=batch, state=scale_state, add=add)
-        _, _, grads, finite = value_and_grad(loss, axis_name=axis_name)(scale_state, params)
-        updates, new_inner = ADAM.update(grads, inner, params)
-        new = select(finite, (optax.apply_updates(params, updates), new_inner), (params, inner))
-        return *new, POLICY.update(scale_state, finite)
-
-    return step, (ROUTED, ADAM.init(ROUTED), init_state(POLICY))
-
-
-def _under_pmap(add):
-    step, state = _by_value_and_grad(add, "data")
-    mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
-    return lambda state, batch: mapped(state, jnp.stack([batch, 2 * batch])), state
-
-
-def _under_shard_map(add):
-    step, state = _by_value_and_grad(add, "data")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)), state
-
-
-def _decayed(add):
-    """Decay weights in the optimizer, where it is right."""
-    return _with_router(add, loss_scaled(optax.adamw(1e-2, weight_decay=0.1), POLICY, guard=SpikeGuard()))
-
-
-STEPS = {
-    "loss_scaled": _with_router,
-    "checkpoint": functools.partial(_with_router, wrap=jax.checkpoint),
-    "jit within": functools.partial(_with_router, wrap=jax.jit),
-    "weight decay": _decayed,
-    "value_and_grad": _by_value_and_grad,
-    "value_and_grad without jit": _by_value_and_grad,
-    "pmap": _under_pmap,
-    "shard_map": _under_shard_map,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "add"),
-    [(name, add) for name in STEPS for add in ADDED_BY if add != "by hand" or "map" not in name],
-)
-def test_a_loss_that_is_added_without_its_scale_is_named(name, add):
-    """The error names the parameters that get its gradients; `attach` passes, and so does a loss scaled by hand."""
-    if name == "pmap" and jax.__version_info__ < (0, 8):
-        pytest.skip("before JAX 0.8 a pmap with in_axes=None cannot be compiled within jit")
-    step, state = STEPS[name](ADDED_BY[add])
-    step = step if "without jit" in name else jax.jit(step)
-    step(state, BATCHES[0])  # it is compiled before the check, which must not matter
-    if add != "unscaled":
-        check_train_step(step, state, BATCHES)
-        return
-    with pytest.raises(
-        TrainStepError, match=r"at step 1 the loss was multiplied by zero, and \['router'\], \['w'\] have"
-    ):
-        check_train_step(step, state, BATCHES)
-
-
-def test_weight_decay_that_is_written_into_scaled_gradients():
-    """It misses the loss scale, too."""
-
-    def step(state, batch):
-        params, opt_state = state
-        grads = _scaled_grads(params, get_scale_state(opt_state), batch)
-        grads = jax.tree.map(lambda g, p: g + 1e-4 * p, grads, params)
-        return OPTIMIZER.apply_gradients(grads, opt_state, params)
-
-    with pytest.raises(TrainStepError, match=r"\['w'\] has a gradient other than zero"):
-        check_train_step(jax.jit(step), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
-
-
-def test_a_step_that_does_not_run_without_jit_is_checked_otherwise():
-    """And a warning says so."""
-
-    def step(state, batch):
-        lax.scan(lambda carry, x: (carry, x), 0.0, batch[:0])  # JAX refuses a scan of no elements without jit
-        return _with_optimizer(state, batch)
-
-    with pytest.warns(UserWarning, match=r"the step does not run without jax.jit \(ValueError: zero-length scan"):
-        check_train_step(jax.jit(step), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
-
-
-def test_a_check_leaves_nothing_in_the_step():
-    """The step compiles once, before the check, and what the check looks at is not in it."""
-    step, state = _with_router(attach)
-    step = jax.jit(step)
-    expected = step(state, BATCHES[0])
-    text = step.lower(state, BATCHES[0]).as_text()
-    check_train_step(step, state, BATCHES)
-    assert step._cache_size() == 1
-    assert "callback" not in text
-    assert step.lower(state, BATCHES[0]).as_text() == text
-    jax.tree.map(np.testing.assert_array_equal, step(state, BATCHES[0]), expected)
 
 
 def test_what_cannot_be_checked_is_refused():

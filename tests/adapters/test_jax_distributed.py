@@ -18,7 +18,6 @@ from lossscale_jax import (
     get_scale_state,
     init_state,
     loss_scaled,
-    retrying_value_and_grad,
     scale,
     select,
     value_and_grad,
@@ -291,29 +290,3 @@ def test_a_forgotten_axis_name_is_an_error(call):
     mapped = jax.shard_map(step, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*axis_name='data'"):
         mapped(_params(), optimizer.init(_params()), _batch(DEVICES))
-
-
-def test_all_devices_retry_together():
-    """An overflow that one device alone has is differentiated again by all, until none has it."""
-
-    def loss(weights, images):
-        return jnp.sum(weights.astype(jnp.float16) * images.astype(jnp.float16).mean(0))
-
-    policy = DynamicScaling(init_scale=2.0**20)
-    retrying = retrying_value_and_grad(loss, policy, retries=32, axis_name="data")
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P(), P()), check_vma=True
-    )
-    def step(weights, state, images):
-        gradients, state = retrying(state, weights, images)
-        return gradients.grads, gradients.grads_finite, state
-
-    images = np.ones((2 * DEVICES, 8), np.float32)
-    images[5] = 1000.0
-    grads, finite, state = step(jnp.ones(8), init_state(policy), images)
-    assert bool(finite)
-    assert float(state.loss_scale) == 2.0**7  # that device has a mean of 500
-    np.testing.assert_allclose(grads, images.mean(0), rtol=1e-2)
-    _check_replicated((grads, state))

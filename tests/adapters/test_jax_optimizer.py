@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
 
-from lossscale_core import DynamicScaling, TolerantScaling, state_from_dict, state_to_dict, step_info
+from lossscale_core import DynamicScaling, state_from_dict, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_core.testing import overflow_traces, policies, simulate
 from lossscale_jax import (
@@ -146,15 +146,6 @@ def test_updates_take_the_memory_of_the_gradients(inner):
 
 def _momentum():
     return optax.chain(optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.1, 0.0, 9), 0.9, True))
-
-
-@pytest.mark.parametrize("inner", [functools.partial(optax.adamw, 0.1), _momentum], ids=["adamw", "momentum"])
-def test_updates_that_follow_from_the_new_state_are_not_stored(inner):
-    """Nor are gradients copied that come from outside and are not donated."""
-    optimizer = loss_scaled(inner(), POLICY)
-    params = [jnp.ones((64, 64))] * 4
-    lowered = jax.jit(_in_two(optimizer), donate_argnums=(0, 1)).lower(params, optimizer.init(params), params)
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * sum(leaf.nbytes for leaf in params)
 
 
 @pytest.mark.parametrize(
@@ -655,24 +646,6 @@ def test_an_attribute_that_is_elsewhere():
         opt_state.mu  # noqa: B018
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-@WAYS
-@WRAPS
-def test_an_overflow_is_one_while_nans_are_debugged(way, wrap, bad, settings):
-    """`jax_debug_nans` raises where a NaN is made, and a skipped step makes none, eagerly or compiled."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
-    params, start = PARAMS, optimizer.init(PARAMS)
-    grads = {**GRADS, "w": np.array([1.0, bad, 0.5, 4.0], np.float32)}
-    with jax.debug_nans(True):
-        step = wrap(way(optimizer))
-        after, opt_state = step(params, start, grads)
-        after, opt_state = step(after, opt_state, GRADS)
-        assert _bits(after) == _bits(PARAMS) or not settings.get("accumulation_steps")
-    assert get_scale_state(opt_state).skipped_steps == 1
-    assert jnp.isfinite(after["w"]).all()
-
-
 def test_a_nan_of_the_optimizers_own_is_still_found():
     """What `jax_debug_nans` is for: the step that is taken is checked."""
     optimizer = loss_scaled(optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates)), POLICY)
@@ -680,12 +653,11 @@ def test_a_nan_of_the_optimizers_own_is_still_found():
         optimizer.update(_times(GRADS, -SCALE), optimizer.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("policy", [POLICY, TolerantScaling()])
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
-def test_a_step_is_exported(policy, settings):
+def test_a_step_is_exported(settings):
     """`jax.export` writes and reads it back: our state types have names there."""
     inner = optax.GradientTransformation(lambda _: (), lambda updates, state, _: (updates, state))
-    optimizer = loss_scaled(inner, policy, **settings)
+    optimizer = loss_scaled(inner, POLICY, **settings)
     arguments = GRADS, optimizer.init(PARAMS), PARAMS
     written = jax.export.export(jax.jit(optimizer.apply_gradients))(*arguments).serialize()
     again = jax.export.deserialize(bytearray(written))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, TolerantScaling, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
 
 PROGRAMS = 16
@@ -38,7 +38,6 @@ AROUND = {
 POLICIES = [
     DynamicScaling(init_scale=16.0, growth_interval=2, max_scale=2.0**8),
     DynamicScaling(init_scale=64.0, growth_interval=1, hysteresis=2, max_scale=2.0**8),
-    TolerantScaling(tolerance=0.3, init_scale=64.0, growth_interval=3, max_scale=2.0**8),
     FixedScaling(2.0**-3),
     NoScaling(),
 ]

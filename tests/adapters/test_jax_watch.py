@@ -11,13 +11,11 @@ import pytest
 
 from lossscale_core import DynamicScaling, ScaleWatch, diagnose, state_to_dict
 from lossscale_core.adapters import check_overflow_streak
-from lossscale_core.errors import ScaleFloorError, ScaleStateError
+from lossscale_core.errors import ScaleStateError
 from lossscale_jax import (
     get_scale_state,
     init_state,
     loss_scaled,
-    range_report,
-    retrying_value_and_grad,
     scale,
     select,
     unscale,
@@ -57,15 +55,6 @@ def test_a_pure_loop_logs_through_its_own_watch_alone(transform, caplog):
     for _ in range(2):
         watch.log(policy, state)
     assert _events(caplog) == [("floor", 30)]
-
-
-def test_a_check_raises_at_the_floor_if_asked_to():
-    """On the host, where the state is read; a step under `jit` cannot."""
-    policy = DynamicScaling(growth_interval=5)
-    state = _stuck(policy, jax.jit)
-    check_overflow_streak(policy, state)
-    with pytest.raises(ScaleFloorError, match=r"^loss_scale=1 has reached min_scale=1, .*forward pass"):
-        check_overflow_streak(policy, state, on_floor="raise")
 
 
 def test_a_watch_of_ones_own_keeps_runs_apart(caplog):
@@ -113,17 +102,6 @@ def _loss(params):
         (lambda: select(True, jnp.ones(2), PARAMS), ValueError, "a leaf that is not an array must not change"),
         (lambda: value_and_grad(STATE, _loss), TypeError, r"fun is a ScaleState .*call value_and_grad\(fun\)\(state"),
         (lambda: value_and_grad(_loss)(PARAMS, STATE), TypeError, r"^dict is not .*call value_and_grad\(fun\)\(state"),
-        (
-            lambda: retrying_value_and_grad("dynamic", _loss, retries=1),
-            TypeError,
-            "fun is a str and must be a function",
-        ),
-        (
-            lambda: retrying_value_and_grad(_loss, "dynamic", retries=1)(PARAMS, STATE),
-            TypeError,
-            "^dict is not a scale",
-        ),
-        (lambda: range_report(PARAMS, _loss), TypeError, r"fun is a dict .*call range_report\(fun, \*args\)"),
         (lambda: loss_scaled("dynamic", optax.sgd(0.1)), TypeError, "inner='dynamic' .*and the policy after it"),
         (lambda: get_scale_state(PARAMS), ScaleStateError, r"the optimizer state \(dict\) holds no scale state"),
         (
@@ -141,7 +119,7 @@ def _loss(params):
             "select-flag-last",
             "select-unlike",
         ),
-        *("fun-second", "state-second", "retried-fun-second", "retried-state-second", "report-swapped", "inner-second"),
+        *("fun-second", "state-second", "inner-second"),
         *("scale-state-of-params", "update-swapped"),
     ],
 )

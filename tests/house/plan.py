@@ -22,6 +22,7 @@ PLAN = {
         errors:
         _messages:
         _tree:
+        _gradient_range: _messages
         _settings: errors _messages
         _mistakes: _settings _messages
         _files: errors _messages
@@ -46,8 +47,8 @@ PLAN = {
         testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
         adapters: _checkpoint _files _guard _messages _range _range_records _range_unscaled _ranges _report _settings
             _state _tree
-        __init__: _arrays _base _checkpoint _config _guard _nonfinite _placement _policy _report _schema _state
-            _watch adapters errors testing
+        __init__: _arrays _base _checkpoint _config _gradient_range _guard _nonfinite _placement _policy _report
+            _schema _state _watch adapters errors testing
     """,
     "lossscale_core.testing": """
         _simulation:
@@ -107,34 +108,24 @@ PLAN = {
         __init__: _minimize _protect
     """,
     "lossscale_jax": """
-        _debug:
-        _range_interpreter: _attach
         _types:
         _versions:
-        _observed: _types
         _axes: _types _versions
-        _placement: _types
         _leaves: _types
         _arguments: _leaves _types
-        _attach: _arguments _leaves _types
-        _decide: _axes _debug _leaves _types
-        _finite: _axes _debug _decide _leaves _types
-        _late: _decide _types
+        _decide: _axes _leaves _types
+        _finite: _axes _decide _leaves _types
         _updates: _leaves _types
-        _verbs: _arguments _axes _debug _finite _leaves _observed _types
-        _report: _debug _leaves _types _verbs
-        testing: _leaves _observed _types
+        _verbs: _arguments _axes _finite _leaves _types
+        _report: _leaves _types _verbs
+        testing: _leaves _types
         _stages: _axes _decide _finite _leaves _types _verbs
         _accumulation: _decide _finite _leaves _stages _types _verbs
-        _nonfinite: _arguments _axes _debug _decide _finite _leaves _stages _types
         _autodiff: _arguments _axes _types _verbs
-        _range: _arguments _attach _debug _leaves _range_interpreter _verbs
-        _retries: _arguments _attach _autodiff _axes _types
-        _state: _accumulation _placement _types
+        _state: _accumulation _types
         _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _axes _debug _decide _late _leaves _nonfinite _observed _placement
-            _stages _state _types _updates _verbs
-        __init__: _attach _autodiff _decide _export _optimizer _range _report _retries _state _verbs
+        _optimizer: _accumulation _arguments _axes _decide _leaves _stages _state _types _updates _verbs
+        __init__: _autodiff _decide _export _optimizer _report _state _verbs
     """,
     "lossscale_tf": """
         _documented:

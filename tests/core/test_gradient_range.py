@@ -1,0 +1,92 @@
+"""The range of gradients of small networks that compute in float16."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lossscale_core import gradient_range
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 8)).astype(np.float16), RNG.normal(size=(16, 1))
+FIRST, LAST = RNG.normal(size=(8, 8)).astype(np.float16) / 3, RNG.normal(size=(8, 1)).astype(np.float16)
+
+
+def _grads_at(scale, weight_of_the_loss=1.0, added=0.0):
+    """Return the gradients of a network of two layers, in float16 from the loss on; `added` misses the scale."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        hidden = X @ FIRST
+        error = (np.float32(scale * weight_of_the_loss / 16) * ((hidden @ LAST).astype(np.float32) - Y)).astype(
+            np.float16
+        )
+        return {"first": X.T @ (error @ LAST.T) + np.float16(added), "last": hidden.T @ error}
+
+
+def test_the_limit_is_exact():
+    """All gradients are finite at the scale that is found; at twice this scale the one that is named is not."""
+    found = gradient_range(_grads_at)
+    assert all(np.isfinite(grad).all() for grad in _grads_at(found.overflows_above).values())
+    assert not np.isfinite(_grads_at(2 * found.overflows_above)[found.first_overflow]).all()
+    assert (found.flushed, found.unscaled) == ({}, [])
+    assert str(found).startswith(f"finite up to a loss scale of 2**{int(np.log2(found.overflows_above))}; above it ")
+
+
+def test_what_flushes_to_zero_without_a_scale():
+    """The share of each gradient that is lost at a scale of 1."""
+    found = gradient_range(lambda scale: _grads_at(scale, 1e-7))
+    before, after = _grads_at(1.0, 1e-7), _grads_at(found.overflows_above, 1e-7)
+    lost = {name: ((before[name] == 0) & (after[name] != 0)).mean() for name in before}
+    assert found.flushed == lost
+    assert min(lost.values()) > 0.2
+    assert "of its elements are zero at a loss scale of 1" in str(found)
+
+
+@pytest.mark.parametrize("added", [1e-3, 10.0])
+def test_a_gradient_that_misses_the_scale_is_named(added):
+    """However small it is beside the scaled one."""
+    found = gradient_range(lambda scale: _grads_at(scale, added=added))
+    assert found.unscaled == ["first"]
+    assert str(found).endswith("not multiplied by the loss scale: first")
+
+
+def test_a_gradient_that_is_clamped_is_named():
+    """It is zero at a scale of zero, and does not double."""
+    found = gradient_range(lambda scale: {"w": np.clip(np.float32(scale) * np.ones(3), -1.0, 1.0)})
+    assert found.unscaled == ["w"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_scale_helps(bad):
+    """The parameter is named that is not finite at any scale."""
+    found = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
+    assert found[:2] == (0.0, "bad")
+    assert str(found) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
+
+
+def test_float32_has_no_limit_here():
+    """2**40 is the largest scale that is tried; about ten backward passes are enough."""
+    scales = []
+    found = gradient_range(lambda scale: scales.append(scale) or {"w": np.float32(scale) * np.ones(3, np.float32)})
+    assert found == (2.0**40, None, {}, [])
+    assert len(scales) <= 12
+    assert len({*scales}) == len(scales)
+
+
+def test_dtypes_and_empty_arrays():
+    """bfloat16, complex numbers, scalars, and arrays without elements."""
+    bfloat16 = ml_dtypes.bfloat16
+    found = gradient_range(
+        lambda scale: {
+            "b": (scale * np.ones(2)).astype(bfloat16),
+            "c": scale * np.array([1j, 2.0]),
+            "s": np.float64(scale),
+            "e": np.zeros((0, 3)),
+        }
+    )
+    assert found == (2.0**40, None, {}, [])
+
+
+@pytest.mark.parametrize("returned", [None, [np.ones(2)], {}])
+def test_gradients_have_names(returned):
+    """Anything but a dict of arrays is refused."""
+    with pytest.raises(TypeError, match="return a dict of gradients, arrays by their names"):
+        gradient_range(lambda scale: returned)
