@@ -30,7 +30,7 @@ class GradientRange(NamedTuple):
         """Return the findings as sentences."""
         if self.overflows_above == 0.0:
             return (
-                f"{self.first_overflow} is NaN or infinite at every loss scale: look at the inputs and the forward pass"
+                f"{self.first_overflow} is not finite at any loss scale: look at the inputs and the forward pass"
             )
         limit = shown_number(self.overflows_above)
         lines = [f"finite up to a loss scale of {limit}"]
