@@ -29,9 +29,7 @@ class GradientRange(NamedTuple):
     def __str__(self) -> str:
         """Return the findings as sentences."""
         if self.overflows_above == 0.0:
-            return (
-                f"{self.first_overflow} is not finite at any loss scale: look at the inputs and the forward pass"
-            )
+            return f"{self.first_overflow} is not finite at any loss scale: look at the inputs and the forward pass"
         limit = shown_number(self.overflows_above)
         lines = [f"finite up to a loss scale of {limit}"]
         if self.first_overflow is not None:

@@ -44,9 +44,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
             scale and its counters unchanged. The norm is that of the unscaled gradients before clipping.
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
-        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there.
-            `check_overflow_streak` does this, which `LossScaleLogger` calls.
         name: The optimizer's name.
 
     Raises:
@@ -63,14 +60,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         *,
         guard: core.SpikeGuard | None = None,
         global_clipnorm: float | None = None,
-        on_floor: core.OnFloor = "warn",
         name: str | None = None,
     ) -> None:
         require_no_strategy()
         clipnorm = _clipnorm_of(inner_optimizer, global_clipnorm)
         policy = core.as_policy(policy)
         adapters.check_guard(guard)
-        watch = core.ScaleWatch(on_floor)
         # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         inner_optimizer.loss_scale_factor = None  # as in Keras's wrapper, so that nothing is scaled twice
@@ -80,7 +75,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.policy: core.ScalingPolicy = policy
         self.guard = guard
         self.global_clipnorm = clipnorm
-        self._watch = watch
+        self._watch = core.ScaleWatch()
         with keras.name_scope(self.name, caller=self):
             self._state = Stored(policy.init_state())
             self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
@@ -257,7 +252,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
-            ScaleFloorError: With `on_floor="raise"`, the last step overflowed and left the scale at `min_scale`.
             SpikeStreakError: The guard's `max_streak` is reached.
         """
         state = self._state.read_on_host()
@@ -304,7 +298,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "policy": core.policy_to_dict(self.policy),
             "guard": None if self.guard is None else dataclasses.asdict(self.guard),
             "global_clipnorm": self.global_clipnorm,
-            "on_floor": self._watch.on_floor,
         }
 
     @classmethod
@@ -358,7 +351,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return whether a step may end in an error, so that it reads the state."""
         has_streak = self.guard is not None and self.guard.max_streak is not None
         limit = core.BaseScaling.of(self.policy).max_overflow_streak
-        return has_streak or limit is not None or self._watch.on_floor == "raise"
+        return has_streak or limit is not None
 
     def _read_and_log(self) -> tuple[core.ScaleState, core.GuardState | None]:
         """Return the states as host scalars, and log the events of the scale."""

@@ -14,7 +14,6 @@ except ModuleNotFoundError as error:
 
 from lossscale_core.adapters import GradientReport
 from lossscale_tf import v1
-from lossscale_tf._range import range_report
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
 from lossscale_tf._verbs import all_finite, scale, select, unscale
@@ -27,7 +26,6 @@ __all__ = [  # without the subpackage `keras`: after `import *` its name would h
     "all_finite",
     "init_state",
     "overflow_report",
-    "range_report",
     "scale",
     "select",
     "unscale",

@@ -43,7 +43,6 @@ class Record:
         self._applied: set[tuple[_Key, int]] = set()
         self._held_in: _Key = None
         self._loss_scale: Callable[[], tf.Tensor | None] = lambda: None
-        self._loss_finite: Callable[[], tf.Tensor | None] = lambda: None
         self._updates = self._since = 0
 
     @property
@@ -67,16 +66,6 @@ class Record:
     def loss_scale(self) -> tf.Tensor | None:
         """Return the noted scale; None in any other graph, which must not use this tensor."""
         return self._loss_scale() if self._held_in == _here() else None
-
-    def note_loss(self, is_finite: tf.Tensor) -> None:
-        """Note whether a loss of this step is finite, after `hold`; a step may have several losses."""
-        before = self.loss_finite()
-        flag = is_finite if before is None else before & is_finite
-        self._loss_finite = weakref.ref(flag) if self._held_in else lambda: flag
-
-    def loss_finite(self) -> tf.Tensor | None:
-        """Return whether all losses of this step are finite; None if it was not noted, or in any other graph."""
-        return self._loss_finite() if self._held_in == _here() else None
 
     def is_older_than(self, grads: Sequence[Any]) -> bool:
         """Return whether at least one of `grads` was computed after the loss was scaled; others may be constants."""
@@ -292,14 +281,12 @@ class Mark(NamedTuple):
 
     In a graph, `origin` is the gradient before it was divided by `loss_scale`. When it is applied, one product unscales
     and clips it, and TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients.
-    `loss_finite` says whether the loss of an unscaled gradient is finite, if that was noted.
     """
 
     record: Record
     kind: Literal["loss", "scaled", "unscaled"]
     origin: Gradient | None = None
     loss_scale: tf.Tensor | None = None
-    loss_finite: tf.Tensor | None = None
 
 
 def mark_loss(leaf: tf.Tensor, record: Record) -> None:
@@ -307,12 +294,10 @@ def mark_loss(leaf: tf.Tensor, record: Record) -> None:
     leaf._loss_scaling = Mark(record, "loss")
 
 
-def mark_gradient(
-    leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tensor, loss_finite: tf.Tensor | None = None
-) -> None:
+def mark_gradient(leaf: Gradient, record: Record, grad: Any, loss_scale: tf.Tensor) -> None:
     """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
     is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
-    unscaled = Mark(record, "unscaled", loss_finite=loss_finite)
+    unscaled = Mark(record, "unscaled")
     leaf._loss_scaling = unscaled._replace(origin=grad, loss_scale=loss_scale) if is_same else unscaled
     if isinstance(leaf, tf.IndexedSlices):
         leaf.values._loss_scaling = unscaled

@@ -7,20 +7,10 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from lossscale_core import (
-    BaseScaling,
-    ScaleState,
-    ScaleWatch,
-    ScalingPolicy,
-    StepInfo,
-    count_nonfinite,
-    nonfinite_update,
-    step_info,
-)
+from lossscale_core import BaseScaling, ScaleState, ScaleWatch, ScalingPolicy, StepInfo, step_info
 from lossscale_core.adapters import check_overflow_streak, shown_number
 from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._guard import Guard
-from lossscale_tf._nonfinite import Nonfinite
 from lossscale_tf._norm import clip_factor, global_norm
 from lossscale_tf._state import StateVariables
 from lossscale_tf._verbs import (
@@ -51,7 +41,6 @@ class Step:
         max_norm: float | None,
         guard: Guard | None,
         watch: ScaleWatch,
-        nonfinite: Nonfinite | None = None,
     ) -> None:
         self.policy = policy
         self.state = state
@@ -59,7 +48,6 @@ class Step:
         self.max_norm = None if max_norm is None or max_norm > float(tf.float32.max) else float(max_norm)
         self.guard = guard
         self.watch = watch
-        self.nonfinite = nonfinite
         self.last_step: StepInfo | None = None
         self.has_begun = False  # whether `warn_if_resumed` was called
         self.is_traced = False
@@ -72,34 +60,28 @@ class Step:
         loss_scale: tf.Tensor | None,
         update: Update,
         in_graph: Callable[..., Any] = lambda *done: None,
-        loss_finite: tf.Tensor | None = None,
     ) -> Any:
         """Call `update` if all gradients are finite on every replica, else change nothing.
 
-        A guard may refuse finite gradients; the policy's state then stays unchanged. It also stays unchanged if
-        `loss_finite` is False and `on_nonfinite_loss` is `"hold"`. `loss_scale` is the scale of the gradients, or None
-        if they are unscaled. Eagerly the flag is read, the state is updated on the host, and None is returned. In a
-        graph, the result of `in_graph` for the tensors and operations of this step is returned.
+        A guard may refuse finite gradients; the policy's state then stays unchanged. `loss_scale` is the scale of the
+        gradients, or None if they are unscaled. Eagerly the flag is read, the state is updated on the host, and None is
+        returned. In a graph, the result of `in_graph` for the tensors and operations of this step is returned.
         """
         finite, norm, factor = self._check(grads, variables, loss_scale)
         finite, norm = all_replicas(finite), None if self.guard is None else mean_over_replicas(norm)
-        loss_finite = None if loss_finite is None else all_replicas(loss_finite)
         if not merges_replicas():
             apply = functools.partial(update, grads, factor, variables)
-            return self._apply_or_skip(finite, norm, loss_finite, apply, variables, in_graph)
+            return self._apply_or_skip(finite, norm, apply, in_graph)
 
-        def in_cross_replica_context(strategy: Any, finite: Any, norm: Any, loss_finite: Any, *grads: Any) -> Any:
+        def in_cross_replica_context(strategy: Any, finite: Any, norm: Any, *grads: Any) -> Any:
             def update_each() -> Any:
                 apply = lambda *grads: update(grads, factor, variables)  # noqa: E731
                 return strategy.experimental_local_results(strategy.extended.call_for_each_replica(apply, args=grads))
 
-            finite, norm, loss_finite = (
-                strategy.experimental_local_results(each)[0] for each in (finite, norm, loss_finite)
-            )
-            return self._apply_or_skip(finite, norm, loss_finite, update_each, variables, in_graph)
+            finite, norm = (strategy.experimental_local_results(each)[0] for each in (finite, norm))
+            return self._apply_or_skip(finite, norm, update_each, in_graph)
 
-        arguments = (finite, norm, loss_finite, *grads)
-        return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=arguments)
+        return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, norm, *grads))
 
     def restored(self) -> None:
         """Note that the state comes from a checkpoint, so that no warning is needed."""
@@ -152,15 +134,13 @@ class Step:
         self,
         finite: tf.Tensor,
         norm: tf.Tensor | None,
-        loss_finite: tf.Tensor | None,
         apply: Callable[[], Any],
-        variables: list[Any],
         in_graph: Callable[..., Any],
     ) -> Any:
         if tf.executing_eagerly():
-            is_finite, is_loss_finite = bool(finite), loss_finite is None or bool(loss_finite)
+            is_finite = bool(finite)
             with self.lock:
-                self._take_on_host(is_finite, norm, is_loss_finite, apply, variables)
+                self._take_on_host(is_finite, norm, apply)
             return None
 
         self.is_traced = True
@@ -169,74 +149,26 @@ class Step:
             with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
                 return tf.constant(True)
 
-        if self.nonfinite is not None:
-            return in_graph(*self._take_in_graph(self.nonfinite, finite, norm, loss_finite, apply_all, variables))
         accepted, updates = self._decide_in_graph(finite, norm)
         applied = tf.cond(accepted, apply_all, lambda: tf.constant(False))
         return in_graph(applied, *updates)
 
-    def _take_on_host(
-        self,
-        is_finite: bool,
-        norm: tf.Tensor | None,
-        is_loss_finite: bool,
-        apply: Callable[[], Any],
-        variables: list[Any],
-    ) -> None:
-        decision, bad, nonfinite = None, None, self.nonfinite
-        if is_finite and is_loss_finite and self.guard is not None and norm is not None:
+    def _take_on_host(self, is_finite: bool, norm: tf.Tensor | None, apply: Callable[[], Any]) -> None:
+        decision = None
+        if is_finite and self.guard is not None and norm is not None:
             decision = self.guard.check_on_host(norm)
         spiked = decision is not None and not decision.accepted
-        stepped = is_finite and is_loss_finite and not spiked
-        if stepped and nonfinite is None:
+        if is_finite and not spiked:
             apply()
-        elif stepped and nonfinite is not None:
-            bad = nonfinite.apply_on_host(apply, variables)
-        undone = bad is not None and nonfinite is not None and nonfinite.on_update == "skip"
         before: ScaleState = self.state.read_on_host()
-        is_kept = spiked or undone or not is_loss_finite
-        after: ScaleState = before if is_kept else self.policy.update(before, is_finite)
+        after: ScaleState = before if spiked else self.policy.update(before, is_finite)
         self.state.assign_changed(before, after)
-        causes = {"spiked": spiked, "nonfinite_update": undone, "nonfinite_loss": not is_loss_finite}
-        self.last_step = step_info(before, after, **causes)
-        if nonfinite is not None and nonfinite.counters is not None:
-            counts = nonfinite.counters.read_on_host()
-            counted = count_nonfinite(counts, loss_finite=is_loss_finite, stepped=stepped, update_finite=not undone)
-            nonfinite.counters.assign_changed(counts, counted)
-        # The state is set before anything is raised: `Tries` and callers who catch it continue at the lower scale.
+        self.last_step = step_info(before, after, spiked=spiked)
+        # The state is set before anything is raised, so that callers who catch it continue at the lower scale.
         check_overflow_streak(self.policy, after)
         self.watch.check(self.policy, after)
-        if decision is not None and self.guard is not None and not undone:
+        if decision is not None and self.guard is not None:
             self.guard.assign(decision)
-        if nonfinite is not None and (undone or not is_loss_finite):
-            nonfinite.check_streak(self.policy)
-        elif bad is not None:
-            raise nonfinite_update(bad)
-
-    def _take_in_graph(
-        self,
-        nonfinite: Nonfinite,
-        finite: tf.Tensor,
-        norm: tf.Tensor | None,
-        loss_finite: tf.Tensor | None,
-        apply: Callable[[], tf.Tensor],
-        variables: list[Any],
-    ) -> list[Any]:
-        """Return whether the update is applied, and the assignments of all states, which are known only after it."""
-        loss_finite = tf.constant(True) if loss_finite is None else loss_finite
-        accepted, assigned = finite & loss_finite, []
-        if self.guard is not None and norm is not None:
-            accepted, guard_after = self.guard.check_in_graph(accepted, norm)
-        stepped, update_finite = nonfinite.apply_in_graph(accepted, apply, variables)
-        if self.guard is not None and norm is not None:
-            assigned += self.guard.state.assign(select(update_finite, guard_after, self.guard.state.read()))
-        before, applied = self.state.read(), stepped & update_finite
-        after = select(loss_finite & (applied | ~finite), self.policy.update(before, finite, xp=tf), before)
-        assigned += self.state.assign(after)
-        if nonfinite.counters is not None:
-            flags = {"loss_finite": loss_finite, "stepped": stepped, "update_finite": update_finite}
-            assigned += nonfinite.counters.assign(count_nonfinite(nonfinite.counters.read(), **flags, xp=tf))
-        return [applied, *assigned]
 
     def _decide_in_graph(self, finite: tf.Tensor, norm: tf.Tensor | None) -> tuple[tf.Tensor, list[Any]]:
         """Return whether a step is accepted, and the operations that update the states of guard and loss scale."""
@@ -320,8 +252,7 @@ class _StepLock:
     """
 
     def __init__(self) -> None:
-        # Reentrant, since `Tries` holds the lock around a step, which acquires it again.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._held = threading.local()
 
     def __enter__(self) -> None:

@@ -8,19 +8,16 @@ import tensorflow as tf
 
 from lossscale_core import (
     GuardState,
-    NonfiniteState,
     ScaleState,
     ScalingPolicy,
     SpikeGuard,
     StepInfo,
     diagnose,
     metrics,
-    nonfinite_state_from_dict,
     state_from_dict,
     state_to_dict,
 )
 from lossscale_core.adapters import check_overflow_streak, check_setting, guard_state_from_dict
-from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step
 
 
@@ -54,29 +51,19 @@ class Wrapper:
         """The spike guard's state, as tensors of shape `()`; None without a guard."""
         return None if self._step.guard is None else self._step.guard.state.read()
 
-    @property
-    def nonfinite_state(self) -> NonfiniteState | None:
-        """The counters of updates and losses that were not finite, as tensors of shape `()`; None if none are counted.
-
-        They are counted with `on_nonfinite_update="skip"` or `on_nonfinite_loss="hold"`.
-        """
-        counters = self._counters()
-        return None if counters is None else counters.read()
-
     def metrics(self) -> dict[str, tf.Tensor]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
         state = self.scale_state
         if tf.executing_eagerly() and "CPU" in state.loss_scale.device:  # the host reads its own memory
             self._step.watch.log(self.policy, state)
-        return metrics(state, guard=self.guard_state, nonfinite=self.nonfinite_state)
+        return metrics(state, guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`. Eager only.
 
         Synchronises with the host.
         """
-        state, guard = self._read_and_log(), self._guard_on_host()
-        return diagnose(self.policy, state, guard=guard, nonfinite=self._counters_on_host())
+        return diagnose(self.policy, self._read_and_log(), guard=self._guard_on_host())
 
     def check_overflow_streak(self) -> None:
         """Log events and raise errors as every eager step does; for steps that `fit` or a `tf.function` takes.
@@ -85,10 +72,6 @@ class Wrapper:
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
-            ScaleFloorError: With `on_floor="raise"`, the last step overflowed and left the scale at `min_scale`.
-            NonfiniteStreakError: Too many updates or losses in a row were NaN or infinite, and were skipped.
-            NonfiniteUpdateError: With `on_nonfinite_update="raise"`, a step since the last check has made a variable
-                NaN or infinite. This reads every variable.
 
         """
         if not tf.executing_eagerly():  # a graph has no values; without a limit none are needed
@@ -97,8 +80,6 @@ class Wrapper:
         state = self._step.state.read_on_host()
         check_overflow_streak(self.policy, state)
         self._step.watch.check(self.policy, state)
-        if self._step.nonfinite is not None:
-            self._step.nonfinite.check(self.policy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states and the policy as plain numbers, which other frameworks can restore.
@@ -106,8 +87,7 @@ class Wrapper:
         `tf.train.Checkpoint` and Keras save the state without this method. It works eagerly only: in a graph, run
         `scale_state` in a session and pass the result to `lossscale_core.state_to_dict`. Synchronises with the host.
         """
-        state, guard = self._read_and_log(), self._guard_on_host()
-        return state_to_dict(state, self.policy, guard=guard, nonfinite=self._counters_on_host())
+        return state_to_dict(self._read_and_log(), self.policy, guard=self._guard_on_host())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
@@ -126,14 +106,10 @@ class Wrapper:
         """
         state = state_from_dict(saved, self.policy)
         guard_state = None if self._step.guard is None else guard_state_from_dict(saved)
-        counters = self._counters()
-        counts = None if counters is None else nonfinite_state_from_dict(saved)
         assigned = self._step.state.assign(state)
         self._step.restored()
         if self._step.guard is not None:
             assigned += self._step.guard.state.assign(guard_state)
-        if counters is not None:
-            assigned += counters.assign(counts)
         return None if tf.executing_eagerly() else tf.group(*assigned)
 
     def _read_and_log(self) -> ScaleState:
@@ -144,13 +120,6 @@ class Wrapper:
 
     def _guard_on_host(self) -> GuardState | None:
         return None if self._step.guard is None else self._step.guard.state.read_on_host()
-
-    def _counters(self) -> StateVariables | None:
-        return None if self._step.nonfinite is None else self._step.nonfinite.counters
-
-    def _counters_on_host(self) -> NonfiniteState | None:
-        counters = self._counters()
-        return None if counters is None else counters.read_on_host()
 
 
 def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lossscale_keras
-from lossscale_core import DynamicScaling, SpikeGuard, TolerantScaling, state_from_dict
+from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict
 from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import LossScaleOptimizer
 from tests.adapters.keras_loops import assert_same, values_of
@@ -88,9 +88,7 @@ def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
 def test_a_config_holds_the_policy():
     """It is JSON, and makes an equal optimizer around a new inner one."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
-    optimizer = LossScaleOptimizer(
-        inner, TolerantScaling(tolerance=0.25), guard=SpikeGuard(threshold=4.0), on_floor="ignore"
-    )
+    optimizer = LossScaleOptimizer(inner, DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
     config = json.loads(json.dumps(optimizer.get_config()))
     before = json.dumps(config)
     copy = LossScaleOptimizer.from_config(config)

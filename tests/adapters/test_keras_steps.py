@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard, TolerantScaling
-from lossscale_core.errors import OverflowStreakError, PolicyError, ScaleFloorError, SpikeStreakError
+from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
+from lossscale_core.errors import OverflowStreakError, PolicyError, SpikeStreakError
 from lossscale_keras import LossScaleOptimizer, overflow_report
 from tests.adapters.keras_loops import BACKEND, apply, apply_scaled, assert_same, minimize, value_of, values_of
 from tests.sweeping import seeds
@@ -197,7 +197,7 @@ def test_random_programs_do_what_the_rule_says(seed):
         np.testing.assert_allclose(value_of(variables[0]), weights, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["none", 128.0, TolerantScaling(growth_interval=2)], ids=str)
+@pytest.mark.parametrize("policy", ["none", 128.0, DynamicScaling(growth_interval=2)], ids=str)
 def test_a_loop_of_ones_own_takes_any_policy(policy):
     """Scale the loss, differentiate, apply: eagerly on each backend, also in float16."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.5), policy), _variables()
@@ -211,10 +211,9 @@ def test_a_loop_of_ones_own_takes_any_policy(policy):
 
 
 def test_limits_end_an_eager_loop():
-    """The policy's `max_overflow_streak`, `on_floor` and the guard's `max_streak`, in the step that reaches them."""
+    """The policy's `max_overflow_streak` and the guard's `max_streak`, in the step that reaches them."""
     for error, arguments, sizes in (
         (OverflowStreakError, {"policy": DynamicScaling(max_overflow_streak=2)}, (1.0, INF, INF)),
-        (ScaleFloorError, {"policy": DynamicScaling(init_scale=2.0), "on_floor": "raise"}, (1.0, INF)),
         (SpikeStreakError, {"guard": SpikeGuard(warmup=1, max_streak=2)}, (1.0, 1e4, 1e4)),
     ):
         optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), _variables()
@@ -237,7 +236,6 @@ def test_bad_arguments_are_named():
          lambda: LossScaleOptimizer(sgd(gradient_accumulation_steps=2), global_clipnorm=2.0)),
         (PolicyError, "global_clipnorm=-1", lambda: LossScaleOptimizer(sgd(), global_clipnorm=-1)),
         (PolicyError, "guard=8.0", lambda: LossScaleOptimizer(sgd(), guard=8.0)),
-        (PolicyError, "on_floor='stop'", lambda: LossScaleOptimizer(sgd(), on_floor="stop")),
         (PolicyError, "'dynamo'", lambda: LossScaleOptimizer(sgd(), "dynamo")),
     ):  # fmt: skip
         with pytest.raises(error, match=words):

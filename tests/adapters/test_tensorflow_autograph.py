@@ -37,22 +37,12 @@ CLIPPED = """
 opt = LossScaleOptimizer(keras.optimizers.Adam(1e-3), global_clipnorm=1.0)
 @tf.function
 def step():
-    opt.minimize(loss, weights, retries=2)
+    opt.minimize(loss, weights)
 step()
 """
 FIT = """
 model.compile(LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
 model.fit(x, y, verbose=0)
-"""
-ATTACH = """
-opt = LossScaleOptimizer(keras.optimizers.Adam(1e-3))
-@tf.function
-def step():
-    def attached():
-        out = model(x)
-        return tf.reduce_mean(opt.attach(out, tf.reduce_mean(out ** 2)) ** 2)
-    opt.minimize(attached, weights)
-step()
 """
 V1 = """
 opt = v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
@@ -62,7 +52,7 @@ def step():
     opt.minimize(lambda: weight * weight, var_list=[weight])
 step()
 """
-PROGRAMS = {"loop": LOOP, "minimize": MINIMIZE, "clipped": CLIPPED, "fit": FIT, "attach": ATTACH, "v1": V1}
+PROGRAMS = {"loop": LOOP, "minimize": MINIMIZE, "clipped": CLIPPED, "fit": FIT, "v1": V1}
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("keras_*.py"))
 
 

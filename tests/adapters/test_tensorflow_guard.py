@@ -97,7 +97,6 @@ RUNS = [
     ("eager", {"global_clipnorm": 0.5}),
     ("eager", {"inner": "tf_keras, new"}),
     ("graph", {"global_clipnorm": 0.5}),
-    ("graph", {"jit_compile": True}),
     ("graph", {"inner": "tf_keras, legacy"}),
     ("XLA", {}),
 ]
@@ -315,7 +314,7 @@ def test_the_plain_dict_goes_round():
 
 @pytest.mark.parametrize("inner", ["tf_keras, new", "tf_keras, legacy"])
 def test_a_checkpoint_around_tf_keras_continues(tmp_path, inner):
-    """It holds the guard's state next to the scale's, in the bare optimizer's layout."""
+    """It holds the guard's state next to the scale's."""
     loop, other = Loop("graph", inner), Loop("graph", inner)
     for norm in NORMS[:12]:
         loop.step(tf.constant(norm))

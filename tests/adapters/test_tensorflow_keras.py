@@ -144,44 +144,10 @@ def test_tf_keras_optimizers_in_a_loop_of_ones_own(name, graph):
 @pytest.mark.parametrize("inner", [*TF_KERAS.values(), lambda: tf_keras.optimizers.SGD(SCHEDULE, momentum=0.5)])
 def test_tf_keras_optimizers_come_back_from_a_config(inner):
     """As what they were, though Keras 3 has optimizers of the same names."""
-    optimizer = LossScaleOptimizer(inner(), POLICY, global_clipnorm=1.0, jit_compile=True)
+    optimizer = LossScaleOptimizer(inner(), POLICY, global_clipnorm=1.0)
     again = LossScaleOptimizer.from_config(optimizer.get_config())
     assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
     assert again.get_config() == optimizer.get_config()
-
-
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("name", ["keras", "new"])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_an_update_that_is_compiled_alone(name, graph, max_norm):
-    """Applies and skips the same, for each set of variables that it is given."""
-
-    def trained(jit_compile):
-        inner = TF_KERAS[name]() if name in TF_KERAS else keras.optimizers.Adam(0.1)
-        optimizer = LossScaleOptimizer(inner, POLICY, global_clipnorm=max_norm, jit_compile=jit_compile)
-        variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
-        optimizer.build(variables)
-
-        def step(factor):
-            for some in (variables, variables[:1]):
-                optimizer.minimize(lambda: factor * sum(tf.reduce_sum(each**2) for each in variables), some)
-
-        step = tf.function(step, autograph=False) if graph else step
-        for factor in (1.0, INF, 0.5, 2.0):
-            step(tf.constant(factor))
-        assert int(optimizer.iterations) == 6
-        return np.concatenate([each.numpy().ravel() for each in variables])
-
-    np.testing.assert_allclose(trained(jit_compile=True), trained(jit_compile=False), rtol=1e-6)
-
-
-def test_a_compiled_update_across_replicas_is_refused():
-    """With a reason, instead of TensorFlow's, which names a function that the user has not called."""
-    with STRATEGY.scope():
-        variable = tf.Variable(1.0)
-        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), jit_compile=True)
-    with pytest.raises(ValueError, match=r"MirroredStrategy .* leave jit_compile=True out"):
-        STRATEGY.run(lambda: optimizer.minimize(lambda: variable**2, [variable]))
 
 
 @pytest.mark.filterwarnings("ignore:no gradient exists for")
@@ -366,10 +332,10 @@ def test_values_that_overwrite_a_variable_are_no_gradients():
     assert (float(variable.value[0]), float(overwritten.value[0])) == (-0.5, 1e6)
 
 
-def test_a_hyperparameter_reaches_a_compiled_update():
+def test_a_hyperparameter_reaches_the_inner_optimizer():
     """Set between eager steps; one that the inner optimizer has not is an error, one that nothing reads a warning."""
     variable = tf.Variable(0.0)
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0, jit_compile=True)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0)
     for momentum, expected in ((0.5, -1.0), (0.0, -2.0)):
         optimizer.momentum = momentum
         optimizer.minimize(lambda: variable, [variable])

@@ -1,7 +1,7 @@
 """What `tf.keras.mixed_precision`'s documents promise of their `LossScaleOptimizer`, promise by promise (48 to 99).
 
-The numbers are those of `docs/tensorflow-promises.md`. Each is tried eagerly and in `tf.function` where that differs,
-and around the optimizers of Keras 3 and both generations of tf_keras where it is about what they do.
+Each is tried eagerly and in `tf.function` where that differs, and around the optimizers of Keras 3 and both generations
+of tf_keras where it is about what they do.
 """
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from lossscale_core import DynamicScaling
-from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_tf import LossScaleLogger, LossScaleOptimizer, v1
 
 NAN = float("nan")
@@ -58,21 +57,6 @@ def test_a_healthy_run_says_that_it_is_calibrated(caplog):
     assert _events(caplog) == [("calibrated", 4)]
 
 
-@EACH
-def test_raise_stops_at_the_floor(make):
-    """The step that overflows there raises, once the state is set; a run that continues does so exactly."""
-    weight = tf.Variable(1.0)
-    optimizer = _run(make(on_floor="raise"), [1.0] + [NAN] * 9, weight)
-    for steps in (11, 12):
-        with pytest.raises(ScaleFloorError, match=r"^loss_scale=1 has reached min_scale=1, .* on_floor='warn'\.$"):
-            _run(optimizer, [NAN], weight)
-        assert optimizer.state_dict()["steps"] == steps
-    _run(optimizer, [1.0], weight)
-    optimizer.check_overflow_streak()
-    with pytest.raises(PolicyError, match="on_floor='stop' must be"):
-        make(on_floor="stop")
-
-
 def _fit(optimizer, callbacks, epochs=2):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse", jit_compile=False)
@@ -86,10 +70,6 @@ def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(caplog
     assert _events(caplog) == [("floor", 40)]
     _fit(_keras(), [LossScaleLogger()])
     assert _events(caplog)[1:] == [("floor", 20)]
-    with pytest.raises(ScaleFloorError):
-        _fit(_keras(on_floor="raise"), [LossScaleLogger()])
-    _fit(_keras(on_floor="ignore"), [LossScaleLogger()])
-    assert len(_events(caplog)) == 2
 
 
 @pytest.mark.parametrize("read", ["metrics", "state_dict", "diagnose", "check_overflow_streak"])
@@ -107,10 +87,3 @@ def test_what_reads_the_state_of_compiled_steps_logs(read, caplog):
     for _ in range(2):
         getattr(optimizer, read)()
     assert _events(caplog) == [("floor", 30)]
-
-
-def test_a_config_keeps_on_floor():
-    """It is left out of the config if it was not set, so that older releases read it."""
-    assert "on_floor" not in _keras().get_config()
-    config = _keras(on_floor="raise").get_config()
-    assert LossScaleOptimizer.from_config(config).get_config()["on_floor"] == "raise"

@@ -129,26 +129,19 @@ PLAN = {
     """,
     "lossscale_tf": """
         _documented:
-        _range_inputs:
         _state:
         _verbs:
         _versions:
         _warning:
-        _attach: _verbs _warning
         _guard: _state
-        _protect: _verbs
-        _nonfinite: _protect _state _verbs
         _calls: _verbs
         _norm: _verbs
-        _range_recorder: _range_inputs _verbs
         _report: _verbs
-        _step: _guard _nonfinite _norm _state _verbs _warning
-        _range: _attach _range_inputs _range_recorder _step _verbs
-        _retries: _protect _step
-        _wrapper: _state _step
-        keras: _attach _calls _documented _guard _nonfinite _retries _state _step _verbs _versions _warning _wrapper
-        v1: _calls _documented _guard _retries _state _step _verbs _warning _wrapper
-        __init__: _range _report _state _verbs keras v1
+        _step: _guard _norm _state _verbs _warning
+        _wrapper: _step
+        keras: _calls _documented _guard _state _step _verbs _versions _warning _wrapper
+        v1: _calls _documented _guard _state _step _verbs _warning _wrapper
+        __init__: _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
         _inner:

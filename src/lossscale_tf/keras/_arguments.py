@@ -48,13 +48,8 @@ def policy_of_arguments(
     return as_policy(policy)
 
 
-def loss_arguments(loss: Any, tape: Any, grad_loss: Any, runs_again: bool) -> tuple[tf.GradientTape | None, Any]:
-    """Return the tape and `grad_loss` of a loss to minimize; `ValueError` if it cannot be differentiated, or run again.
-
-    `runs_again` says whether the loss may run several times.
-    """
-    if runs_again and (tape is not None or not callable(loss)):
-        raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable and no tape")
+def loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTape | None, Any]:
+    """Return the tape and `grad_loss` of a loss; raise `ValueError` if it cannot be differentiated."""
     if not callable(loss) and tape is None:
         raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
     if tape is not None and not isinstance(tape, tf.GradientTape):  # in an older signature, grad_loss was third

@@ -11,15 +11,13 @@ from lossscale_tf.keras._optimizer import LossScaleOptimizer
 class LossScaleLogger(keras.callbacks.Callback):
     """Put `loss_scale` and `skipped_steps` into the logs of every epoch, and of each `every_n_batches`-th batch.
 
-    With a spike guard, the logs also contain `spikes`, the number of steps that the guard has refused. With
-    `on_nonfinite_update="skip"` or `on_nonfinite_loss="hold"` they contain `nonfinite_updates` and `nonfinite_losses`.
+    With a spike guard, the logs also contain `spikes`, the number of steps that the guard has refused.
 
     The numbers appear in the progress bar, `History`, `CSVLogger` and `TensorBoard`; put this callback before them in
     the list of callbacks. Reading the numbers synchronises with the host, which `fit` does at the end of an epoch
     anyway; batches cost nothing unless `every_n_batches` is set. When the numbers are read, an `OverflowStreakError` is
-    raised if the policy's `max_overflow_streak` is reached; at the end of an epoch `check_overflow_streak` is called,
-    which raises the other errors, too. A warning is issued if the optimizer is not a `LossScaleOptimizer`, since it has
-    no numbers to log.
+    raised if the policy's `max_overflow_streak` is reached. A warning is issued if the optimizer is not a
+    `LossScaleOptimizer`, since it has no numbers to log.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:
@@ -55,6 +53,3 @@ class LossScaleLogger(keras.callbacks.Callback):
             logs["skipped_steps"] = int(state.skipped_steps)
             if optimizer.guard_state is not None:
                 logs["spikes"] = int(optimizer.guard_state.spikes)
-            if optimizer.nonfinite_state is not None:
-                logs["nonfinite_updates"] = int(optimizer.nonfinite_state.updates)
-                logs["nonfinite_losses"] = int(optimizer.nonfinite_state.losses)

@@ -76,8 +76,9 @@ def listed(names: Any, inner: Any) -> list[str]:
     of_inner = dir(inner)
     shared = {*NAMES, *_legacy_hyperparameters(inner)}
     names = {*names, *SETTINGS, *(name for name in shared if spelled(name) in of_inner)}
-    # TensorFlow's checkpoints search every object that lists this name for untracked slots; Keras 3's are tracked.
-    return sorted(names if "get_slot_names" in of_inner else names - {"get_slot_names"})
+    # TensorFlow's checkpoints search every object that lists this name for untracked slots: the inner optimizer's are
+    # found there, and would be saved twice.
+    return sorted(names - {"get_slot_names"})
 
 
 def _legacy_hyperparameters(inner: Any) -> Any:

@@ -8,12 +8,9 @@ from typing import Any, NoReturn, Self, cast
 import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, OnFloor, OnNonfiniteLoss, OnNonfiniteUpdate, ScaleWatch, SpikeGuard
+from lossscale_core import BaseScaling, ScaleWatch, SpikeGuard
 from lossscale_core.adapters import shown
-from lossscale_tf._attach import Attached
 from lossscale_tf._guard import Guard
-from lossscale_tf._nonfinite import Nonfinite
-from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, outside_of_replicas
 from lossscale_tf._verbs import Gradient, Tree, unconverted
@@ -39,7 +36,7 @@ from lossscale_tf.keras._names import (
     set_iterations,
     spelled,
 )
-from lossscale_tf.keras._saving import SavedLikeInner, arguments_of, config_of, matching
+from lossscale_tf.keras._saving import arguments_of, config_of, matching
 from lossscale_tf.keras._scaling import Scaling
 from lossscale_tf.keras._slots import Slots
 from lossscale_tf.keras._updates import Updates
@@ -69,22 +66,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         dynamic: Whether the scale adapts.
         policy: Anything that `as_policy` accepts, instead of the four arguments before.
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
-        jit_compile: Whether XLA compiles the update alone, which runs if the gradients are finite.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
             scale and its counters unchanged. The norm is that of the unscaled gradients before clipping. Eagerly, a
             `SpikeStreakError` is raised when its `max_streak` is reached.
-        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there. Eager
-            steps check this themselves. In `fit` and `tf.function`, `LossScaleLogger` or your own code must call
-            `check_overflow_streak`.
-        on_nonfinite_update: The reaction to a step with finite gradients that makes a parameter or a variable of the
-            inner optimizer NaN or infinite; a variable that was not finite before the step does not count. `"ignore"`
-            does not look. `"raise"` reads the variables after each eager step, and raises a `NonfiniteUpdateError` that
-            names the first; in `fit` and `tf.function`, only `check_overflow_streak` reads them. `"skip"` copies the
-            variables, and undoes such a step in graphs, too: everything is as without it, the loss scale included.
-            From 20 such steps in a row on, or the policy's `max_overflow_streak`, a `NonfiniteStreakError` is raised.
-        on_nonfinite_loss: The reaction to a loss that is NaN or infinite before it is scaled. `"back_off"` treats it as
-            an overflow. `"hold"` skips the step, leaves the loss scale unchanged, and does not retry.
         name: The optimizer's name.
         **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
 
@@ -95,7 +79,6 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     """
 
     _is_initialised = False
-    _saved: SavedLikeInner | None = None
 
     def __init__(
         self,
@@ -107,36 +90,27 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         dynamic: bool | None = None,
         policy: Any = None,
         global_clipnorm: float | None = None,
-        jit_compile: bool = False,
         guard: SpikeGuard | None = None,
-        on_floor: OnFloor = "warn",
-        on_nonfinite_update: OnNonfiniteUpdate = "ignore",
-        on_nonfinite_loss: OnNonfiniteLoss = "back_off",
         name: str | None = None,
         optimizer: Any = None,
         **base_arguments: Any,
     ) -> None:
         inner = optimizer if inner_optimizer is None else inner_optimizer
         require_arguments(inner, global_clipnorm, guard, base_arguments)
-        watch = ScaleWatch(on_floor)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         require_single_wrapper(self, inner)
         # After the checks: Keras's constructor sets `loss_scale_factor` of the inner optimizer to None permanently:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
         super().__init__(inner, name=name)
         self._slots = Slots(inner)
-        # A checkpoint saves these four under the names of the attributes; without a guard it has no guard variables.
+        # A checkpoint saves these three under the names of the attributes; without a guard it has no guard variables.
         self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
         guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
         self._guard_state = None if guarding is None else guarding.state
-        nonfinite = Nonfinite.of(on_nonfinite_update, on_nonfinite_loss, self._slots.weights, _counter)
-        self._nonfinite_state = None if nonfinite is None else nonfinite.counters
         self._used_scale = _variable_of_each_replica(0.0)
-        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, watch, nonfinite)
+        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, ScaleWatch())
         self._scaling = Scaling(self._step, self._used_scale)
-        self._attached = Attached()
-        self._updates = Updates(inner, jit_compile)
-        self._saved = SavedLikeInner.of(self, inner, self._step)
+        self._updates = Updates(inner)
         self._is_initialised = True
 
     @unconverted
@@ -173,32 +147,6 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return self._scaling.scale(loss)
 
     @unconverted
-    def attach(self, x: Any, aux_loss: Any) -> tf.Tensor:
-        """Return `x`; its backward pass adds the gradients of `aux_loss` times the loss scale.
-
-        Use it for a loss that a layer computes inside the model, such as the router loss of a mixture of experts:
-        `out = attach(out, aux_loss)`. The gradients are then those of `loss + aux_loss`. A layer needs no optimizer,
-        only this method: `MoE(attach=optimizer.attach)`. Use the result: if it is discarded, `aux_loss` is lost.
-        Eagerly, the next `apply_gradients` warns of that; a graph cannot notice it.
-
-        Nothing is normalised: divide `aux_loss` by micro-batches, tokens and replicas as you divide the loss. The scale
-        is the loss scale at the time of this call, or of its repetition by `tf.recompute_grad`. Does not synchronise
-        with the host.
-
-        Args:
-            x: A tensor of any shape and float dtype, through which gradients of the loss pass.
-            aux_loss: A tensor of any shape and float dtype, meaning its sum; halves are converted to float32 first.
-
-        Returns:
-            A tensor equal to `x`, with its shape and dtype.
-
-        Raises:
-            TypeError: `x` or `aux_loss` is not a tensor of floats.
-
-        """
-        return self._attached.attach(x, aux_loss, tf.convert_to_tensor(self._step.state.loss_scale))
-
-    @unconverted
     def get_unscaled_gradients(self, grads: Tree) -> Tree:
         """Divide gradients by the scale of their own loss, even if the next loss was already scaled.
 
@@ -223,14 +171,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         *,
         grad_loss: Any = None,
         name: str | None = None,
-        retries: int = 0,
-        protect: Any = (),
     ) -> None:
-        """Take a whole step: scale `loss`, differentiate, unscale and apply; with `retries`, repeat while it overflows.
-
-        If `protect` names everything that the loss writes to, the applied step is bit for bit that of a run with the
-        scale of the last try. Each try is one update of the policy, and only the last try raises an
-        `OverflowStreakError`. In a graph the tries are one `while_loop`, and the loss is traced once.
+        """Take a whole step: scale `loss`, differentiate, unscale and apply.
 
         Args:
             loss: A callable, or a tensor computed under `tape`.
@@ -238,23 +180,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             tape: The tape of a loss that is a tensor.
             grad_loss: The gradient of the loss itself, if it is not 1.
             name: Not used.
-            retries: The largest number of further tries, each at the lowered scale, while gradients overflow. A policy
-                that does not adapt is not retried.
-            protect: Layers, modules, variables and generators of random numbers. After each skipped try, their
-                non-trainable variables and states are restored, such as BatchNormalization's moving averages and the
-                seeds of Dropout; and so are weights that the loss writes to, as SpectralNormalization does.
 
         Raises:
-            ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient; or `retries` or
-                `protect` are given together with a tape, with a layer that is not built, or under several replicas.
-            PolicyError: `retries` is not a whole number, 0 or more.
-            TypeError: `protect` holds something else.
+            ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient.
 
         """
-        tries = Tries(self._step, retries, protect)
-        tape, grad_loss = loss_arguments(loss, tape, grad_loss, runs_again=not tries.is_plain)
-        differentiate = functools.partial(self._scaling.differentiate, loss, var_list, tape, grad_loss)
-        tries.run(differentiate, functools.partial(self.apply_gradients, name=name))
+        self.apply_gradients(self.compute_gradients(loss, var_list, tape, grad_loss=grad_loss), name=name)
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, *, grad_loss: Any = None
@@ -274,7 +205,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             ValueError: The loss is a tensor and `tape` is missing.
 
         """
-        return self._scaling.differentiate(loss, var_list, *loss_arguments(loss, tape, grad_loss, runs_again=False))
+        return self._scaling.differentiate(loss, var_list, *loss_arguments(loss, tape, grad_loss))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -428,14 +359,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def variables(self) -> list[Any]:
         """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
 
-        The counters of updates and losses that are not finite are last, if it counts them. Around an optimizer of
-        tf_keras the list can also be called and returns itself, as in tf_keras.
+        Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         guards = [] if self._step.guard is None else self._step.guard.state.all
-        last = guards if self._nonfinite_state is None else [*guards, *self._nonfinite_state.all]
-        ids = set(map(id, last))
+        ids = set(map(id, guards))
         own = [variable for variable in self._variables if id(variable) not in ids]
-        variables = [*own, *self.weights, *last]
+        variables = [*own, *self.weights, *guards]
         return variables if is_keras_3(self.inner_optimizer) else CallableList(variables)
 
     def get_weights(self) -> list[Any]:
@@ -495,7 +424,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the config for `from_config`, without the running state: strings, numbers and dicts of them."""
-        return config_of(self.name, self.inner_optimizer, self._step, self._updates.is_compiled)
+        return config_of(self.name, self.inner_optimizer, self._step)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
@@ -532,12 +461,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         build_once(self, variables)
         if not self._step.has_begun:
             outside_of_replicas(self._warn_if_resumed)
-        self._attached.warn_if_lost()
-        grads, loss_scale, loss_finite = self._scaling.to_apply(grads, variables, may_be_scaled)
+        grads, loss_scale = self._scaling.to_apply(grads, variables, may_be_scaled)
         if not is_summed:
             grads, loss_scale = self._updates.summed(grads, variables, loss_scale)
-        in_graph = self._scaling.updated_in_graph
-        self._step.take(grads, variables, loss_scale, self._updates.run, in_graph, loss_finite)
+        self._step.take(grads, variables, loss_scale, self._updates.run, self._scaling.updated_in_graph)
 
     def _warn_if_resumed(self) -> None:
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
@@ -569,7 +496,6 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             if not hasattr(inner, spelled(name)):
                 raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{spelled(name)}'")
             setattr(inner, spelled(name), value)
-            self._updates.forget_compiled()
         else:
             if kind is Kind.READ or (not hasattr(type(self), name) and hasattr(inner, name)):
                 warn_caller(
@@ -582,29 +508,6 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def __dir__(self) -> list[str]:
         return listed(super().__dir__(), self.inner_optimizer)
 
-    # A property, since TensorFlow calls `hasattr`, which must be False around an optimizer of Keras 3:
-    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/checkpoint/restore.py#L775
-    @property
-    def _create_or_restore_slot_variable(self) -> Any:
-        """Call the inner optimizer's method, if it has slots of TensorFlow's own kind."""
-        return self.inner_optimizer._create_or_restore_slot_variable
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        if self._saved is None or save_type != "checkpoint":
-            return super()._trackable_children(save_type, **kwargs)
-        return self._saved.children(save_type, **kwargs)
-
-    def _checkpoint_adapter(self, path: str) -> Any:
-        if self._saved is not None:
-            self._saved.read_layout(path)
-        return super()._checkpoint_adapter(path)
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        own = super()._lookup_dependency
-        if self._saved is None or cached_dependencies is None:  # attribute tracking passes none
-            return own(name, cached_dependencies)
-        return self._saved.lookup(name, lambda: own(name))
-
 
 def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str, value: Any) -> tf.Variable:
     return optimizer.add_variable(
@@ -615,13 +518,6 @@ def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str,
         # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
         aggregation="only_first_replica",
         name=f"{prefix}{name}",
-    )
-
-
-def _counter(name: str, value: Any) -> Any:
-    """Return a variable that is not in the optimizer's own list, in which a checkpoint finds variables by number."""
-    return keras.Variable(
-        value, dtype=value.dtype.name, trainable=False, aggregation="only_first_replica", name=f"nonfinite_{name}"
     )
 
 

@@ -1,7 +1,5 @@
 """The scaling of losses and unscaling of gradients around a Keras optimizer, and checks of their calls."""
 
-import functools
-import operator
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,9 +7,9 @@ import tensorflow as tf
 
 from lossscale_core import BaseScaling
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._calls import Calls, Mark, Record, mark_gradient, mark_loss, origins
+from lossscale_tf._calls import Calls, Record, mark_gradient, mark_loss, origins
 from lossscale_tf._step import Step, is_overwritten
-from lossscale_tf._verbs import Gradient, Tree, all_finite, is_gradient, scale_by, times, unconverted, unscale_by
+from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
 from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._inner import as_tensorflow, require_no_session
 
@@ -43,8 +41,6 @@ class Scaling:
         require_no_session()
         scaled, loss_scale = self._scaled(loss)
         record = self._calls.scale(loss_scale, self._updates, by_keras)
-        if (loss_finite := self._loss_finite(loss)) is not None:
-            record.note_loss(loss_finite)
         self._used_scale.assign(loss_scale)
         for leaf in tf.nest.flatten(scaled):
             mark_loss(leaf, record)
@@ -59,7 +55,7 @@ class Scaling:
                 self._calls.forget_here()
                 raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
         record = self._calls.unscale(leaves)
-        return self._unscaled(grads, self._scale_of(record), record, record.loss_finite())
+        return self._unscaled(grads, self._scale_of(record), record)
 
     def differentiate(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, grad_loss: Any = None
@@ -81,7 +77,7 @@ class Scaling:
         else:
             grads = tape.gradient(scaled, variables, output_gradients=_like(grad_loss, scaled))
         record = self._calls.scale_and_unscale(loss_scale, as_tensorflow(variables))
-        unscaled = self._unscaled(grads, loss_scale, record, self._loss_finite(value))
+        unscaled = self._unscaled(grads, loss_scale, record)
         return list(zip(unscaled, variables, strict=True))
 
     def gradients(self, loss: Any, variables: Any) -> list[Gradient]:
@@ -95,14 +91,11 @@ class Scaling:
 
     def to_apply(
         self, grads: list[Gradient], variables: list[Any], may_be_scaled: bool
-    ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
-        """Return gradients that are about to be applied, their scale, and whether their loss is finite.
-
-        The scale is None if they are unscaled, and the last one unless `on_nonfinite_loss` is `"hold"`.
+    ) -> tuple[list[Gradient], tf.Tensor | None]:
+        """Return gradients that are about to be applied, and their scale; None if they are unscaled.
 
         `may_be_scaled` says that the caller accepts gradients of a scaled loss; `CallOrderError` is raised if it is
-        unknown whether they are scaled. For other callers, missing calls cause one warning. With `"hold"`, a
-        `ValueError` is raised if their loss is unknown.
+        unknown whether they are scaled. For other callers, missing calls cause one warning.
         """
         marks = [self._calls.mark_of(grad) for grad in grads]
         records = {each.record for each in marks if each is not None and each.kind == "unscaled"}
@@ -113,14 +106,13 @@ class Scaling:
             record = self._calls.apply(as_tensorflow(variables), grads)
             if self._are_scaled(record, may_be_scaled, are_as_before):
                 record = self._calls.of(grads, record)
-                return grads, self._scale_of(record), self._finite_loss_of(marks, record)
-        loss_finite = self._finite_loss_of(marks, record)
+                return grads, self._scale_of(record)
         self._warn_of_missing_calls(record, are_as_before)
         if record.is_unscaled and any(map(is_overwritten, variables)):  # new values were divided, too
             factor = self._scale_of(record)
             pairs = zip(grads, variables, strict=True)
-            return [times(grad, factor) if is_overwritten(each) else grad for grad, each in pairs], None, loss_finite
-        return *origins(grads), loss_finite
+            return [times(grad, factor) if is_overwritten(each) else grad for grad, each in pairs], None
+        return origins(grads)
 
     def updated_in_graph(self, *_: Any) -> None:
         """Note that a traced step updates the scale, so that losses after it may have another scale."""
@@ -145,26 +137,6 @@ class Scaling:
         loss_scale = tf.convert_to_tensor(self._step.state.loss_scale)
         return scale_by(loss, loss_scale), loss_scale
 
-    @unconverted
-    def _loss_finite(self, loss: Any) -> tf.Tensor | None:
-        """Return whether a loss is finite before it is scaled; None unless `on_nonfinite_loss` is `"hold"`."""
-        nonfinite = self._step.nonfinite
-        return all_finite(loss) if nonfinite is not None and nonfinite.on_loss == "hold" else None
-
-    def _finite_loss_of(self, marks: list[Mark | None], record: Record) -> tf.Tensor | None:
-        """Return whether the losses of gradients with these marks are finite; None unless that matters."""
-        nonfinite = self._step.nonfinite
-        if nonfinite is None or nonfinite.on_loss != "hold":
-            return None
-        noted = [each.loss_finite for each in marks if each is not None and each.loss_finite is not None]
-        flags = list({id(each): each for each in noted}.values()) or [record.loss_finite()]
-        if flags[0] is None:
-            raise ValueError(
-                "on_nonfinite_loss='hold' needs the loss of these gradients, and it was scaled in another trace or by "
-                "other code; use minimize, or leave on_nonfinite_loss out"
-            )
-        return functools.reduce(operator.and_, flags)
-
     def _scale_of(self, record: Record) -> tf.Tensor:
         """Return the scale of a record; for a record from another graph or thread, the last scale that was used."""
         loss_scale = record.loss_scale()
@@ -174,11 +146,11 @@ class Scaling:
         return tf.where(used > 0.0, used, tf.convert_to_tensor(self._step.state.loss_scale))  # none was used yet
 
     @unconverted
-    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: Record, loss_finite: tf.Tensor | None) -> Tree:
+    def _unscaled(self, grads: Tree, loss_scale: tf.Tensor, record: Record) -> Tree:
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             if is_gradient(leaf):
-                mark_gradient(leaf, record, grad, loss_scale, loss_finite)
+                mark_gradient(leaf, record, grad, loss_scale)
         return unscaled
 
     def _are_scaled(self, record: Record, may_be_scaled: bool, are_as_before: bool) -> bool:

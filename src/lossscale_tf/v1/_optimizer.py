@@ -7,12 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import OnFloor, ScaleWatch, SpikeGuard, as_policy
+from lossscale_core import ScaleWatch, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, shown
 from lossscale_tf._calls import Calls, mark_gradient, origins
 from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
 from lossscale_tf._guard import Guard
-from lossscale_tf._retries import Tries
 from lossscale_tf._state import StateVariables
 from lossscale_tf._step import Step, cast_to_variables, merges_replicas
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
@@ -43,9 +42,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
             scale and its counters unchanged.
-        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` raises a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is there. A graph
-            does not read the state: call `check_overflow_streak` of `lossscale_core`.
 
     Raises:
         TypeError: `opt` is not such an optimizer, or scales the loss already.
@@ -64,7 +60,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         loss_scale: Any = None,
         global_clipnorm: float | None = None,
         guard: SpikeGuard | None = None,
-        on_floor: OnFloor = "warn",
     ) -> None:
         _require_optimizer(opt)
         if (loss_scale_manager is None) == (loss_scale is None):
@@ -73,7 +68,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         require_policy_or_number(chosen)
         require_clipnorm(global_clipnorm)
         check_guard(guard)
-        watch = ScaleWatch(on_floor)
         name = opt.get_name() if name is None else name
         _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
@@ -83,7 +77,7 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
             state = StateVariables(policy, _variable)
         with tf.name_scope(f"{name}_spike_guard"):
             guarding = Guard.of(guard, _variable)
-        self._step = Step(policy, state, global_clipnorm, guarding, watch)
+        self._step = Step(policy, state, global_clipnorm, guarding, ScaleWatch())
         self._calls = Calls()
         share_deferred_restorations(self, opt)
 
@@ -91,57 +85,6 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
     def loss_scale(self) -> tf.Variable:
         """The variable that holds the loss scale: float32, of shape `()`."""
         return self._step.state.loss_scale
-
-    @tf.autograph.experimental.do_not_convert
-    def minimize(
-        self,
-        loss: Any,
-        global_step: tf.Variable | None = None,
-        var_list: Any = None,
-        gate_gradients: int = _Optimizer.GATE_OP,
-        aggregation_method: Any = None,
-        colocate_gradients_with_ops: bool = False,
-        name: str | None = None,
-        grad_loss: Any = None,
-        *,
-        retries: int = 0,
-        protect: Any = (),
-    ) -> tf.Operation | None:
-        """Take a whole step: compute the gradients and apply them; with `retries`, repeat while they overflow.
-
-        Args:
-            loss: As for `compute_gradients`.
-            global_step: As for `apply_gradients`.
-            var_list: As for `compute_gradients`.
-            gate_gradients: As there.
-            aggregation_method: As there.
-            colocate_gradients_with_ops: As there.
-            name: As for `apply_gradients`.
-            grad_loss: As for `compute_gradients`.
-            retries: The largest number of further tries at a lower scale while gradients overflow, eagerly or in a
-                `tf.function`; see `lossscale_tf.LossScaleOptimizer.minimize`.
-            protect: The objects to protect: a skipped try leaves their variables unchanged; see the same method.
-
-        Returns:
-            The operation in a graph, None eagerly.
-
-        Raises:
-            ValueError: No variable has a gradient, or one of them is not a variable; or `retries` or `protect` are
-                given with a loss that is a tensor, with a layer that is not built, or under several replicas.
-            PolicyError: `retries` is not a whole number, 0 or more.
-            TypeError: `protect` holds something else.
-            RuntimeError: `retries` or `protect` are given in a graph for sessions.
-
-        """
-        tries = Tries(self._step, retries, protect)
-        how = (var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops)
-        if tries.is_plain:
-            return super().minimize(loss, global_step, *how, name, grad_loss)
-        _require_repeatable(loss)
-        return tries.run(
-            lambda: self.compute_gradients(loss, *how, grad_loss),
-            lambda pairs: self.apply_gradients(pairs, global_step, name),
-        )
 
     def compute_gradients(
         self,
@@ -309,17 +252,6 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     pairs = pairs_of(grads_and_vars)
     _require_variables([variable for _, variable in pairs])
     return pairs
-
-
-def _require_repeatable(loss: Any) -> None:
-    """Raise an error unless a loss can run several times."""
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise RuntimeError(
-            "retries= and protect= run the loss again, which a graph for sessions cannot; call minimize eagerly or in "
-            "a tf.function, or leave them out"
-        )
-    if not callable(loss):
-        raise ValueError("with retries= or protect= the loss runs within minimize; pass a callable")
 
 
 def _require_variables(variables: list[Any]) -> None:
