@@ -74,7 +74,8 @@ def clip_with_torch(scaler: Any, optimizer: Any, params: list[Any], device: str)
 def clip_with_ours(scaler: Any, optimizer: Any, device: str) -> None:
     """Do the same with one read and one multiply."""
     scaler.scale(torch.ones((), device=device))
-    scaler.clip_and_step(optimizer, 1.0)
+    scaler.unscale_and_clip_(optimizer, 1.0)
+    scaler.step(optimizer)
     scaler.update()
     synchronize(device)
 

@@ -60,7 +60,8 @@ def main(steps: int = 100, folder: str = "runs/torch_fsdp2") -> tuple[float, nn.
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[rows]).float(), labels[rows])
         scaler.scale(loss).backward()
-        scaler.clip_and_step(optimizer, max_norm=1.0)  # the norm of all shards, and the decision of all ranks
+        scaler.unscale_and_clip_(optimizer, max_norm=1.0)  # the norm of all shards, and the decision of all ranks
+        scaler.step(optimizer)
         scaler.update()
     dcp.save(run(done=steps), checkpoint_id=folder)
 

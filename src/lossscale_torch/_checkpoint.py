@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -29,7 +29,7 @@ _NEW_SCALE = (
 _TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEVER = 2**31 - 1
 _FACTORS = ("scale", "growth_factor", "backoff_factor")
-LIBRARY_KINDS = ("none", "fixed", "dynamic", "tolerant")
+LIBRARY_KINDS = ("none", "fixed", "dynamic")
 """The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -62,43 +62,6 @@ def _item(value: Any) -> Any:
         return value.item() if getattr(value, "shape", None) == () else value
     except RuntimeError:  # a tensor of the meta device has none
         return value
-
-
-def torchs_part(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `saved`; or only torch's five keys, with a warning, if they contradict this library's keys.
-
-    This happens if torch's keys were loaded into a dict of this scaler, which keeps its old values for the other keys.
-    `torch.distributed.checkpoint` does so with a checkpoint of torch's scaler if its planner allows missing keys.
-    """
-    differing = [
-        f"{name}={shown(theirs)} and {shown(ours)}"
-        for name, theirs, ours in _values_given_twice(saved)
-        if _is_finite(ours) and not (_is_finite(theirs) and math.isclose(theirs, ours, rel_tol=1e-6))
-    ]
-    if not differing:
-        return saved
-    warnings.warn(
-        f"the saved state contradicts itself ({'; '.join(differing)}); "
-        f"torch's keys ({', '.join(_TORCHS_KEYS)}) are taken, and the counters start over",
-        CheckpointWarning,
-        stacklevel=3,
-    )
-    return {key: saved[key] for key in _TORCHS_KEYS}
-
-
-def _values_given_twice(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each number under torch's keys and this library's keys."""
-    if "scale" not in saved:
-        return
-    config = saved["policy"] if isinstance(saved.get("policy"), Mapping) else {}
-    said = [
-        ("scale", saved["scale"], saved.get("loss_scale")),
-        ("_growth_tracker", saved.get("_growth_tracker"), saved.get("growth_tracker")),
-        *((name, saved.get(name), config.get(name)) for name in ("growth_factor", "backoff_factor")),
-    ]
-    if "growth_interval" in saved:
-        said.append(("growth_interval", reachable_interval(saved["growth_interval"]), config.get("growth_interval")))
-    yield from ((name, theirs, ours) for name, theirs, ours in said if theirs is not None and ours is not None)
 
 
 def _is_number(value: Any) -> bool:

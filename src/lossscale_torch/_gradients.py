@@ -14,7 +14,7 @@ class Gradients:
 
     The tensors in the buckets share memory with the gradients. A gradient that kernels cannot change in place (sparse
     with duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that they can. `ValueError` is
-    raised for a gradient that is not writable, for float8, and, with torch's message, for float16 unless `allow_half`.
+    raised, with torch's message, for float16 unless `allow_half`.
     """
 
     __slots__ = ("are_complex", "buckets")
@@ -46,15 +46,12 @@ class Gradients:
         """The dtypes of the gradients; a complex one counts as the dtype of its parts."""
         return {bucket[0].dtype for bucket in self.buckets}
 
-    def found_inf(self, factor: Tensor | None = None) -> dict[torch.device, Tensor]:
-        """Return for each device 1.0 if a gradient holds NaN or infinity, else 0.0; do not change the gradients.
-
-        With `factor`, check the gradients multiplied by this factor.
-        """
+    def found_inf(self) -> dict[torch.device, Tensor]:
+        """Return for each device 1.0 if a gradient holds NaN or infinity, else 0.0; do not change the gradients."""
         found: dict[torch.device, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
-            flag = found_inf_in(bucket, None if factor is None else moved(factor, device))
+            flag = found_inf_in(bucket)
             found[device] = torch.maximum(found[device], flag) if device in found else flag
         return found
 
@@ -73,12 +70,6 @@ class Gradients:
             check_and_multiply_(bucket, found[device], inverse if is_here else moved(inverse, device))
         return found
 
-    def check_again(self, found: dict[torch.device, Tensor]) -> None:
-        """Set the flags of `found` in place for devices where a gradient is not finite now."""
-        for bucket in self.buckets:
-            flag = found[bucket[0].device]
-            check_and_multiply_(bucket, flag, torch.ones_like(flag))
-
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:
         """Multiply finite gradients in place by one number, or by a tensor of shape `()`."""
@@ -90,11 +81,6 @@ class Gradients:
             else:  # by the kernel that also checks, which takes a fifth of the time for small tensors
                 flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
                 check_and_multiply_(bucket, flag, torch.full_like(flag, factor))
-
-    @torch.no_grad()
-    def are_zero(self) -> bool:
-        """Return whether every element is exactly zero. Synchronises with the host."""
-        return not any(bool(each.any()) for bucket in self.buckets for each in bucket)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -125,7 +111,6 @@ def values_of(grad: Tensor) -> Tensor:
         grad = grad.to_local()  # type: ignore[attr-defined]
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    grad = grad.resolve_neg().resolve_conj()
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
@@ -138,16 +123,11 @@ def buckets(values: Iterable[Tensor | None]) -> list[Bucket]:
     return list(by_kind.values())
 
 
-def found_inf_in(bucket: Bucket, factor: Tensor | None = None) -> Tensor:
+def found_inf_in(bucket: Bucket) -> Tensor:
     """Return 1.0 if a tensor of the bucket holds NaN or infinity, else 0.0: float32, shape `()`, on their device.
 
-    With `factor`, check the tensors multiplied by this factor. The bucket is not changed.
+    The bucket is not changed.
     """
-    if factor is not None:
-        bucket = [each for each in bucket if each.numel()]
-        if not bucket:
-            return torch.zeros((), dtype=torch.float32, device=factor.device)
-        return _not_finite(torch.stack(torch._foreach_norm(bucket, torch.inf)).amax() * factor)
     found = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
     check_and_multiply_(bucket, found, torch.ones_like(found))
     return found
@@ -163,10 +143,7 @@ def check_and_multiply_(bucket: Bucket, found_inf: Tensor, factor: Tensor) -> No
             )
         multiply_(bucket, factor)
         return
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
-    except RuntimeError as error:  # the kernel refuses lazily negated tensors, before it writes to any
-        torch._amp_foreach_non_finite_check_and_unscale_(_without_signs(bucket, error), found_inf, factor)
+    torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
 
 
 def half_gradients_message(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -221,39 +198,12 @@ def _writable_values(param: Tensor) -> Tensor | None:
         param.grad = _without_partial_sums(param.grad)
     elif param.grad.is_sparse and not param.grad.is_coalesced():
         param.grad = param.grad.coalesce()  # the gradient is finite if the sums of duplicates are
-    values = values_of(_without_lazy_bits(param.grad))
-    if values.is_floating_point() and values.dtype.itemsize < 2:
-        raise ValueError(
-            f"a gradient of shape {tuple(param.shape)} is {values.dtype}, which is too coarse to unscale in place; "
-            "keep the parameter in float32, bfloat16 or float16 and convert to float8 inside the forward pass"
-        )
-    if any(stride == 0 and size > 1 for stride, size in zip(values.stride(), values.shape, strict=True)):
-        raise ValueError(
-            f"a gradient of shape {tuple(param.shape)} is expanded: several of its elements share one place in memory, "
-            "so it cannot be unscaled in place; assign param.grad = param.grad.clone() first"
-        )
-    return values
+    return values_of(param.grad)
 
 
 def multiply_(bucket: Bucket, factor: float | Tensor) -> None:
     """Multiply in place by one number, or by a tensor of shape `()` on the same device."""
-    try:
-        torch._foreach_mul_(bucket, factor)
-    except RuntimeError as error:  # the kernel refuses lazily negated tensors
-        torch._foreach_mul_(_without_signs(bucket, error), factor)
-
-
-def _without_signs(bucket: Bucket, error: RuntimeError) -> Bucket:
-    """Return views of a bucket without lazy negation; raise the kernel's error if that is not possible."""
-    if not any(each.is_neg() for each in bucket):
-        raise error
-    return [_without_lazy_bits(each) for each in bucket]
-
-
-def _without_lazy_bits(grad: Tensor) -> Tensor:
-    """Return a view without lazy negation or conjugation, which do not affect a positive factor, a norm or a check."""
-    grad = grad.conj() if grad.is_conj() else grad
-    return torch._neg_view(grad) if grad.is_neg() else grad
+    torch._foreach_mul_(bucket, factor)
 
 
 def _without_partial_sums(grad: Any) -> Any:

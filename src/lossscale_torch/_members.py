@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from lossscale_torch._gradients import Gradients, grads_of, moved
+from lossscale_torch._gradients import grads_of, moved
 from lossscale_torch._state import LossScale, is_being_recorded, is_readable
 
 READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
@@ -43,8 +43,6 @@ class Record(dict[str, Any]):
     """Whether its gradients belong to losses that were counted by an earlier update."""
     is_kept: bool = False
     """Whether it was unscaled before an earlier update, so that it may be unscaled again, by 1."""
-    deferred: Tensor | None = None
-    """The divisor that a fused optimizer must still apply to gradients that count as unscaled."""
     is_left_scaled: bool = False
     """Whether a clip is known on the host to have changed nothing, since the norm is not finite."""
     had_none: bool = False
@@ -73,7 +71,7 @@ class Record(dict[str, Any]):
     def take(self, found: dict[Any, Tensor], finite: bool | None = None) -> None:
         """Set the stage to unscaled with these flags; an empty `found` means that there were no gradients."""
         if self["stage"] is not READY or self.has_checked_norm or self.had_none:  # the result of an earlier check
-            self.spiked, self.deferred, self.recorded_gradients = False, None, None
+            self.spiked, self.recorded_gradients = False, None
             self.is_kept = self.has_checked_norm = self.is_left_scaled = self.had_none = False
         self["found_inf_per_device"], self["stage"] = found, UNSCALED if found else READY
         self.finite = finite
@@ -152,21 +150,6 @@ class Member:
         self.place: int | None = None
         """The index of its state in the guard."""
 
-    def takes_dummy_step(self) -> bool:
-        """Return whether a step moves nothing, since all rates and all gradients are zero.
-
-        `torch.distributed.checkpoint` takes such a step to make an optimizer allocate its state. Waits for the device
-        only if every rate is zero.
-        """
-        optimizer = self.optimizer()
-        for group in () if optimizer is None else optimizer.param_groups:
-            rate = group.get("lr", 1.0)
-            if isinstance(rate, Tensor):
-                rate = rate.detach().float().numpy().sum() if rate.is_cpu else 1.0
-            if rate != 0.0:
-                return False
-        return optimizer is not None and not is_being_recorded() and Gradients([optimizer]).are_zero()
-
 
 def _forget(scaler: Callable[[], Any], key: int, _: Any) -> None:
     alive = scaler()
@@ -197,7 +180,7 @@ class Fused:
 
         A factor that the user has set before is multiplied in.
         """
-        grad_scale = record.deferred
+        grad_scale = None
         if record["stage"] is READY and record.scale is not None:
             grad_scale = record.scale.tensor.clone()  # an optimizer may write to it
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.

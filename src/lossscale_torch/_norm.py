@@ -23,16 +23,13 @@ def unscaled_norm(gradients: Gradients, scale: LossScale, norm_type: float) -> t
     """Return the norm of gradients divided by `scale`, and the scale as a number. Synchronises once.
 
     `norm_type` is 2 or infinity. The norm is not finite if and only if some unscaled gradient element is not. Each
-    gradient is read once; twice where squares overflow or underflow, and below a scale of 1, where a finite gradient
-    may become infinite by being unscaled.
+    gradient is read once; twice where squares overflow or underflow.
     """
     some = _without_empty(gradients.buckets)
     norms, loss_scale = _read([_bucket_norm(bucket, norm_type) for bucket in some], scale)
     norm = norms[0] if len(norms) == 1 else _joined_on_host(norms, norm_type)
     if norm_type == 2.0 and not _SMALL <= norm < math.inf:  # NaN, too
         norm = _norm_by_largest(some)
-    if loss_scale < 1.0 and any(_largest(each) / loss_scale > torch.finfo(each[0].dtype).max for each in some):
-        norm = math.inf
     return norm / loss_scale, loss_scale
 
 
@@ -49,18 +46,13 @@ def has_float64(device: torch.device) -> bool:
 def norm_on_device(gradients: Gradients, scale: LossScale, norm_type: float) -> Tensor:
     """Return the norm of gradients divided by `scale`: float64, shape `()`, on its device. Does not synchronise.
 
-    Each gradient is read once; twice where the scale may be below 1, as in `unscaled_norm`.
+    Each gradient is read once.
     """
     device = scale.tensor.device
     norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    overflows = torch.zeros((), dtype=torch.bool, device=device)
     for bucket in _without_empty(gradients.buckets):
         norms += [moved(each, device) for each in torch._foreach_norm(bucket, norm_type, dtype=torch.float64)]
-        if scale.may_be_below_one:
-            largest = moved(torch.stack(torch._foreach_norm(bucket, math.inf)).amax(), device).double() / scale.tensor
-            overflows = overflows | (largest > torch.finfo(bucket[0].dtype).max)
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) / scale.tensor
-    return torch.where(overflows & torch.isfinite(norm), math.inf, norm)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) / scale.tensor
 
 
 def sharded_norm(

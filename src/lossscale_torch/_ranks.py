@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core.adapters import shown_number
-from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_core.errors import SyncError
 from lossscale_torch._gradients import is_dtensor, moved, params_of
 from lossscale_torch._members import SPIKE
 from lossscale_torch._versions import flattened_meshes
@@ -102,38 +102,3 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
             f"the scalers of ranks {different} differ from rank 0's (loss scales: {scales}); "
             "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
         )
-
-
-def check_join(config: Any, process_group: Any) -> None:
-    """Raise `CallOrderError` for a `Join` in which ranks would wait for each other without end."""
-    if config.enable and process_group is not None:
-        raise CallOrderError(
-            "a scaler with process_group= waits for every rank at each step, and Join lets ranks end earlier; make the "
-            "scaler without process_group="
-        )
-    if config.enable and config.is_first_joinable:
-        raise CallOrderError(
-            "the scaler comes first in Join, but a step begins with the forward pass of the model; "
-            "write Join([model, scaler]), where model is a DistributedDataParallel"
-        )
-
-
-class JoinedScaler:
-    """The hook of a scaler in `torch.distributed.algorithms.join.Join`, for ranks with uneven inputs.
-
-    The ranks that have inputs left decide by the gradients that the model's own hook averages. The protocol is
-    https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html.
-    """
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def main_hook(self) -> None:
-        """Do nothing: a rank without inputs takes no steps."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Continue from the state of a rank that had inputs to the end; called on every rank."""
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, (is_last_joiner, self._scaler.state_dict()))
-        if not is_last_joiner:
-            self._scaler.load_state_dict(next(state for is_last, state in everyone if is_last))

@@ -13,16 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lossscale_core import (
-    OnFloor,
-    OnNonfiniteLoss,
-    OnNonfiniteUpdate,
-    PolicyLike,
-    SpikeGuard,
-    diagnose,
-    metrics,
-    state_to_dict,
-)
+from lossscale_core import PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict
 from lossscale_core.adapters import explain_arguments, shown, tree
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._attach import attach
@@ -41,7 +32,6 @@ from lossscale_torch._members import (
     kind_of,
     takes_factor,
 )
-from lossscale_torch._nonfinite import Nonfinite
 from lossscale_torch._ranks import Ranks, require_same_on_ranks
 from lossscale_torch._state import HostState, as_flag, is_being_recorded, is_readable, number
 from lossscale_torch._step_info import StepInfo, with_optimizers
@@ -77,25 +67,14 @@ class GradScaler(TorchNames):
         policy: Anything that `lossscale_core.as_policy` accepts, instead of the four settings.
         process_group: The group of ranks over which the decision is combined before a step. For parameters sharded
             over a device mesh this is automatic.
-        joint_skip: Whether an overflow in one optimizer skips all of them; call `unscale_` on each before the first
-            `step`. A step that `on_nonfinite_update` undoes skips only those that follow it.
         half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
             they are refused.
         guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before. The clip
             measures the norm, or `unscale_` or `step` without a clip. A spike leaves the loss scale and its counters
             unchanged.
-        on_floor: The reaction to an overflow that lowers the loss scale to the policy's `min_scale`: `"warn"` logs a
-            warning, `"raise"` makes `update` raise a `ScaleFloorError`, and `"ignore"` logs nothing while the scale is
-            there. After a fused optimizer, `get_scale` raises it, since the flag stays on the device until then.
         protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
             For a `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The
             hooks end with the scaler; a copy or a pickle of it protects nothing.
-        on_nonfinite_update: The reaction to a step that makes a parameter or a state of the optimizer NaN or infinite,
-            although the gradients are finite. `"raise"` makes `step` raise a `NonfiniteUpdateError` that names it.
-            `"skip"` undoes the step; parameters, state, settings and torch's random numbers are as before, on every
-            rank. It keeps a copy of parameters and state. A tensor that was not finite before the step is not checked.
-        on_nonfinite_loss: `"hold"` makes `minimize` skip a step if its loss is NaN or infinite before it is scaled, and
-            keep the loss scale; with `"back_off"` the scale is lowered as after an overflow.
 
     Raises:
         PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
@@ -116,13 +95,9 @@ class GradScaler(TorchNames):
         *,
         policy: PolicyLike | None = None,
         process_group: Any = None,
-        joint_skip: bool = False,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
-        on_floor: OnFloor = "warn",
         protect: Iterable[torch.nn.Module] = (),
-        on_nonfinite_update: OnNonfiniteUpdate = "ignore",
-        on_nonfinite_loss: OnNonfiniteLoss = "back_off",
     ) -> None:
         self._device, self._enabled = device_type_of(device, enabled)
         self._follows_checkpoint = policy is None
@@ -136,16 +111,11 @@ class GradScaler(TorchNames):
         self._flags_are_shared = False  # whether other code has access to the flags, and may set one at any time
         self._waiting, self._ranks = Waiting(), Ranks(process_group)
         self._guards = Guards(guard, self._members)
-        self._joint_skip = joint_skip
-        self._joint: list[Record] = []
         self._half_gradients = half_gradients
         self._has_begun = self._had_no_gradients = False
         self._last: StepInfo | None = None
-        self._watch = Watch(on_floor)
+        self._watch = Watch()
         self._observers: list[Callable[[Any, StepInfo], None]] = []
-        nonfinite = Nonfinite.of(on_nonfinite_update, on_nonfinite_loss)
-        if nonfinite is not None and self._enabled:
-            self._nonfinite = nonfinite
         if protect and self._enabled:
             from lossscale_torch._rescue import protect_modules
 
@@ -225,7 +195,7 @@ class GradScaler(TorchNames):
 
         Raises:
             RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
-            ValueError: For float16 gradients without `half_gradients`, expanded and float8 gradients.
+            ValueError: For float16 gradients without `half_gradients`.
 
         """
         if self._enabled:
@@ -241,8 +211,6 @@ class GradScaler(TorchNames):
         # A subclass may write to the factor, which other steps share.
         inverse = scale.inverse() if self._is_ours("_unscale_grads_") else scale.inverse().clone()
         found = self._unscale_grads_(optimizer, inverse, flag, self._half_gradients)
-        if scale.may_be_below_one:  # below 1, unscaling may make a finite gradient infinite
-            Gradients([optimizer]).check_again(found)
         record.take(self._ranks.combine(optimizer, found, flag.device))
         if not found:
             record.had_none = True
@@ -252,9 +220,9 @@ class GradScaler(TorchNames):
     ) -> dict[torch.device, Tensor]:
         return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
 
-    def _unscale_and_check_spike(self, optimizer: Any, record: Record, may_defer: bool = False) -> None:
+    def _unscale_and_check_spike(self, optimizer: Any, record: Record) -> None:
         """Unscale, and let the guard check the norm, which comes from the same read if possible."""
-        if self._clip_in_one_read([optimizer], [record], MEASURING, may_defer) is None:
+        if self._clip_in_one_read([optimizer], [record], MEASURING) is None:
             self._unscale(optimizer, record)
             self._check_spike([optimizer], MEASURING.apply_torchs([optimizer]))
 
@@ -264,14 +232,13 @@ class GradScaler(TorchNames):
         optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
         max_norm: float,
         norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
 
         Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is finite if and only if the
         gradients are; if it is not, the gradients stay unchanged and the step will be skipped. Norms of other orders
         than 2 and infinity use torch's own functions after `unscale_`. Synchronises with the host once for an ordinary
-        optimizer; for a fused one on a CUDA device only if `error_if_nonfinite`. The norm of parameters on device
+        optimizer; for a fused one on a CUDA device not at all. The norm of parameters on device
         meshes is that of all ranks; norm and decision take one collective for each mesh, and every rank of the mesh
         must make this call. A disabled scaler only clips.
 
@@ -280,7 +247,6 @@ class GradScaler(TorchNames):
                 one of them skips all of them.
             max_norm: The largest norm after clipping, in units of the unscaled gradients.
             norm_type: The order of the norm.
-            error_if_nonfinite: Whether to raise `RuntimeError` for a norm that is not finite.
 
         Returns:
             The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is.
@@ -294,26 +260,14 @@ class GradScaler(TorchNames):
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
-        return self._clip(optimizers, clipping(max_norm, norm_type, error_if_nonfinite), "unscale_and_clip_")
+        return self._clip(optimizers, clipping(max_norm, norm_type))
 
-    @not_compiled
-    def clip_and_step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Unscale an optimizer's gradients, clip their total norm and step; return the norm before clipping.
-
-        The result is that of `unscale_and_clip_` and `step`. It is cheaper for a fused optimizer, since the kernel
-        multiplies the gradients while it reads them. Call `update` afterwards. Synchronises with the host once for an
-        ordinary optimizer, and not at all for a fused one on a CUDA device.
-        """
-        norm = self._clip([optimizer], clipping(max_norm, norm_type), "clip_and_step", may_defer=True)
-        self.step(optimizer)
-        return norm
-
-    def _clip(self, optimizers: list[Any], how: Clipping, caller: str, may_defer: bool = False) -> Tensor:
+    def _clip(self, optimizers: list[Any], how: Clipping) -> Tensor:
         if not self._enabled:
             return how.apply_torchs(optimizers)
-        records = [self._open_to_unscale(each, caller) for each in optimizers]
+        records = [self._open_to_unscale(each, "unscale_and_clip_") for each in optimizers]
         if self._is_ours("unscale_"):
-            norm = self._clip_in_one_read(optimizers, records, how, may_defer)
+            norm = self._clip_in_one_read(optimizers, records, how)
             if norm is not None:
                 return norm
         if self._is_ours("_unscale_grads_"):
@@ -334,17 +288,14 @@ class GradScaler(TorchNames):
         self._check_spike(optimizers, norm)
         return lifted(norm)
 
-    def _clip_in_one_read(
-        self, optimizers: list[Any], records: list[Record], how: Clipping, may_defer: bool = False
-    ) -> Tensor | None:
+    def _clip_in_one_read(self, optimizers: list[Any], records: list[Record], how: Clipping) -> Tensor | None:
         """Unscale and clip by the norm from the check; return None if one read is not enough."""
         scale: Any = records[0].scale
         if not self._is_ours("_unscale_grads_") or any(each.scale.tensor is not scale.tensor for each in records[1:]):  # type: ignore[union-attr]
             return None
         is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard checks again at each replay
         on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
-        defers = may_defer and takes_factor(optimizers[0])
-        clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host, defers)
+        clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host)
         if clipped is None:
             return None
         member = self._members[id(optimizers[0])]
@@ -362,9 +313,7 @@ class GradScaler(TorchNames):
             record.had_none = not clipped.has_gradients or is_empty
             record.is_left_scaled = clipped.value is not None and not math.isfinite(clipped.value)
             record.spiked = is_known and spiked is True
-            record.deferred, record.has_checked_norm = clipped.deferred, True
-        if how.error_if_nonfinite and not bool(torch.isfinite(clipped.norm)):
-            how.raise_nonfinite()
+            record.has_checked_norm = True
         return clipped.norm
 
     def _check_spike(self, optimizers: list[Any], norm: Tensor) -> None:
@@ -400,7 +349,6 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: For a closure, and when called twice between two updates.
             CallOrderError: If it is unknown which loss scale multiplied the loss of the gradients.
-            NonfiniteUpdateError: With `on_nonfinite_update="raise"`, for the first value that became NaN or infinite.
             TypeError: For what is not an optimizer.
 
         """
@@ -424,10 +372,7 @@ class GradScaler(TorchNames):
             warn_if_resumed(optimizer, self._state)
         if not self._is_ours("_maybe_opt_step"):
             self._flags_are_shared = True
-        if self._nonfinite is None:
-            result = kind.apply(self, optimizer, record, args, kwargs)
-        else:
-            result = self._nonfinite.step(self, optimizer, lambda: kind.apply(self, optimizer, record, args, kwargs))
+        result = kind.apply(self, optimizer, record, args, kwargs)
         if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and has decided by the flags
             record.discard_decision()
             record.applied = record.may_step()
@@ -440,11 +385,7 @@ class GradScaler(TorchNames):
         record = optimizer_state
         if self._flags_are_shared:
             record.discard_decision()
-        if self._joint_skip:
-            answers = [each.may_step() for each in self._deciding(record)]  # `update` needs them all
-            record.applied = all(answers)
-        else:
-            record.applied = record.may_step()
+        record.applied = record.may_step()
         if self._state.is_handed_out:
             self._state.refresh()  # the step, or its clip, has waited for the device
         return optimizer.step(*args, **kwargs) if record.applied else None
@@ -453,8 +394,7 @@ class GradScaler(TorchNames):
         """Record whether the gradients are finite, also after a fused optimizer unscales them; do not change them."""
         record = self._open(optimizer, "_check_inf_per_device")
         scale = cast(Any, record.scale)
-        is_scaled = record["stage"] is READY and scale.may_be_below_one
-        found = Gradients([optimizer]).found_inf(scale.inverse() if is_scaled else None)
+        found = Gradients([optimizer]).found_inf()
         record["found_inf_per_device"] = self._ranks.combine(optimizer, found, scale.tensor.device)
         record.discard_decision()
         self._flags_are_shared = True
@@ -467,30 +407,17 @@ class GradScaler(TorchNames):
             self._check_inf_per_device(optimizer)
             self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
         elif self._is_ours("unscale_"):
-            self._unscale_and_check_spike(optimizer, self._records[id(optimizer)], may_defer=True)
+            self._unscale_and_check_spike(optimizer, self._records[id(optimizer)])
         else:
             self.unscale_(optimizer)
 
     def _flag_for_kernel(self, record: Record) -> Tensor:
         """Return the flag for a fused optimizer's kernel: 1.0 or 0.0."""
-        records = self._deciding(record) if self._joint_skip else [record]
-        flag = self._exact_flag(records)
+        flag = self._exact_flag([record])
         if flag is None:
-            flags = [flag for each in records for flag in each.flags]
-            flag = found_inf(flags, self._state.tensors.loss_scale.device)
+            flag = found_inf(record.flags, self._state.tensors.loss_scale.device)
         return flag
 
-    def _deciding(self, record: Record) -> list[Record]:
-        """Return the records that decide together under `joint_skip`: of all optimizers used since the last update."""
-        if self._joint and not any(each is record for each in self._joint):
-            raise CallOrderError(
-                "with joint_skip another optimizer has stepped before this one was unscaled; "
-                "call unscale_() on every optimizer before the first step()"
-            )
-        self._joint = [each for each in self._records.values() if isinstance(each, Record)]
-        return self._joint
-
-    @not_compiled
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.
 
@@ -526,10 +453,6 @@ class GradScaler(TorchNames):
                 `new_scale` that is not a positive number.
             OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
             SpikeStreakError: When the guard's `max_streak` is reached and this is known on the host.
-            NonfiniteStreakError: When too many steps in a row were undone by `on_nonfinite_update="skip"`, or had a
-                loss that was not finite under `on_nonfinite_loss="hold"`, and this is known on the host.
-            ScaleFloorError: With `on_floor="raise"`, when an overflow leaves the scale at its floor and this is
-                known on the host.
 
         """
         if not self._enabled:
@@ -555,8 +478,6 @@ class GradScaler(TorchNames):
             info = self._state.update_to(new_scale, overflowed, spiked)
         else:
             info = self._state.update(overflowed, spiked) if counted else self._state.stay()
-        if self._nonfinite is not None:
-            info = self._nonfinite.count(self, info)
         self._last = info = with_optimizers(info, self._end(info))
         for observe in self._observers:
             observe(self, info)
@@ -565,12 +486,7 @@ class GradScaler(TorchNames):
 
     def _counted(self) -> list[Record]:
         """Return the records with flags that count for the loss scale."""
-        counted = []
-        for key, record in self._records.items():
-            is_known = key in self._members and not self._waiting.has_graph
-            if record["found_inf_per_device"] and not (is_known and self._members[key].takes_dummy_step()):
-                counted.append(Record.of(record))
-        return counted
+        return [Record.of(each) for each in self._records.values() if each["found_inf_per_device"]]
 
     def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
         """Return whether a gradient was not finite, and whether finite ones were refused as a spike.
@@ -592,7 +508,7 @@ class GradScaler(TorchNames):
             else:
                 return overflowed, spiked
         self._waiting.is_over = self._waiting.is_over or is_recorded
-        self._state = self._state.on_device(has_spikes=self._guards.guard is not None or self._nonfinite is not None)
+        self._state = self._state.on_device(has_spikes=self._guards.guard is not None)
         if (flag := self._exact_flag(records)) is not None:
             return flag, False
         device = self._state.tensors.loss_scale.device
@@ -618,8 +534,6 @@ class GradScaler(TorchNames):
             self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may use the old dict
         else:
             self._records.clear()
-        if self._joint_skip:
-            self._joint = []
         return applied
 
     def _open(self, optimizer: Any, caller: str) -> Record:
@@ -678,8 +592,7 @@ class GradScaler(TorchNames):
         restored, and `loss_fn` runs again. So the applied step is that of a run at the lower scale. Each try is one
         update of the policy. A policy that does not adapt never retries. If the step is not applied, parameters,
         optimizer and buffers are unchanged. Synchronises with the host as `step` does, and with `retries` once for each
-        try, also for a fused optimizer; with `on_nonfinite_loss="hold"` once more for each loss, which ends the retries
-        if it is not finite.
+        try, also for a fused optimizer.
 
         Args:
             optimizer: Any optimizer. If its `step` needs a closure, as for LBFGS, it receives the unscaled loss. The
@@ -694,10 +607,8 @@ class GradScaler(TorchNames):
 
         Raises:
             CallOrderError: If the optimizer was unscaled or stepped since the last update.
-            SyncError: For a retry under `no_sync()` without `process_group`, and for `on_nonfinite_loss="hold"` on
-                several ranks without one.
+            SyncError: For a retry under `no_sync()` without `process_group`.
             OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
-            ScaleFloorError: With `on_floor="raise"`, as from `update`.
             TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
             PolicyError: For `retries` that are not a whole number from 0, and for a `max_norm` that is not a number
                 from 0, infinity included.
@@ -727,8 +638,7 @@ class GradScaler(TorchNames):
 
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
-        nonfinite = None if self._nonfinite is None else self._nonfinite.snapshot()
-        numbers = metrics(self._state.snapshot(), guard=self._guards.first(), nonfinite=nonfinite)
+        numbers = metrics(self._state.snapshot(), guard=self._guards.first())
         return {name: number(value) for name, value in numbers.items()}
 
     def diagnose(self) -> str:
@@ -736,9 +646,8 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
         state = self._state.read()
-        self._watch.after_read(self, raises=False)
-        nonfinite = None if self._nonfinite is None else self._nonfinite.read()
-        answer = diagnose(self.policy, state, guard=self._guards.worst(), nonfinite=nonfinite)
+        self._watch.after_read(self)
+        answer = diagnose(self.policy, state, guard=self._guards.worst())
         if self._had_no_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
@@ -755,8 +664,7 @@ class GradScaler(TorchNames):
         self._ranks.check_member()
         state, group = self._state.read(), self._ranks.process_group
         guards = self._guards.saved(state) if group is None else {}  # the ranks of a group have different norms
-        counters = {} if self._nonfinite is None else self._nonfinite.saved(state)
-        require_same_on_ranks({**state_to_dict(state, self.policy), **guards, **counters}, group)
+        require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
 
 
 def require_optimizer(optimizer: Any, caller: str) -> None:

@@ -29,8 +29,6 @@ class LossScale(NamedTuple):
 
     tensor: Tensor
     """float32, shape `()`."""
-    may_be_below_one: bool
-    """Whether it may be below 1, where unscaling can overflow; known without a wait for the device."""
     value: float | None = None
     """The same as a number; None if it is not known on the host."""
     known_inverse: Tensor | None = None
@@ -69,13 +67,10 @@ class HostState:
         self.is_handed_out = False
         """Whether others may write to the tensors."""
         self._versions_read: tuple[int, int] | None = None  # of shared tensors, when the scalars were their values
-        self._ahead: list[tuple[Any, StepInfo]] = []  # the outcomes of the next finite steps, the nearest one last
-        self._count = 1  # how many to compute next: few after some were thrown away
 
     def with_policy(self, policy: ScalingPolicy) -> "HostState":
         """Return the state under another policy."""
         self.policy = policy
-        self._forget_ahead()
         return self
 
     def place(self, device: torch.device | str) -> None:
@@ -127,11 +122,11 @@ class HostState:
         """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
         tensors: Tensors = self.tensors  # type: ignore[assignment]  # it was placed
         if self.is_handed_out or is_being_recorded():  # the tensor may hold another value later
-            return _present(tensors, self.policy)
+            return LossScale(tensors.loss_scale)
         if self._present is None:
             value = self._state.loss_scale.item()
             with torch.inference_mode(False):
-                self._present = LossScale(tensors.loss_scale, value < 1.0, value, tensors.loss_scale.reciprocal())
+                self._present = LossScale(tensors.loss_scale, value, tensors.loss_scale.reciprocal())
         return self._present
 
     def update(self, overflowed: bool, spiked: bool = False) -> StepInfo:
@@ -141,12 +136,8 @@ class HostState:
         before, finite = self._state, not overflowed
         if self._before is not None:
             before, finite = self._before, self._finite and finite
-        if finite and before is self._state:
-            after, info = self._after_finite()
-        else:
-            after = self.policy.update(before, finite)
-            info = _info(before, after, finite)
-            self._forget_ahead()
+        after = self.policy.update(before, finite)
+        info = _info(before, after, finite)
         self._before, self._finite = before, finite
         self._set(after)
         return info
@@ -205,30 +196,8 @@ class HostState:
             state.continue_from(self._before, self._finite)
         return state
 
-    def _after_finite(self) -> tuple[Any, StepInfo]:
-        """Return the state after a finite step, and the outcome of the step.
-
-        A policy is pure, so that its next updates can be computed many at a time: NumPy's scalars then take a third of
-        the time that they take between the kernels of a training step.
-        """
-        if not self._ahead:
-            state, scale = self._state, number(self._state.loss_scale)
-            for _ in range(self._count):
-                used, before, state = scale, state, self.policy.update(state, True)
-                if state.loss_scale is not before.loss_scale:
-                    scale = number(state.loss_scale)
-                self._ahead.append((state, StepInfo(True, used, scale, number(state.overflow_streak), False)))
-            self._ahead.reverse()
-            # A policy of a user's own may be changed between two steps, or raise at one.
-            self._count = min(2 * self._count, 64) if type(self.policy).__module__ == "lossscale_core" else 1
-        return self._ahead.pop()
-
-    def _forget_ahead(self) -> None:
-        self._ahead, self._count = [], 1
-
     def _replaced(self, **fields: float) -> Any:
         self._before = None
-        self._forget_ahead()
         types = {name: type(getattr(self._state, name)) for name in fields}
         return self._state._replace(**{name: types[name](value) for name, value in fields.items()})
 
@@ -285,7 +254,7 @@ class DeviceState:
 
     def present(self) -> LossScale:
         """Return the present loss scale; its tensor is the persistent one. Does not synchronise."""
-        return _present(self.tensors, self.policy)
+        return LossScale(self.tensors.loss_scale)
 
     def update(self, overflowed: bool | Tensor, spiked: bool | Tensor = False) -> StepInfo:
         """Update by flags: bools, or tensors of shape `()` that hold 0.0 or 1.0; return the outcome.
@@ -547,13 +516,6 @@ def scale_bounds(policy: ScalingPolicy) -> tuple[float, float]:
     """Return the least and the largest loss scale that may be set under a policy."""
     members = BaseScaling.of(policy)
     return members.min_scale, members.max_scale
-
-
-def _present(tensors: Tensors, policy: ScalingPolicy) -> LossScale:
-    scale = tensors.loss_scale
-    if is_readable(scale):
-        return LossScale(scale, bool(scale.detach().numpy() < 1.0))  # without an operation that may be recorded
-    return LossScale(scale, BaseScaling.of(policy).min_scale < 1.0)
 
 
 def _info(before: Any, after: Any, finite: bool) -> StepInfo:

@@ -1,4 +1,4 @@
-"""torch's own names: getters, setters, state dicts, copies, its part in Join, and names that other packages use."""
+"""torch's own names: getters, setters, state dicts, copies, and names that other packages use."""
 
 import dataclasses
 import warnings
@@ -15,8 +15,7 @@ from lossscale_torch import _checkpoint
 from lossscale_torch._checkpoint import given_interval, reachable_interval
 from lossscale_torch._guard import Guards
 from lossscale_torch._members import Member, Record
-from lossscale_torch._nonfinite import Nonfinite
-from lossscale_torch._ranks import JoinedScaler, Ranks, check_join
+from lossscale_torch._ranks import Ranks
 from lossscale_torch._state import HostState, number, within_bounds
 from lossscale_torch._waiting import Waiting
 from lossscale_torch._watch import Watch
@@ -47,9 +46,7 @@ class TorchNames(torch.amp.GradScaler):
     _follows_checkpoint: bool
     _begun_with: tuple[float, int]
     _interval_as_given: Any = None
-    _nonfinite: Nonfinite | None = None
     _lost_losses: int = 0  # attached ones without a backward pass since the last update
-    _saved_counters: Any = None  # the entry of a checkpoint, for a scaler without these settings
 
     @property
     def policy(self) -> ScalingPolicy:
@@ -66,7 +63,7 @@ class TorchNames(torch.amp.GradScaler):
             return 1.0
         self._record_gradients()
         scale = float(self._state.read().loss_scale)
-        self._watch.after_read(self, raises=True)
+        self._watch.after_read(self)
         return scale
 
     def get_growth_factor(self) -> float:
@@ -110,7 +107,7 @@ class TorchNames(torch.amp.GradScaler):
             return {}
         self._record_gradients()
         state = self._state.read()
-        self._watch.after_read(self, raises=False)
+        self._watch.after_read(self)
         torchs = {
             "scale": float(state.loss_scale),
             "growth_factor": self.get_growth_factor(),
@@ -120,9 +117,7 @@ class TorchNames(torch.amp.GradScaler):
         }
         ours = state_to_dict(state, self.policy)  # without a policy that has no kind of its own, such as a subclass
         is_own = ours.get("policy", {}).get("kind") not in _checkpoint.LIBRARY_KINDS
-        counters = {} if self._saved_counters is None else {"nonfinite": self._saved_counters}
-        counters = counters if self._nonfinite is None else self._nonfinite.saved(state)
-        return {**({} if is_own else torchs), **ours, **self._guards.saved(state), **counters}
+        return {**({} if is_own else torchs), **ours, **self._guards.saved(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
@@ -138,15 +133,11 @@ class TorchNames(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        saved, policy = _checkpoint.torchs_part(_checkpoint.plain_state(state_dict)), self.policy
+        saved, policy = _checkpoint.plain_state(state_dict), self.policy
         if self._follows_checkpoint:
             policy = _checkpoint.saved_policy(saved, policy)
         state = _checkpoint.saved_state(saved, policy)
         self._guards.restore(saved)
-        if self._nonfinite is not None:
-            self._nonfinite.restore(saved)
-        elif "nonfinite" in saved or self._saved_counters is not None:
-            self._saved_counters = saved.get("nonfinite")
         self._waiting.scale_changes(self._members, self._records, number(self._state.snapshot().loss_scale))
         self._state = self._state.restore(policy, state)
         if self._follows_checkpoint:
@@ -154,34 +145,6 @@ class TorchNames(torch.amp.GradScaler):
             self._interval_as_given = None if interval is None else given_interval(interval, policy)
         self._begun_with = (float(state.loss_scale), int(state.growth_tracker))
         self._has_begun = True
-
-    def join_hook(self, **kwargs: Any) -> JoinedScaler:
-        """Take part in `torch.distributed.algorithms.join.Join([model, scaler])`, for ranks with uneven inputs.
-
-        At the end every rank continues from the state of the last rank that had inputs. `Join` raises `CallOrderError`
-        for a scaler with `process_group`, and for a scaler that comes first.
-        """
-        return JoinedScaler(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the loss scale, for `Join`."""
-        tensors = self._state.tensors
-        return torch.device(self._device) if tensors is None else tensors.loss_scale.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of all ranks, for `Join`."""
-        return torch.distributed.group.WORLD
-
-    @property
-    def _join_config(self) -> Any:
-        return self._joined
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        check_join(config, self._ranks.process_group)
-        self._joined = config
 
     def __getstate__(self) -> dict[str, Any]:
         if self._records:
@@ -201,7 +164,6 @@ class TorchNames(torch.amp.GradScaler):
             "_watch": deepcopy(self._watch),
             "_observers": deepcopy(self._observers),  # type: ignore[attr-defined]
             "_lost_losses": 0,  # this scaler warns of them
-            **({} if self._nonfinite is None else {"_nonfinite": self._nonfinite.copied()}),
         }
 
     def __copy__(self) -> "TorchNames":

@@ -5,18 +5,14 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from lossscale_core import PolicyLike, ScaleState, TolerantScaleState, TolerantScaling, as_policy
+from lossscale_core import PolicyLike, ScaleState, as_policy
 from lossscale_core.adapters import tree
 from lossscale_torch._gradients import buckets, found_inf_in, lifted, moved, values_of
 from lossscale_torch._ranks import reduce_max
 from lossscale_torch._types import HasLossScale, Tree
 
 
-@overload
-def init_state(policy: TolerantScaling, *, device: torch.device | str | None = None) -> TolerantScaleState: ...
-@overload
-def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState: ...
-def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> Any:
+def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState:
     """Return the state before the first step under a policy. Does not synchronise.
 
     Args:

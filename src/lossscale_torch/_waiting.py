@@ -80,10 +80,7 @@ class Waiting:
         else:
             record = member.kept
             record.is_kept = True
-            if record.deferred is None:
-                record.scale = LossScale(torch.ones_like(present.tensor), False, 1.0)
-            else:
-                record.scale = LossScale(record.deferred, may_be_below_one=True)
+            record.scale = LossScale(torch.ones_like(present.tensor), 1.0)
         record.waited = True
         return record
 
@@ -134,8 +131,8 @@ class Waiting:
     def _previous_like(self, present: LossScale) -> LossScale:
         previous = self._previous
         if isinstance(previous, Tensor):
-            return LossScale(previous, present.may_be_below_one)
-        return LossScale(torch.full_like(present.tensor, previous), previous < 1.0, previous)
+            return LossScale(previous)
+        return LossScale(torch.full_like(present.tensor, previous), previous)
 
     def _require_same(self, present: LossScale) -> None:
         before, now = shown_number(float(self._previous)), shown_number(float(present.tensor))

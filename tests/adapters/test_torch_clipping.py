@@ -75,27 +75,6 @@ def test_squares_that_overflow_are_no_overflow(make):
     assert scaler.get_scale() == 2.0
 
 
-def test_a_norm_that_is_not_finite_can_be_an_error():
-    """torch's words; the flag is noted, so that update backs off."""
-    with pytest.raises(
-        RuntimeError, match=r"The total norm of order 2\.0 for gradients from `parameters` is non-finite"
-    ):
-        _clipped(SGD["foreach"], [torch.tensor([float("inf")])], 1.0, error_if_nonfinite=True)
-
-
-def test_below_a_scale_of_one_the_unscaled_norm_decides():
-    """A gradient that becomes infinite when unscaled is skipped."""
-    params = _params(torch.full((2,), 3e37))
-    optimizer = SGD["foreach"](params)
-    scaler = GradScaler("cpu", init_scale=2.0**-20)
-    scaler.scale(torch.ones(()))
-    norm = scaler.unscale_and_clip_(optimizer, 1e38)
-    scaler.step(optimizer)
-    assert torch.isinf(norm)
-    assert not scaler.update().applied
-    assert (params[0] == 0).all()
-
-
 @EACH
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf")])
 def test_a_norm_that_proves_nothing_hides_no_overflow(make, norm_type):
@@ -205,35 +184,6 @@ def test_in_place_means_in_place(make, max_norm):
     torch.nn.utils.clip_grad_value_(params, 0.125)
     scaler.step(optimizer)
     torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.125))
-
-
-@EACH
-@pytest.mark.parametrize(("bad", "enabled"), [(False, True), (True, True), (False, False)])
-def test_clip_and_step(make, bad, enabled):
-    """One call in the place of two, with their norm and their result."""
-    grads = [torch.full((4,), 3.0), torch.tensor([float("inf") if bad else 4.0])]
-    params = _params(*(grad * (1024.0 if enabled else 1.0) for grad in grads))
-    optimizer = make(params)
-    scaler = GradScaler("cpu", init_scale=1024.0, enabled=enabled)
-    scaler.scale(torch.ones(()))
-    norm = scaler.clip_and_step(optimizer, 1.0)
-    info = scaler.update()
-    expected_norm, expected, _ = _clipped(make, grads, 1.0)
-    torch.testing.assert_close(norm, expected_norm, equal_nan=True)
-    assert bool(info.applied) is not bad
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-6, atol=0.0)
-
-
-def test_clip_and_step_comes_once():
-    """It is an unscaling and a step, in torch's words when one came before."""
-    params = _params(torch.ones(2))
-    optimizer = SGD["fused"](params)
-    scaler = GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
-    scaler.clip_and_step(optimizer, 1.0)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
-        scaler.clip_and_step(optimizer, 1.0)
 
 
 @pytest.mark.parametrize("kinds", [("foreach", "foreach"), ("fused", "fused"), ("foreach", "fused")], ids="-".join)

@@ -1,6 +1,5 @@
 """Every public call on a device that lacks float64 and CUDA's own kernels; and the same numbers as on the host."""
 
-import contextlib
 import itertools
 import math
 from typing import Any
@@ -40,7 +39,6 @@ CALLS = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
     "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
     "unscale_and_clip_": lambda scaler, optimizer: (scaler.unscale_and_clip_(optimizer, 1.0), scaler.step(optimizer)),
-    "clip_and_step": lambda scaler, optimizer: scaler.clip_and_step(optimizer, 1.0),
 }
 
 
@@ -81,28 +79,6 @@ def test_each_step_is_that_of_the_host(device, kind, call, guard):
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("device", ["mps", "cuda", pytest.param("cuda-itself", marks=GPU)])
-def test_below_a_scale_of_one_finite_gradients_may_overflow(device, call, monkeypatch):
-    """The step is skipped where unscaling would make one of them infinite, and only there."""
-    emulated = Emulated(device) if device != "cuda-itself" else contextlib.nullcontext()
-    device = device.removesuffix("-itself")
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", bool)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", bool)
-    with emulated:
-        params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
-        optimizer = torch.optim.SGD(params, lr=1e-38, fused=True)
-        scaler = GradScaler(device, init_scale=0.25, growth_interval=100)
-        for size, is_finite in (1.0, True), (8e37, True), (1e38, False), (8e37, True), (INF, False):
-            scaler.scale(torch.ones((), device=device))
-            scale_now = scaler.get_scale()
-            for param, each in zip(params, (1.0, size), strict=True):
-                param.grad = torch.full((3,), each * scale_now / 0.25, device=device)
-            CALLS[call](scaler, optimizer)
-            assert bool(scaler.update().applied) == is_finite, size
-
-
-@pytest.mark.parametrize("call", CALLS)
 def test_a_norm_with_squares_that_overflow_is_a_spike(call):
     """Where float64 is missing, too: finite gradients of 1e30 are refused by the guard, and are not an overflow."""
     with Emulated("mps"):
@@ -139,9 +115,8 @@ def _clip_shards(rank: int, device: str, kind: str, call: str, init_scale: float
         spoilt = size if math.isfinite(size) or rank == 1 else 1.0  # one rank's overflow skips on both
         param.grad = shard((1.0 + rank) * spoilt * scaler.get_scale())
         with CommDebugMode() as collectives:
-            norm = scaler.unscale_and_clip_(optimizer, 1.0) if call == "clip" else scaler.clip_and_step(optimizer, 1.0)
-            if call == "clip":
-                scaler.step(optimizer)
+            norm = scaler.unscale_and_clip_(optimizer, 1.0)
+            scaler.step(optimizer)
         norms.append(norm.cpu().item())
         calls.append(collectives.get_total_counts())
         applied.append(bool(scaler.update().applied))

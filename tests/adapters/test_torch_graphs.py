@@ -323,18 +323,20 @@ def test_a_tensor_that_somebody_keeps_stays_the_one(name):
 
 @pytest.mark.gpu
 @CUDA_ONLY
-def test_a_recorded_clip_and_step():
+def test_a_recorded_clip():
     """Norm, clip, step and update replay without a wait."""
     weight, optimizer = _one_weight("cuda", FUSED["sgd"])
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1)
     with _warming_up("cuda"):
         scaler.scale(weight.sum()).backward()
-        scaler.clip_and_step(optimizer, 0.5)
+        scaler.unscale_and_clip_(optimizer, 0.5)
+        scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
     with _capture("cuda") as graph:
         scaler.scale(weight.sum()).backward()
-        norm = scaler.clip_and_step(optimizer, 0.5)
+        norm = scaler.unscale_and_clip_(optimizer, 0.5)
+        scaler.step(optimizer)
         scaler.update()
     for _ in range(3):
         before = weight.detach().clone()

@@ -451,21 +451,6 @@ def test_a_user_decides_to_skip(fused, looks_first):
     GradScaler("cpu", enabled=False).skip(optimizer)
 
 
-@pytest.mark.parametrize("is_rehearsal", [False, True])
-def test_one_of_two_that_skip_together_is_left_out(is_rehearsal):
-    """A step that the user leaves out, or that only rehearses, decides nothing for the other."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, joint_skip=True)
-    scaler.scale(sum(params).sum()).backward()
-    if is_rehearsal:
-        optimizers[0].param_groups[0]["lr"] = 0.0
-        params[0].grad.zero_()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizers[0]) if is_rehearsal else scaler.skip(optimizers[0])
-    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
-
-
 def test_a_disabled_scaler_knows_what_the_user_left_out():
     """So a schedule stays in step with it."""
     _, optimizers = _two()

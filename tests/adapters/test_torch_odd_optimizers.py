@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: odd states, little more than `step`, wrappers, and dummy steps."""
+"""Optimizers that are not torch's: odd states, little more than `step`, and wrappers."""
 
 import sys
 import warnings
@@ -8,8 +8,6 @@ import torch
 
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
-
-AGAINST_TORCH = pytest.mark.parametrize("make_scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 
 
 def _param():
@@ -151,12 +149,13 @@ class _Legacy(torch.optim.SGD):
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
 def test_an_optimizer_of_the_old_contract_is_clipped_in_place():
-    """It takes no factor, so `clip_and_step` leaves it none."""
+    """It takes no factor, so a clip leaves it none."""
     param = _param()
     optimizer = _Legacy([param], lr=1.0)
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.scale(param.sum()).backward()
-    scaler.clip_and_step(optimizer, 10.0)
+    scaler.unscale_and_clip_(optimizer, 10.0)
+    scaler.step(optimizer)
     assert param.item() == 0.0
 
 
@@ -267,37 +266,6 @@ def test_a_fused_step_that_fails():
     assert param.item() == 0.0
 
 
-# -- steps that only make an optimizer allocate its state --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("make_scaler", "expected"), [(GradScaler, 1024.0), (torch.amp.GradScaler, 2048.0)])
-@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_a_dummy_step_does_not_count(make_scaler, expected, fused, rate):
-    """Gradients and rates of exactly zero say nothing about the scale; torch counts them, and may grow it."""
-    param = _param()
-    optimizer = torch.optim.AdamW([param], lr=rate, fused=fused)
-    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    param.grad = torch.zeros_like(param)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == expected
-    assert optimizer.state[param]["exp_avg"].shape == param.shape
-
-
-@AGAINST_TORCH
-def test_the_first_step_of_a_warm_up_counts(make_scaler):
-    """Its rate is zero, its gradients are not."""
-    param = _param()
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2048.0
-
-
 def test_a_fused_optimizer_that_writes_to_its_factor():
     """It is the optimizer's own: the loss scale and other optimizers' steps stay as they are."""
 
@@ -325,7 +293,7 @@ def test_a_fused_optimizer_that_writes_to_its_factor():
 
 
 def test_a_disabled_scaler_asks_an_optimizer_for_nothing():
-    """`clip_and_step` clips and steps, whatever the optimizer has."""
+    """It clips, whatever the optimizer has."""
 
     class Wrapper:
         _step_supports_amp_scaling = True
@@ -338,5 +306,5 @@ def test_a_disabled_scaler_asks_an_optimizer_for_nothing():
 
     param = _param()
     param.sum().backward()
-    GradScaler("cpu", enabled=False).clip_and_step(Wrapper(torch.optim.SGD([param], lr=1.0)), 0.5)
-    assert param.item() == pytest.approx(0.5)
+    GradScaler("cpu", enabled=False).unscale_and_clip_(Wrapper(torch.optim.SGD([param], lr=1.0)), 0.5)
+    assert param.grad.item() == pytest.approx(0.5)

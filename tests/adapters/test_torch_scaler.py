@@ -19,11 +19,10 @@ from lossscale_core import (
     DynamicScaling,
     FixedScaling,
     NoScaling,
-    TolerantScaling,
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, OverflowStreakError, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
 from lossscale_torch import GradScaler, overflow_report
 from tests.adapters.recorded_graph import RecordedGraph
@@ -104,7 +103,7 @@ def test_training_is_torchs_bit_for_bit(make, unscale_first, trace):
 
 
 @EACH_OPTIMIZER
-@pytest.mark.parametrize("policy", [TolerantScaling(growth_interval=3, tolerance=0.3), FixedScaling(8.0), NoScaling()])
+@pytest.mark.parametrize("policy", [DynamicScaling(growth_interval=3, hysteresis=2), FixedScaling(8.0), NoScaling()])
 def test_any_policy_runs_as_it_simulates(make, policy):
     """The scale of every step is the policy's, and fixed policies skip too."""
     trace = [True, True, True, False, True, False, False, True] * 4
@@ -359,19 +358,6 @@ def test_float16_gradients_are_refused_by_name():
 
 
 @EACH_OPTIMIZER
-def test_below_a_scale_of_one_unscaling_cannot_overflow_unseen(make):
-    """A finite scaled gradient that becomes infinite when unscaled is an overflow."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = make([param])
-    for _ in range(2):  # the first with the state on the host, the second, if fused, on the device
-        param.grad = torch.full((2,), 3e37)
-        scaler = _ready(init_scale=2.0**-20)
-        scaler.step(optimizer)
-        assert not scaler.update().applied
-        assert (param == 1.0).all()
-
-
-@EACH_OPTIMIZER
 def test_the_scale_neither_vanishes_nor_becomes_infinite(make):
     """300 overflows end at 2**-126, 300 growths at 2**126, and nothing becomes NaN."""
     for finite, end in ((False, 2.0**-126), (True, 2.0**126)):
@@ -438,23 +424,6 @@ def test_two_optimizers_skip_each_by_itself_and_back_off_once():
     assert scaler.get_scale() == 1.0
 
 
-def test_joint_skip():
-    """With it, one overflow skips all; an optimizer that comes too late is an error that names the remedy."""
-    good, good_optimizer = _one_param(torch.full((2,), 2.0))
-    _, bad_optimizer = _one_param(torch.full((2,), float("inf")))
-    scaler = _ready(init_scale=2.0, joint_skip=True)
-    scaler.unscale_(good_optimizer)
-    scaler.unscale_(bad_optimizer)
-    scaler.step(good_optimizer)
-    scaler.step(bad_optimizer)
-    scaler.update()
-    assert good.tolist() == [1.0, 1.0]
-    scaler.scale(torch.ones(()))
-    scaler.step(good_optimizer)
-    with pytest.raises(CallOrderError, match="unscale_\\(\\) on every optimizer"):
-        scaler.step(bad_optimizer)
-
-
 @pytest.mark.parametrize("first_is_finite", [True, False])
 def test_an_update_between_two_optimizers_of_one_loss(first_is_finite):
     """It changes neither the second's gradient nor the count of steps."""
@@ -504,18 +473,6 @@ def test_reading_the_scale_between_two_updates_changes_nothing(fused):
             scaler.update()
             scaler.get_scale()
         assert scaler.get_scale() == expected
-
-
-def test_below_one_it_is_the_scale_used_that_counts():
-    """A scale that has grown to 1 since does not hide that the gradients were scaled by a half."""
-    scaler = GradScaler("cpu", init_scale=0.5, growth_interval=1)
-    (_, second), (first_optimizer, second_optimizer) = _two_of_one_loss(scaler, (1.0, 1.0))
-    second.grad.fill_(3e38)
-    scaler.step(first_optimizer)
-    scaler.update()
-    scaler.step(second_optimizer)
-    assert not scaler.update().applied
-    assert second.tolist() == [1.0, 1.0]
 
 
 def test_the_scale_may_be_set_through_torchs_private_tensor():
@@ -659,7 +616,6 @@ def test_losses_within_functional_transforms(is_on_device):
             lambda scaler, model: scaler.unscale_and_clip_(model.parameters(), 1.0),
             r"unscale_and_clip_\(\) was given a generator",
         ),
-        (lambda scaler, model: scaler.clip_and_step(model, 1.0), r"clip_and_step\(\) was given a Linear"),
         (lambda scaler, model: scaler.minimize(model, lambda: torch.ones(())), r"minimize\(\) was given a Linear"),
     ],
 )
@@ -785,7 +741,7 @@ def test_overflow_report_says_what_to_pass(make, given):
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from([True] * 8 + [False, "interval", "factor", "scale", "load"]), max_size=200),
-    st.sampled_from([DynamicScaling(growth_interval=5, growth_factor=1.7, cooldown=2), TolerantScaling(tolerance=0.2)]),
+    st.sampled_from([DynamicScaling(growth_interval=5, growth_factor=1.7, cooldown=2), DynamicScaling(hysteresis=3)]),
 )
 def test_every_state_is_the_policys(events, policy):
     """Whatever is set, loaded or overflows between runs of finite steps of any length, bit for bit."""
@@ -868,7 +824,7 @@ def test_checkpoints_load_in_torch_and_ours(source, target):
 @pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], OPTIMIZERS["sgd-fused"]], ids=["host", "device"])
 def test_a_checkpoint_is_the_cores_state_too(make):
     """The core restores it with all counters from the same dict, of a state on the host or on the device."""
-    policy = TolerantScaling(growth_interval=3)
+    policy = DynamicScaling(growth_interval=3, cooldown=1)
     scaler = GradScaler("cpu", policy=policy)
     trace = [True, False, True, True, True, False]
     _run(scaler, make, trace)

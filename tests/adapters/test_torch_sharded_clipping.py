@@ -77,12 +77,9 @@ def _clip(params, norm_type=2.0, *, fused=False, calls=1, max_norm=0.5, how="cli
     scaler.scale(torch.ones(()))
     collectives = CommDebugMode()
     with nullcontext() if calls is None else collectives:
-        if how == "deferred":
-            norm = scaler.clip_and_step(optimizers[0], max_norm, norm_type)
-        else:
-            norm = scaler.unscale_and_clip_(optimizers[0] if how == "clip" else optimizers, max_norm, norm_type)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+        norm = scaler.unscale_and_clip_(optimizers[0] if how == "clip" else optimizers, max_norm, norm_type)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
     assert calls is None or collectives.get_total_counts() == calls, collectives.get_comm_counts()
     assert type(norm) is torch.Tensor
     applied = bool(scaler.update().applied)
@@ -142,13 +139,13 @@ def _shard_over_two(rank, world_size):
     def uneven():
         return _shards((5, 3), (1, 2), mesh=mesh, placements=[Shard(0)])  # rank 1 has two rows and none
 
-    for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "deferred", "joint")):
+    for norm_type, fused, how in product(ORDERS, (False, True), ("clip", "joint")):
         _require_torchs(uneven(), norm_type, fused=fused, how=how)
-    for how in ("clip", "deferred"):  # next to no dispatch mode, under which nothing is read on the host
-        _require_torchs(uneven(), 2.0, fused=True, how=how, calls=None)
-        _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how=how, calls=None)
-    for culprit, by, fused, how in product((0, 1), (INF, NAN), (False, True), ("clip", "deferred")):
-        _require_skipped(uneven(), rank, culprit, by=by, fused=fused, how=how)
+    # Next to no dispatch mode, under which nothing is read on the host.
+    _require_torchs(uneven(), 2.0, fused=True, how="clip", calls=None)
+    _require_skipped(uneven(), rank, 1, by=NAN, fused=True, how="clip", calls=None)
+    for culprit, by, fused in product((0, 1), (INF, NAN), (False, True)):
+        _require_skipped(uneven(), rank, culprit, by=by, fused=fused, how="clip")
     for fused, norm_type in product((False, True), ORDERS):
         _overflow_nothing(uneven(), norm_type, fused)
         _lack_gradients(uneven(), rank, norm_type, fused)
@@ -357,13 +354,11 @@ def test_clipping_shards_costs_a_fused_optimizer_no_synchronisation(shape):
         params = [torch.nn.Parameter(param.detach().to("meta")) for param in params]
         optimizer = _FusedSGD(params, lr=0.1)
         scaler = GradScaler("meta", policy="dynamic")
-        for call in (scaler.unscale_and_clip_, scaler.clip_and_step):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            scaler.scale(torch.ones((), device="meta"))
-            assert call(optimizer, 1.0).is_meta
-            if call == scaler.unscale_and_clip_:
-                scaler.step(optimizer)
-            assert scaler.update().applied.is_meta
+        for param in params:
+            param.grad = torch.ones_like(param)
+        scaler.scale(torch.ones((), device="meta"))
+        assert scaler.unscale_and_clip_(optimizer, 1.0).is_meta
+        scaler.step(optimizer)
+        assert scaler.update().applied.is_meta
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, SpikeGuard, TolerantScaling, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict, state_to_dict
 from lossscale_core.testing import overflow_traces, policies
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated, OnDevice
@@ -132,7 +132,7 @@ def test_how_many_calls_an_update_on_a_device_makes(monkeypatch):
         assert len([each for each in calls if each is not torch.ops.prim.device.default]) <= 10
 
 
-@pytest.mark.parametrize("policy", ["dynamic", TolerantScaling(growth_interval=2), DynamicScaling(hysteresis=2)])
+@pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
 @given(trace=overflow_traces(max_steps=10))
 @few_examples
 def test_replays_update_as_the_policy_does(policy, trace):

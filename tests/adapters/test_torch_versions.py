@@ -20,7 +20,6 @@ FUNCTIONS = [
     "torch._foreach_copy_",
     "torch._foreach_mul_",
     "torch._foreach_norm",
-    "torch._neg_view",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
     "torch._C._len_torch_dispatch_stack",

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 
-from lossscale_core.errors import PolicyError, ScaleFloorError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_synchronisation import _FusedOnMeta, _Plain, _Synchronisations
 
@@ -94,39 +93,6 @@ def test_a_state_on_a_device_is_logged_where_it_is_read(read, caplog):
     assert _events(caplog) == [("below_one", 40)]
 
 
-def test_raise_stops_at_the_floor(caplog):
-    """`update` raises once its step is complete, at each overflow there; a run that continues does so exactly."""
-    policy = {"kind": "dynamic", "init_scale": 4.0}
-    scaler = GradScaler("cpu", policy=policy, on_floor="raise")
-    _run(scaler, FINE + NAN)
-    for streak in (2, 3):
-        with pytest.raises(ScaleFloorError, match=r"^loss_scale=1 has reached min_scale=1, .* pass on_floor='warn'\.$"):
-            _run(scaler, NAN)
-        assert scaler.last_step.overflow_streak == streak
-    param = torch.nn.Parameter(torch.ones(()))
-    with pytest.raises(ScaleFloorError):
-        scaler.minimize(_Plain([param]), lambda: param * float("nan"))
-    scaler.state_dict()  # a checkpoint is saved all the same
-    _run(scaler, FINE)
-    other = _run(GradScaler("cpu", policy=policy, on_floor="ignore"), FINE + NAN * 4 + FINE)
-    assert scaler.state_dict() == other.state_dict()
-
-
-def test_raise_after_a_fused_optimizer_waits_for_a_read():
-    """The host learns of the floor where it reads the scale."""
-    scaler = _far(policy="dynamic", on_floor="raise")
-    with pytest.raises(ScaleFloorError, match="min_scale=1"):
-        scaler.get_scale()
-
-
-def test_ignore_says_nothing_at_the_floor(caplog):
-    """For a policy with a floor in its usual place."""
-    _run(GradScaler("cpu", policy="dynamic", on_floor="ignore"), NAN * 200)
-    assert caplog.records == []
-    with pytest.raises(PolicyError, match="on_floor='stop' must be"):
-        GradScaler("cpu", on_floor="stop")
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_says_nothing_twice(duplicate, caplog):
     """It remembers what was said, and what it says later is its own."""
@@ -150,17 +116,3 @@ def test_a_subclass_may_replace_update(caplog):
     assert _events(caplog) == [("below_one", 32)]
     _run(GradScaler("cpu", enabled=False), NAN * 40)
     assert len(caplog.records) == 1
-
-
-def test_an_update_without_a_step_raises_nothing():
-    """The overflow that stands in a loaded state was counted before."""
-    policy = {"kind": "dynamic", "init_scale": 2.0, "min_scale": 1.0}
-    saved = _run(GradScaler("cpu", policy=policy), NAN).state_dict()
-    scaler = GradScaler("cpu", policy=policy, on_floor="raise")
-    scaler.load_state_dict(saved)
-    optimizer = _Plain([torch.nn.Parameter(torch.ones(1))])
-    scaler.scale(torch.ones(()))
-    scaler.skip(optimizer)
-    assert scaler.update().overflowed is False
-    with pytest.raises(ScaleFloorError):
-        _run(scaler, NAN)

@@ -79,18 +79,16 @@ PLAN = {
         _ranks: _gradients _members _versions
         _attach: _gradients _versions
         _random: _versions
-        _weights: _gradients
+        _weights:
         _waiting: _gradients _members _state
         _norm: _gradients _ranks _state _versions
-        _checked_tensors: _gradients _norm _state _weights
-        _nonfinite: _checked_tensors _members _random _ranks _state _step_info _weights
-        _rescue: _checkpoint _gradients _members _nonfinite _random _step_info _versions _weights
-        _torch_names: _checkpoint _guard _members _nonfinite _ranks _state _waiting _watch
+        _rescue: _checkpoint _gradients _members _random _step_info _versions _weights
+        _torch_names: _checkpoint _guard _members _ranks _state _waiting _watch
         _verbs: _gradients _ranks _types
         _clip: _gradients _norm _ranks _state
         _report: _gradients _verbs
         range: _attach _gradients _random _verbs _versions
-        _scaler: _attach _checkpoint _clip _gradients _guard _members _nonfinite _ranks _state _step_info _torch_names
+        _scaler: _attach _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names
             _types _versions _waiting _watch (_rescue)
         __init__: _report _scaler _step_info _verbs range
         testing: _gradients _members _rescue _scaler _step_info _types _versions

@@ -16,18 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale_core import BaseScaling
 from lossscale_core.adapters import check_setting
-from lossscale_core.errors import (
-    CallOrderError,
-    NonfiniteStreakError,
-    OverflowStreakError,
-    ScaleFloorError,
-    SpikeStreakError,
-    SyncError,
-)
+from lossscale_core.errors import CallOrderError, OverflowStreakError, SpikeStreakError, SyncError
 from lossscale_torch._checkpoint import warn_if_resumed
 from lossscale_torch._gradients import Gradients, grads_of, params_of
 from lossscale_torch._members import READY, STEPPED
-from lossscale_torch._nonfinite import holds_lost_losses, is_lost
 from lossscale_torch._random import RandomState
 from lossscale_torch._rescue._buffers import SavedBuffers, unknown_modules
 from lossscale_torch._rescue._protect import Protection
@@ -59,7 +51,6 @@ class _Minimization:
         self._protected = [module for each in self._protections for module in each.modules()]
         self._start = _Snapshot(optimizer, may_restore=self._retries > 0)
         self._error: Exception | None = None
-        self._holds = scaler._nonfinite is not None and holds_lost_losses(scaler, optimizer)
 
     def run(self) -> StepInfo:
         """Step; run the losses again while they overflow and retries are left; return the outcome of the last try."""
@@ -70,8 +61,6 @@ class _Minimization:
             info = self._run_any()
         except BaseException:
             self._scaler._records.pop(id(self._optimizer), None)  # so that the next call begins with nothing known
-            if self._holds:
-                self._scaler._nonfinite.has_lost_loss = False
             raise
         finally:
             for each in self._protections:
@@ -85,7 +74,7 @@ class _Minimization:
         try:
             self._scaler.update()
             self._error = None
-        except (OverflowStreakError, SpikeStreakError, NonfiniteStreakError, ScaleFloorError) as error:
+        except (OverflowStreakError, SpikeStreakError) as error:
             self._error = error  # the update itself is complete
         info: StepInfo = self._scaler.last_step
         return info
@@ -111,7 +100,7 @@ class _Minimization:
                 return info
             if applied:
                 return info
-            if self._retries == 0 or info.spiked or info.nonfinite_update or info.nonfinite_loss:  # no scale helps
+            if self._retries == 0 or info.spiked:  # no scale helps against a spike
                 self._start.buffers.restore()
                 return info
             self._retries -= 1
@@ -126,12 +115,11 @@ class _Minimization:
         else:
             for loss_fn in self._loss_fns:
                 self._backward(loss_fn, [self._start])
-                if self._holds and self._scaler._nonfinite.has_lost_loss:
-                    return self._hold()
         if self._max_norm is None:
             self._scaler.step(self._optimizer)
         else:
-            self._scaler.clip_and_step(self._optimizer, self._max_norm)
+            self._scaler.unscale_and_clip_(self._optimizer, self._max_norm)
+            self._scaler.step(self._optimizer)
         return self._update()
 
     def _accumulate(self) -> StepInfo | None:
@@ -143,8 +131,6 @@ class _Minimization:
             point = _Snapshot(self._optimizer, may_restore=True) if number else self._start
             sums = _GradientSums(self._optimizer, self._scaler.get_scale())
             while not self._is_finite_after(loss_fn, [self._start, point] if number else [point]):
-                if self._holds and self._scaler._nonfinite.has_lost_loss:
-                    return self._hold()
                 self._scaler.skip(self._optimizer)
                 info = self._update()
                 if self._retries == 0:
@@ -162,29 +148,15 @@ class _Minimization:
     def _is_finite_after(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> bool:
         """Run a loss and its backward; return whether the gradients added up so far are finite on every rank."""
         self._backward(loss_fn, points)
-        if self._holds and self._scaler._nonfinite.has_lost_loss:
-            return False
         return all(flag.item() == 0.0 for flag in self._scaler._check_inf_per_device(self._optimizer).values())
-
-    def _hold(self) -> StepInfo:
-        """Skip the step without a check of the gradients, so that the policy's state stays."""
-        self._scaler._records.pop(id(self._optimizer), None)
-        self._scaler.skip(self._optimizer)
-        return self._update()
 
     def _try_closure(self, weights: WeightsAndState) -> StepInfo:
         if not self._scaler._has_begun:
             warn_if_resumed(self._optimizer, self._scaler._state, stacklevel=8)
         try:
-            take = functools.partial(self._optimizer.step, self._closure)
-            if self._scaler._nonfinite is None:
-                take()
-            else:
-                self._scaler._nonfinite.step(self._scaler, self._optimizer, take)
+            self._optimizer.step(self._closure)
         except _OverflowInClosure:
             weights.restore()
-            if self._holds and self._scaler._nonfinite.has_lost_loss:
-                return self._hold()
         if self._scaler.is_enabled():
             self._scaler._records[id(self._optimizer)]["stage"] = STEPPED
         return self._update()
@@ -194,8 +166,6 @@ class _Minimization:
         self._scaler._records.pop(id(self._optimizer), None)
         _forget_gradients(self._optimizer)
         losses = [self._backward(loss_fn, [self._start]) for loss_fn in self._loss_fns]
-        if self._holds and self._scaler._nonfinite.has_lost_loss:
-            raise _OverflowInClosure
         if self._max_norm is None:
             self._scaler.unscale_(self._optimizer)
         else:
@@ -211,9 +181,7 @@ class _Minimization:
         loss = self._watched(loss_fn, points) if self._scaler.is_enabled() else loss_fn()
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {loss!r}; return the loss, a tensor, without scaling it")
-        self._scaler.scale(loss).backward()  # also for a lost loss: other ranks wait for its gradients
-        if self._holds and is_lost(self._scaler, self._optimizer, loss):
-            self._scaler._nonfinite.has_lost_loss = True
+        self._scaler.scale(loss).backward()
         return loss.detach()
 
     def _watched(self, loss_fn: Callable[[], Tensor], points: list["_Snapshot"]) -> Tensor:
