@@ -34,16 +34,13 @@ TORCH = "torch==2.13.0"
 JAX = ["jax==0.10.2", "optax==0.2.8"]
 FLAX = "flax==0.12.8"
 TENSORFLOW = "tensorflow-cpu==2.21.*"
-MLX = "mlx[cpu]==0.32.*"
+MLX = "mlx[cpu]==0.32.*"  # of an example, which the conformance session runs
 FRAMEWORKS = {
     "numpy": [],
     "torch": [TORCH],
     "jax": [*JAX, FLAX],
     "tensorflow": [TENSORFLOW, "keras==3.15.*"],
-    "mlx": [MLX],
 }
-# A notebook on Kaggle or Colab has no MLX.
-IN_NOTEBOOKS = [name for name in FRAMEWORKS if name != "mlx"]
 # In sessions that take other versions.
 UNPINNED = {name: [re.split("[=>]", each)[0] for each in pins] for name, pins in FRAMEWORKS.items()}
 
@@ -105,7 +102,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
-    session.install("-e", ".[demo]", TORCH, *JAX, MLX, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, *JAX, *_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
     session.run("pyright", "-p", "tests/typing")
@@ -145,14 +142,14 @@ def oldest(session: nox.Session, framework: str) -> None:
 
 
 @nox.session(default=False, python="3.12")
-@nox.parametrize("framework", IN_NOTEBOOKS)
+@nox.parametrize("framework", list(FRAMEWORKS))
 def kaggle(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the versions of a Kaggle notebook: `nox -s kaggle`, nightly."""
     _test_with(session, framework, "-c", "tests/versions/kaggle.txt")
 
 
 @nox.session(default=False, python="3.13")
-@nox.parametrize("framework", IN_NOTEBOOKS)
+@nox.parametrize("framework", list(FRAMEWORKS))
 def colab(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with the versions of a Colab notebook: `nox -s colab`, nightly."""
     _test_with(session, framework, "-c", "tests/versions/colab.txt")
@@ -300,7 +297,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
-    session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, MLX, *_group("jax-test"))
+    session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
-    for name in ("core", "torch", "step", "jax", "tensorflow", "keras", "mlx"):
+    for name in ("core", "torch", "step", "jax", "tensorflow", "keras"):
         session.run("python", f"benchmarks/bench_{name}.py", *session.posargs)

@@ -2,8 +2,7 @@
 
 import sys
 
-from lossscale._install import how_to_install
-from lossscale_core import __version__
+from lossscale._versions import versions
 
 _EXTRAS = {"click": "cli", "rich": "cli", "matplotlib": "plot", "sklearn": "demo", "threadpoolctl": "demo"}
 
@@ -17,7 +16,7 @@ def main() -> None:
         SystemExit: The command is done; the status is 2, after a message on stderr, for invalid input.
     """
     if sys.argv[1:] == ["--version"]:
-        print(f"lossscale, version {__version__}")
+        print(versions())
         return
     try:
         from lossscale.cli import run
@@ -28,8 +27,10 @@ def main() -> None:
         # A missing module of any other package is a fault, and its traceback is needed to find it.
         if package not in _EXTRAS:
             raise
+        extra = _EXTRAS[package]
         print(
-            f"lossscale: this command needs {package}, which is not installed; {how_to_install(_EXTRAS[package])}",
+            f"lossscale: this command needs {package}, which is not installed; run: pip install 'lossscale[{extra}]', "
+            f"or in a clone: pip install '.[{extra}]'",
             file=sys.stderr,
         )
         sys.exit(2)

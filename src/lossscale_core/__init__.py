@@ -10,11 +10,7 @@ import typing as _typing
 from lossscale_core import errors
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._base import BaseScaling, ScalingPolicy
-from lossscale_core._checkpoint import (
-    nonfinite_state_from_dict,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import (
     PolicyLike,
     as_policy,
@@ -22,30 +18,19 @@ from lossscale_core._config import (
     load_policy,
     policy_from_dict,
     policy_to_dict,
-    policy_to_toml,
 )
 from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
-from lossscale_core._nonfinite import (
-    NonfiniteState,
-    OnNonfiniteLoss,
-    OnNonfiniteUpdate,
-    check_nonfinite_streak,
-    count_nonfinite,
-    init_nonfinite_state,
-    nonfinite_update,
-)
 from lossscale_core._placement import init_state
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
+from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._report import (
     StepInfo,
     diagnose,
     metrics,
     step_info,
 )
-from lossscale_core._schema import policy_schema
-from lossscale_core._state import AnyScaleState, ScaleState
-from lossscale_core._watch import OnFloor, ScaleWatch
+from lossscale_core._state import ScaleState
+from lossscale_core._watch import ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import adapters, testing
@@ -53,45 +38,31 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AnyScaleState",
     "BaseScaling",
     "DynamicScaling",
     "FixedScaling",
     "GradientRange",
     "GuardState",
     "NoScaling",
-    "NonfiniteState",
-    "OnFloor",
-    "OnNonfiniteLoss",
-    "OnNonfiniteUpdate",
     "PolicyLike",
     "ScaleState",
     "ScaleWatch",
     "ScalingPolicy",
     "SpikeGuard",
     "StepInfo",
-    "TolerantScaleState",
-    "TolerantScaling",
     "__version__",
     "adapters",
     "all_finite",
     "as_policy",
-    "check_nonfinite_streak",
-    "count_nonfinite",
     "diagnose",
     "dump_policy",
     "errors",
     "gradient_range",
-    "init_nonfinite_state",
     "init_state",
     "load_policy",
     "metrics",
-    "nonfinite_state_from_dict",
-    "nonfinite_update",
     "policy_from_dict",
-    "policy_schema",
     "policy_to_dict",
-    "policy_to_toml",
     "scale",
     "select",
     "state_from_dict",

@@ -12,7 +12,7 @@ from lossscale_core import _tree as tree
 from lossscale_core._finite import all_finite_in
 from lossscale_core._messages import not_a_flag
 from lossscale_core._mistakes import loss_scale_of
-from lossscale_core._state import AnyScaleState, Array
+from lossscale_core._state import Array, ScaleState
 
 Namespace: TypeAlias = Any
 """A module or object with the functions of the array API."""
@@ -84,13 +84,13 @@ def host_flag(grads_finite: Any, call: str) -> bool:
 
 @overload
 def scale(
-    loss: float | np.floating[Any] | np.integer[Any], state: AnyScaleState, *, xp: Namespace | None = None
+    loss: float | np.floating[Any] | np.integer[Any], state: ScaleState, *, xp: Namespace | None = None
 ) -> np.floating[Any]: ...
 @overload
-def scale(loss: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT: ...
+def scale(loss: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> TreeT: ...
 # Without warnings: a policy expects overflows, and the step that overflowed is skipped anyway.
 @np.errstate(all="ignore")
-def scale(loss: Any, state: AnyScaleState, *, xp: Namespace | None = None) -> Any:
+def scale(loss: Any, state: ScaleState, *, xp: Namespace | None = None) -> Any:
     """Multiply `loss` by the loss scale: differentiate the result.
 
     Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
@@ -159,7 +159,7 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
 
 
 @np.errstate(all="ignore")
-def unscale(grads: TreeT, state: AnyScaleState, *, xp: Namespace | None = None) -> TreeT:
+def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> TreeT:
     """Divide `grads` by the loss scale.
 
     Does not synchronise with the host.

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from lossscale_core import _settings
 from lossscale_core._arrays import Namespace
-from lossscale_core._state import AnyScaleState, Array, HostScalar, ScaleState, StateT
+from lossscale_core._state import Array, ScaleState, StateT
 from lossscale_core.errors import PolicyError
 
 
@@ -71,7 +71,6 @@ class BaseScaling:
     hysteresis: int = 1
     refill_on_backoff: bool = False
     cooldown: int = 0
-    tolerance: float = 0.0
     max_overflow_streak: int | None = None
 
     def __init_subclass__(cls) -> None:
@@ -106,11 +105,11 @@ class BaseScaling:
         """
         return policy if isinstance(policy, BaseScaling) else _WithDefaults(policy)
 
-    def init_state(self) -> AnyScaleState[HostScalar]:
+    def init_state(self) -> Any:
         """Return the state before the first step. See `ScalingPolicy.init_state`."""
         raise NotImplementedError(f"{type(self).__name__} has no init_state; define it to return a {self.state_type}")
 
-    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> AnyScaleState[Any]:
+    def update(self, state: Any, grads_finite: Array, *, xp: Namespace | None = None) -> Any:
         """Return the state after a step. See `ScalingPolicy.update`."""
         raise NotImplementedError(f"{type(self).__name__} has no update; define it to return the state after a step")
 
@@ -151,8 +150,7 @@ class BaseScaling:
 
     def overflow_share(self) -> float:
         """Return the fraction of steps that overflow by design, because growth tries a larger scale regularly."""
-        by_growth = self.hysteresis / (self.hysteresis + self.growths_per_backoff() * self.growth_interval)
-        return max(by_growth, self.tolerance)
+        return self.hysteresis / (self.hysteresis + self.growths_per_backoff() * self.growth_interval)
 
 
 class _WithDefaults(BaseScaling):

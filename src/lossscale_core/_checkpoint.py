@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._messages import not_a_state, shown, shown_names, shown_number
-from lossscale_core._nonfinite import NonfiniteState, init_nonfinite_state
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
+from lossscale_core._state import HostScalar, ScaleState
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
@@ -24,11 +23,10 @@ _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
 def state_to_dict(
-    state: AnyScaleState,
+    state: ScaleState,
     policy: PolicyLike | None = None,
     *,
     guard: GuardState | None = None,
-    nonfinite: NonfiniteState | None = None,
 ) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 
@@ -39,11 +37,10 @@ def state_to_dict(
         policy: Anything that `as_policy` accepts. Its config is saved too, and compared when the state is restored; a
             policy without a `kind` has no config and is left out.
         guard: The state of a spike guard, of any framework.
-        nonfinite: The counters of updates and losses that were NaN or infinite.
 
     Returns:
-        The format's `"version"`, a number for each field of the state, the config under `"policy"`, and dicts of the
-        guard's fields under `"guard"` and of the counters under `"nonfinite"`.
+        The format's `"version"`, a number for each field of the state, the config under `"policy"`, and a dict of the
+        guard's fields under `"guard"`.
 
     Raises:
         PolicyError: `policy` is not a policy.
@@ -59,15 +56,9 @@ def state_to_dict(
             saved["policy"] = config
     if guard is not None:
         saved["guard"] = _plain_numbers(guard)
-    if nonfinite is not None:
-        saved["nonfinite"] = _plain_numbers(nonfinite)
     return saved
 
 
-@overload
-def state_from_dict(saved: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
-@overload
-def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> AnyScaleState[HostScalar]: ...
 def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
     """Return the saved state as host scalars, which every framework's `asarray` accepts.
 
@@ -138,28 +129,6 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     return state
 
 
-def nonfinite_state_from_dict(saved: Mapping[str, Any]) -> NonfiniteState[HostScalar]:
-    """Return the saved counters as host scalars, which every framework's `asarray` accepts.
-
-    Args:
-        saved: A dict that `state_to_dict` returned. The counters start at zero if it was saved without them.
-
-    Returns:
-        The counters.
-
-    Raises:
-        CheckpointError: A counter is missing, or is not a whole number from 0 that fits int32.
-    """
-    start = init_nonfinite_state()
-    numbers = saved.get("nonfinite", start._asdict())
-    missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
-    if missing:
-        raise CheckpointError(f"the saved counters under 'nonfinite' have no {', '.join(missing)}; {_HINT}")
-    fields = {name: _restored(name, numbers[name], initial) for name, initial in start._asdict().items()}
-    _require_consistent(fields, ("update_streak", "updates"), ("loss_streak", "losses"))
-    return NonfiniteState(**fields)
-
-
 def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
     """Move the restored scale to the nearest bound of the policy, in place as a float32; return a note of a change."""
     saved = fields["loss_scale"]
@@ -222,10 +191,10 @@ def _require_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> AnyScaleState[HostScalar]:
+def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
     """Return the first state under `policy`; without a policy, of the state type with the most of the saved keys."""
     if policy is not None:
-        start: AnyScaleState[HostScalar] = policy.init_state()
+        start: Any = policy.init_state()
         return start
     # Without its policy, only the keys of a saved state show its type; a type with fewer fields would drop some keys.
     longest: type[BaseScaling] = NoScaling

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
-from lossscale_core._files import TOML_END, TOML_START, read_data, suffix_of, write_whole
+from lossscale_core._files import read_data, suffix_of, write_whole
 from lossscale_core._messages import nearest_name, shown, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
@@ -116,8 +116,8 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     """Return the policy that `config` describes.
 
     Args:
-        config: A dict, which is not changed. `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, `"tolerant"`, or the kind of
-            a class of your own; the other keys are the fields of that policy. Fields left out take their defaults.
+        config: A dict, which is not changed. `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, or the kind of a
+            class of your own; the other keys are the fields of that policy. Fields left out take their defaults.
 
     Returns:
         A new policy.
@@ -194,21 +194,6 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
     write_whole(path, _WRITERS[suffix_of(path)](policy_to_dict(policy)), overwrite=overwrite)
 
 
-def policy_to_toml(policy: ScalingPolicy) -> str:
-    """Return `policy` as the text of a `.toml` file, which `load_policy` reads back to an equal policy.
-
-    Args:
-        policy: A policy that has a `kind`.
-
-    Returns:
-        A line for each key of `policy_to_dict`, between a first and a last line that reveal an incomplete file.
-
-    Raises:
-        PolicyError: The policy has no `kind` of its own.
-    """
-    return _write_toml(policy_to_dict(policy))
-
-
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
@@ -223,8 +208,7 @@ def _write_toml(config: dict[str, Any]) -> str:
     import json
 
     # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
-    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in config.items())
-    return f"{TOML_START}{lines}{TOML_END}"
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
 _WRITERS = {".toml": _write_toml, ".json": _write_json}

@@ -6,9 +6,8 @@ from lossscale_core._base import BaseScaling
 from lossscale_core._guard import GuardState
 from lossscale_core._messages import shown_number
 from lossscale_core._mistakes import loss_scale_of
-from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import AnyScaleState, read
+from lossscale_core._state import ScaleState, read
 
 _FEW = 5
 _OFTEN = 0.05
@@ -20,7 +19,7 @@ STREAK_HINT = (
 class Numbers:
     """The numbers of a state, read once from its device."""
 
-    def __init__(self, policy: BaseScaling, state: AnyScaleState) -> None:
+    def __init__(self, policy: BaseScaling, state: ScaleState) -> None:
         self.scale = read(loss_scale_of(state, "diagnose(policy, state)"))
         self.steps = int(state.steps)
         self.skipped = int(state.skipped_steps)
@@ -41,22 +40,16 @@ class Numbers:
         return self.scale < 1.0 <= self.start
 
 
-def diagnosis(
-    policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None, nonfinite: NonfiniteState | None = None
-) -> str:
+def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = None) -> str:
     """Return the text of `lossscale_core.diagnose` for the numbers of a state."""
     spikes, is_spiking = ("", False) if guard is None else _spikes(guard)
-    counts, streak = ("", "") if nonfinite is None else _nonfinite(nonfinite)
-    if counts and not numbers.steps:  # the policy's state does not count such steps
-        return f"{streak or 'no step applied yet'}:{counts}"
     # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     first = (_broken, _not_started, _at_limit, _stuck, _calibrating, _skipping, _unapplied)
     for verdict in (*first, fallen_below_one, _pressing):
         if sentence := verdict(policy, numbers):
-            return sentence + spikes + counts
+            return sentence + spikes
     scale = f"; the loss scale is {numbers.shown_scale}" if policy.scales_losses else ""
-    condition = "spiking" if is_spiking else streak or "healthy"
-    return f"{condition}: {numbers.counts}{scale}.{spikes}{counts}"
+    return f"{'spiking' if is_spiking else 'healthy'}: {numbers.counts}{scale}.{spikes}"
 
 
 def forward_pass(policy: BaseScaling, scale: float) -> str:
@@ -82,28 +75,6 @@ def _spikes(guard: GuardState) -> tuple[str, bool]:
         return counts, False
     hint = "Look for a change of the data or a learning rate that is too large."
     return f"{counts} The last {streak} norms in a row were spikes. {hint}", True
-
-
-def _nonfinite(state: NonfiniteState) -> tuple[str, str]:
-    """Return sentences about losses and updates that were not finite, and the name of a streak of them."""
-    losses, updates, sentences, streak = int(state.losses), int(state.updates), "", ""
-    if losses:
-        were = "loss was" if losses == 1 else "losses were"
-        sentences += (
-            f" {losses} {were} NaN or infinite before scaling, and the loss scale was kept: look at the inputs and the "
-            "forward pass."
-        )
-    if updates:
-        were = "update was" if updates == 1 else "updates were"
-        sentences += (
-            f" {updates} {were} undone, since finite gradients made a parameter or a state NaN or infinite: look at "
-            "the optimizer and its learning rate."
-        )
-    if int(state.update_streak) >= _FEW:
-        streak = "update not finite"
-    if int(state.loss_streak) >= _FEW:
-        streak = "loss not finite"
-    return sentences, streak
 
 
 def _broken(_: BaseScaling, numbers: Numbers) -> str | None:
@@ -219,9 +190,9 @@ def _has_grown(policy: BaseScaling, numbers: Numbers, calibration: int) -> bool:
     """Return whether the numbers show that the scale has grown, after which an overflow is by design.
 
     Each backoff after the calibration takes `hysteresis` overflows and reverses earlier growths, each of which took
-    `growth_interval` finite steps. At the floor, and under `TolerantScaling`, an overflow need not be a backoff.
+    `growth_interval` finite steps. At the floor an overflow need not be a backoff.
     """
-    if numbers.at_floor or policy.tolerance:
+    if numbers.at_floor:
         return False
     growths = (numbers.skipped - calibration) / policy.hysteresis * policy.growths_per_backoff()
     return 0 < growths <= numbers.applied / policy.growth_interval

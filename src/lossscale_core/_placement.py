@@ -1,29 +1,11 @@
 """The first state of a policy, on the host or in any array-API namespace."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 from lossscale_core._arrays import Namespace
-from lossscale_core._base import ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling, TolerantScaleState, TolerantScaling
-from lossscale_core._state import AnyScaleState, HostScalar, ScaleState, StateT
 
 
-@overload
-def init_state(policy: ScalingPolicy[StateT], *, xp: None = None, device: Any = None) -> StateT: ...
-@overload
-def init_state(policy: Literal["dynamic", "none"] | float, *, xp: None = None) -> ScaleState[HostScalar]: ...
-@overload
-def init_state(policy: TolerantScaling, *, xp: Namespace, device: Any = None) -> TolerantScaleState: ...
-@overload
-def init_state(
-    policy: DynamicScaling | FixedScaling | NoScaling | Literal["dynamic", "none"] | float,
-    *,
-    xp: Namespace,
-    device: Any = None,
-) -> ScaleState: ...
-@overload
-def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> AnyScaleState: ...
 def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> Any:
     """Return the state before the first step under `policy`.
 
@@ -35,7 +17,8 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
         device: The device of the arrays, as `xp.asarray` takes it.
 
     Returns:
-        The policy's state, a NamedTuple of float32 and int32 scalars, or of arrays of shape `()`.
+        The policy's state, a NamedTuple of float32 and int32 scalars, or of arrays of shape `()`: a `ScaleState`, or
+        the type of state that the policy has in its place.
 
     Raises:
         PolicyError: `policy` is not a policy.

@@ -8,7 +8,7 @@ framework, eagerly or traced. It has no `if` on an array, and no dtype or shape 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import not_a_state
 from lossscale_core._mistakes import explain_settings
 from lossscale_core._settings import RULES, SMALLEST_SCALE
-from lossscale_core._state import Array, ArrayT_co, HostScalar, ScaleState, StateT, one_more
+from lossscale_core._state import Array, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -26,8 +26,6 @@ _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 """Returns the loss scale after growth or backoff, given the policy, the scale before and the array namespace."""
 
 _UPDATE = "update(state, grads_finite)"
-_FULL_FLOAT32 = 2.0**24
-"""The largest count in float32: 2**24 + 1 rounds to 2**24."""
 
 
 @explain_settings(RULES)
@@ -176,118 +174,8 @@ class DynamicScaling(BaseScaling):
         return ScaleState(loss_scale, growth_tracker, tolerance, steps, skipped_steps, overflow_streak)
 
 
-class TolerantScaleState(NamedTuple, Generic[ArrayT_co]):
-    """A `ScaleState` with the two counters of `TolerantScaling`.
-
-    They are float32 because they enter a ratio, and not every framework divides int32 into float32. Both are halved
-    when `steps_since_change` exceeds 2**24, the largest count that float32 can increment; their ratio is unchanged.
-    """
-
-    loss_scale: ArrayT_co
-    growth_tracker: ArrayT_co
-    hysteresis_tracker: ArrayT_co
-    steps: ArrayT_co
-    skipped_steps: ArrayT_co
-    overflow_streak: ArrayT_co
-    steps_since_change: ArrayT_co
-    """float32: steps since the scale last grew or backed off."""
-    overflows_since_backoff: ArrayT_co
-    """float32: overflows since the scale last backed off."""
-
-
-@explain_settings(RULES)
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TolerantScaling(BaseScaling):
-    """Lower the loss scale only when the fraction of overflows reaches `tolerance`; raise it like `DynamicScaling`.
-
-    ```
-    after a finite step:  growth_tracker + 1; when it reaches growth_interval:
-                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0, steps_since_change 0
-    after an overflow:    growth_tracker 0; when overflows_since_backoff / steps_since_change ≥ tolerance:
-                          loss_scale × backoff_factor (≥ min_scale), both counters 0
-    ```
-
-    The policy accepts a few skipped steps in exchange for a larger scale. The fraction is that of fairseq's
-    `DynamicLossScaler`
-    (https://github.com/facebookresearch/fairseq/blob/v0.12.2/fairseq/optim/dynamic_loss_scaler.py): overflows since the
-    last backoff, divided by steps since the last growth or backoff, both including this step. After growth it may
-    exceed 1. After 2**24 steps without a change both counters are halved, so that older steps have half the weight.
-
-    Raises:
-        PolicyError: A setting breaks its rule; the message names the value, the rule and what to do.
-    """
-
-    kind = "tolerant"
-    state_type = TolerantScaleState
-    adapts = True
-
-    tolerance: float = 0.05
-    """The fraction of overflows at which the scale backs off; 0 means on every overflow."""
-    init_scale: float = 2.0**16
-    """The loss scale of the first step, from `min_scale` to `max_scale`."""
-    growth_factor: float = 2.0
-    """Multiplies the scale when it grows; above 1."""
-    backoff_factor: float = 0.5
-    """Multiplies the scale when it backs off; between 0 and 1."""
-    growth_interval: int = 2000
-    """The number of finite steps in a row after which the scale grows."""
-    min_scale: float = 1.0
-    """The smallest scale that backing off reaches; a scale that is already smaller stays as it is."""
-    max_scale: float = 2.0**32
-    """The largest scale that growth reaches."""
-
-    def init_state(self) -> TolerantScaleState[HostScalar]:
-        """Return the state before the first step, on the host."""
-        return TolerantScaleState(*_init_state(self.init_scale), np.float32(0), np.float32(0))
-
-    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
-        """Return the state after a step. See `ScalingPolicy.update`."""
-        after: StateT = _select(grads_finite, self._after_finite, self._after_overflow, state, xp)
-        return after
-
-    def _after_finite(self, state: Any, steps: Array, xp: Namespace) -> Any:
-        grows = state.growth_tracker >= self.growth_interval - 1
-        since_change, overflows = _halve_if_full(state, xp)
-        return TolerantScaleState(
-            loss_scale=_changed_where(grows, _grown, self, state.loss_scale, xp),
-            growth_tracker=xp.where(grows, -1, state.growth_tracker) + 1,
-            hysteresis_tracker=state.hysteresis_tracker,
-            steps=steps,
-            skipped_steps=state.skipped_steps,
-            overflow_streak=state.overflow_streak * 0,
-            steps_since_change=xp.where(grows, 0.0, since_change + 1.0),
-            overflows_since_backoff=overflows,
-        )
-
-    def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> Any:
-        since_change, overflows = (count + 1.0 for count in _halve_if_full(state, xp))
-        backs_off = overflows / since_change >= self.tolerance
-        return TolerantScaleState(
-            loss_scale=_changed_where(backs_off, _backed_off, self, state.loss_scale, xp),
-            growth_tracker=_filled(state.growth_tracker, 0),
-            hysteresis_tracker=state.hysteresis_tracker,
-            steps=steps,
-            skipped_steps=one_more(state.skipped_steps),
-            overflow_streak=one_more(state.overflow_streak),
-            steps_since_change=xp.where(backs_off, 0.0, since_change),
-            overflows_since_backoff=xp.where(backs_off, 0.0, overflows),
-        )
-
-
 LIBRARY_KINDS = tuple(KINDS)
 """The kinds of the library's own policies."""
-
-
-def _halve_if_full(state: Any, xp: Namespace) -> tuple[Array, Array]:
-    """Return the two counters of the fraction, both halved if float32 cannot count one more step.
-
-    An odd number of overflows is rounded up, so that a run of overflows only still reaches a fraction of 1.
-    """
-    is_full = state.steps_since_change >= _FULL_FLOAT32
-    return (
-        xp.where(is_full, state.steps_since_change * 0.5, state.steps_since_change),
-        xp.where(is_full, (state.overflows_since_backoff + 1.0) // 2.0, state.overflows_since_backoff),
-    )
 
 
 def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0) -> ScaleState:
@@ -320,14 +208,14 @@ def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array,
     return xp.where(condition, change(policy, scale, xp), scale)
 
 
-def _grown(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
+def _grown(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
     # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
     highest = max(2.0 * policy.max_scale / policy.growth_factor, SMALLEST_SCALE)
     grown = xp.where(scale < highest, scale, highest) * policy.growth_factor
     return _at_most(policy.max_scale, grown, xp)
 
 
-def _backed_off(policy: DynamicScaling | TolerantScaling, scale: Array, xp: Namespace) -> Array:
+def _backed_off(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
     lowered = _at_least(policy.min_scale, scale * policy.backoff_factor, xp)
     return xp.where(lowered > scale, scale, lowered)  # an overflow must not raise a scale below min_scale
 

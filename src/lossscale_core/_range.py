@@ -6,13 +6,10 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lossscale_core._files import write_whole
-from lossscale_core._range_picture import Histograms, Row, html_page, png_picture, svg_picture
 from lossscale_core._range_records import (
     GRADIENT,
     NonfiniteInput,
@@ -23,7 +20,6 @@ from lossscale_core._range_records import (
     in_low_precision,
     needs_scaling,
     share_flushed,
-    sum_exponents,
     to_plain,
 )
 from lossscale_core._range_search import recommended_floor, recommended_scale, search
@@ -169,64 +165,12 @@ class RangeReport:
         }
         return cls(**plain | records | others)
 
-    def plot(self, path: str | Path, *, loss_scale: float | None = None) -> None:
-        """Draw a histogram of the gradients' exponents for each module, and save the picture.
-
-        The picture shows the range of float16; bars that overflow or flush to zero are coloured and hatched. If the
-        loss is not finite, no gradients exist, and it shows the forward pass.
-
-        Args:
-            path: The path of the file: `.svg`, `.png`, or `.html` with the text of the report above the picture.
-            loss_scale: The scale of the drawn gradients; `init_scale` if left out.
-
-        Raises:
-            ImportError: The suffix is `.png`, and matplotlib is not installed.
-            ValueError: The suffix is another one, or `loss_scale` is not a positive, finite number.
-        """
-        target = Path(path)
-        kind = target.suffix.lower()
-        if kind == ".html":
-            content: str | bytes = self.to_html(loss_scale=loss_scale)
-        elif kind in (".svg", ".png"):
-            draw = svg_picture if kind == ".svg" else png_picture
-            content = draw(self._histograms(loss_scale))
-        else:
-            raise ValueError(
-                f"{str(path)!r} is not an .svg, .html or .png file; pass a path that ends in .svg, .html or .png"
-            )
-        write_whole(target, content, overwrite=True)
-
-    def to_html(self, *, loss_scale: float | None = None) -> str:
-        """Return a self-contained HTML page with the text of the report and the picture that `plot` draws.
-
-        It follows the light or dark scheme of the system, and fits a screen of 360 pixels.
-
-        Args:
-            loss_scale: The scale of the drawn gradients; `init_scale` if left out.
-
-        Returns:
-            The text of the page.
-        """
-        return html_page(str(self), self._histograms(loss_scale))
-
     def __str__(self) -> str:
         first = [*self._input_lines(), self._forward_line()]
         return "\n".join([*first, *self._backward_lines(), *self._unscaled_lines(), self._advice()])
 
     def _gradients(self) -> list[OperationRange]:
         return [record for record in in_low_precision(self.backward) if record.operation != GRADIENT]
-
-    def _histograms(self, loss_scale: float | None) -> Histograms:
-        """Return what to draw: the gradients at a scale, or the forward pass if the loss gave no gradients."""
-        scale = (self.init_scale or self.loss_scale) if loss_scale is None else _require_positive(loss_scale)
-        if math.isfinite(self.loss):
-            title = f"Exponents of the gradients at a loss scale of {_power(scale)}"
-            rows, note = _rows(self._gradients(), shift=round(math.log2(scale / self.loss_scale)))[::-1], ""
-        else:
-            title = "Exponents of the forward pass"
-            rows, note = _rows(self.forward), f"The loss is {self.loss:g}, so no backward pass was run."
-            note += " The picture shows the forward pass." if rows else ""
-        return Histograms(title, rows, note if rows else f"{note} {_NOTHING}".strip())
 
     def _harmful_inputs(self) -> list[NonfiniteInput]:
         """Return the inputs to name in the first line: all with NaN, and those with infinity that may do harm.
@@ -330,18 +274,6 @@ class RangeReport:
             first = "look at the inputs and constants of that operation first"
             return f"{first}; a number too large for {given.dtype} is infinite"
         return "look for a division by zero, or a root or logarithm of zero, in what the model computes after it"
-
-
-def _rows(records: Iterable[OperationRange], *, shift: int = 0) -> list[Row]:
-    """Return the elements of each module, multiplied by a power of two."""
-    return [
-        Row(
-            module,
-            {exponent + shift: count for exponent, count in sum_exponents(group).items()},
-            sum(record.nonfinite for record in group),
-        )
-        for module, group in by_module(records).items()
-    ]
 
 
 def _require_positive(loss_scale: float) -> float:

@@ -1,7 +1,7 @@
 """Per-step information, metrics for logging, and a plain-text diagnosis."""
 
 from collections.abc import Iterable
-from typing import Generic, Literal, NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -10,11 +10,9 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._messages import not_a_state, shown_number
-from lossscale_core._nonfinite import NonfiniteState
 from lossscale_core._settings import LARGEST_COUNT
-from lossscale_core._state import AnyScaleState, Array, ArrayT_co, read
-from lossscale_core._watch import require_above_floor
-from lossscale_core.errors import OverflowStreakError, PolicyError
+from lossscale_core._state import Array, ArrayT_co, ScaleState, read
+from lossscale_core.errors import OverflowStreakError
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):
@@ -32,10 +30,6 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     """bool: a gradient held NaN or infinity."""
     spiked: Array = False
     """bool: the gradients were finite, and a `SpikeGuard` refused their norm."""
-    nonfinite_update: Array = False
-    """bool: the step made a parameter or a state of the optimizer NaN or infinite, and was undone."""
-    nonfinite_loss: Array = False
-    """bool: the loss was NaN or infinite before it was scaled, and the loss scale was kept."""
 
 
 class GradientReport(NamedTuple):
@@ -86,12 +80,10 @@ class OverflowReport(list[GradientReport]):
 
 
 def step_info(
-    before: AnyScaleState[ArrayT_co],
-    after: AnyScaleState[ArrayT_co],
+    before: ScaleState[ArrayT_co],
+    after: ScaleState[ArrayT_co],
     *,
     spiked: Array = False,
-    nonfinite_update: Array = False,
-    nonfinite_loss: Array = False,
 ) -> StepInfo[ArrayT_co]:
     """Return the outcome of the step that changed the state from `before` to `after`.
 
@@ -99,11 +91,9 @@ def step_info(
 
     Args:
         before: The state before the step.
-        after: The state that the policy's `update` returned; `before` itself if one of the next three is True.
+        after: The state that the policy's `update` returned; `before` itself after a spike.
         spiked: Whether the gradients were finite and a `SpikeGuard` refused their norm: a bool of shape `()` of the
             states' framework, or a Python bool.
-        nonfinite_update: Whether the step was undone, since it made a parameter or state NaN or infinite.
-        nonfinite_loss: Whether the loss was NaN or infinite before it was scaled, and the scale was kept.
 
     Returns:
         The outcome, with fields of shape `()` on the device of the states.
@@ -112,19 +102,16 @@ def step_info(
     streak: Array = after.overflow_streak
     finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
     overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
-    causes = spiked, nonfinite_update, nonfinite_loss
-    for cause in causes:
-        if cause is not False:
-            accepted = not cause if isinstance(cause, bool) else ~cause
-            finite, overflowed = finite & accepted, overflowed & accepted
-    return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, *causes)
+    if spiked is not False:
+        accepted = not spiked if isinstance(spiked, bool) else ~spiked
+        finite, overflowed = finite & accepted, overflowed & accepted
+    return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, spiked)
 
 
 def metrics(
-    state: AnyScaleState[ArrayT_co],
+    state: ScaleState[ArrayT_co],
     *,
     guard: GuardState[ArrayT_co] | None = None,
-    nonfinite: NonfiniteState[ArrayT_co] | None = None,
 ) -> dict[str, ArrayT_co]:
     """Return the numbers of a state for a log, under the same names in every framework and release.
 
@@ -133,13 +120,11 @@ def metrics(
     Args:
         state: A state of any framework.
         guard: The state of a spike guard.
-        nonfinite: The counters of updates and losses that were NaN or infinite.
 
     Returns:
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
         `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
-            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`; `nonfinite` adds
-            `nonfinite_updates`, `nonfinite_update_streak`, `nonfinite_losses` and `nonfinite_loss_streak`.
+            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
     """
     try:
         numbers = state._asdict()
@@ -148,8 +133,6 @@ def metrics(
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
-    if nonfinite is not None:
-        numbers.update({f"nonfinite_{name}": count for name, count in nonfinite._asdict().items()})
     # NumPy's numbers on the host become Python's, which `json.dumps` takes.
     return {name: value.item() if _is_numpys(value) else value for name, value in numbers.items()}
 
@@ -159,36 +142,25 @@ def _is_numpys(value: object) -> bool:
     return isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
-def check_overflow_streak(
-    policy: PolicyLike, state: AnyScaleState, *, on_floor: Literal["raise"] | None = None
-) -> None:
-    """Raise an error if the state has reached the policy's `max_overflow_streak`, or its floor if `on_floor` says so.
+def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
+    """Raise an error if the state has reached the policy's `max_overflow_streak`.
 
-    Logs nothing. Reads the state only where it may raise: the policy has such a limit, or `on_floor` is `"raise"`.
-    Reading it from a device synchronises.
+    Logs nothing. Reads the state only if the policy has such a limit; reading it from a device synchronises.
 
     Args:
         policy: Anything that `as_policy` accepts.
         state: The state after a step.
-        on_floor: `"raise"` makes an overflow that leaves the scale at `min_scale` an error.
 
     Raises:
         OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
-        ScaleFloorError: `on_floor` is `"raise"`, and the last step overflowed and left the scale at `min_scale`.
-        PolicyError: `policy` is not a policy, or `on_floor` is another value.
+        PolicyError: `policy` is not a policy.
     """
     members = BaseScaling.of(as_policy(policy))
-    if on_floor not in (None, "raise"):
-        raise PolicyError(
-            f"on_floor={on_floor!r} must be 'raise' or None here; to log, pass it to ScaleWatch(on_floor=)"
-        )
     limit = members.max_overflow_streak
-    if limit is None and on_floor is None:
+    if limit is None:
         return
-    if on_floor == "raise":
-        require_above_floor(members, state)
     streak = int(read(state.overflow_streak))
-    if limit is not None and streak >= limit:
+    if streak >= limit:
         scale = (
             f", and the loss scale is down to {shown_number(float(state.loss_scale))}" if members.scales_losses else ""
         )
@@ -199,10 +171,9 @@ def check_overflow_streak(
 
 def diagnose(
     policy: PolicyLike,
-    state: AnyScaleState,
+    state: ScaleState,
     *,
     guard: GuardState | None = None,
-    nonfinite: NonfiniteState | None = None,
 ) -> str:
     """Describe the condition of a run in one or two sentences, and recommend what to do.
 
@@ -212,16 +183,15 @@ def diagnose(
         policy: Anything that `as_policy` accepts.
         state: A state of any framework.
         guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
-        nonfinite: The counters of updates and losses that were NaN or infinite, which add a sentence each.
 
     Returns:
         A text that begins with `not started`, `calibrating`, `no step applied yet`, `stuck at min_scale`,
-            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `loss not finite`,
-            `update not finite`, `healthy`, or, for a scale that no policy reaches, `broken`.
+            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `healthy`,
+            or, for a scale that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `state` is not a state.
     """
     members = BaseScaling.of(as_policy(policy))
-    return diagnosis(members, Numbers(members, state), guard, nonfinite)
+    return diagnosis(members, Numbers(members, state), guard)

@@ -1,4 +1,4 @@
-"""The rules of a policy's fields as data, from which checks, the JSON Schema and the command's tables are made."""
+"""The rules of a policy's fields as data, from which checks and the command's tables are made."""
 
 import dataclasses
 import functools
@@ -83,14 +83,6 @@ BACKOFF_FACTOR = Rule(
     minimum=SMALLEST_SCALE,
     maximum=1.0 - 2.0**-24,
 )
-SHARE = Rule(
-    float,
-    # After one finite step the share of overflows never reaches 1 again, so that the scale would never back off.
-    "a fraction from 0 to below 1 (at most 1 - 2**-24, the largest float32 below 1)",
-    "pass 0.05 to tolerate one overflow in twenty steps",
-    minimum=0.0,
-    maximum=1.0 - 2.0**-24,
-)
 COUNT = Rule(
     int, "a whole number from 1 to 2**31 - 1", "pass 1 for the smallest count", minimum=1, maximum=LARGEST_COUNT
 )
@@ -122,7 +114,6 @@ RULES = {
     "min_scale": dataclasses.replace(SCALE, hint="pass 1.0 or less, or leave it out for 2**-126"),
     "max_scale": dataclasses.replace(SCALE, hint="pass a power of two such as 2.0**24, or leave it out for 2**126"),
     "max_overflow_streak": COUNT_OR_NONE,
-    "tolerance": SHARE,
 }
 """The rule of each setting, by its name, whichever policy has it."""
 
@@ -134,12 +125,6 @@ _ARGUMENTS = {
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 0 not to retry"),
 }
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
-_CHOICES = {
-    "on_floor": ("warn", "raise", "ignore"),
-    "on_nonfinite_update": ("ignore", "raise", "skip"),
-    "on_nonfinite_loss": ("back_off", "hold"),
-}
-"""The values of each argument of the adapters that accepts one of a few texts; the first one is the default."""
 
 
 def check_setting(name: str, value: Any) -> Any:
@@ -147,23 +132,16 @@ def check_setting(name: str, value: Any) -> Any:
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
-            `"max_norm"`, `"global_clipnorm"`, `"retries"`, `"on_floor"`, `"on_nonfinite_update"` or
-            `"on_nonfinite_loss"`.
+            `"max_norm"`, `"global_clipnorm"` or `"retries"`.
         value: Any value.
 
     Returns:
-        The value as a plain Python number, bool or text, or None if the setting accepts None.
+        The value as a plain Python number or bool, or None if the setting accepts None.
 
     Raises:
         PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
         KeyError: `name` is not a setting.
     """
-    if name in _CHOICES:
-        if not isinstance(value, str) or value not in _CHOICES[name]:
-            *others, last = map(repr, _CHOICES[name])
-            default = f"pass {_CHOICES[name][0]!r}, or leave it out"
-            raise PolicyError(f"{name}={shown(value)} must be {', '.join(others)} or {last}; {default}")
-        return value
     if name in _ARGUMENTS and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # one number in an array of any framework
     return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)

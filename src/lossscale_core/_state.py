@@ -1,7 +1,6 @@
 """The state that loss scaling keeps between two steps: the meaning, dtype and shape of each field."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     ArrayT_co = TypeVar("ArrayT_co", covariant=True, default=Any)
-    StateT = TypeVar("StateT", bound="AnyScaleState[Any]", default=Any)
+    StateT = TypeVar("StateT", default=Any)
 else:
     from typing import TypeVar
 
@@ -47,30 +46,6 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """int32: steps that overflowed and were skipped."""
     overflow_streak: ArrayT_co
     """int32: overflows in a row up to now; 0 after a finite step."""
-
-
-class AnyScaleState(Protocol[ArrayT_co]):
-    """The members that every policy's state has; a policy may add fields of its own.
-
-    `_make` and `_replace` are left out, although every NamedTuple has them: mypy derives their types from the fields,
-    and then takes no NamedTuple for an implementation of a protocol that declares them.
-    """
-
-    @property
-    def loss_scale(self) -> ArrayT_co: ...
-    @property
-    def growth_tracker(self) -> ArrayT_co: ...
-    @property
-    def hysteresis_tracker(self) -> ArrayT_co: ...
-    @property
-    def steps(self) -> ArrayT_co: ...
-    @property
-    def skipped_steps(self) -> ArrayT_co: ...
-    @property
-    def overflow_streak(self) -> ArrayT_co: ...
-    def _asdict(self) -> dict[str, Any]: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
 
 
 def one_more(counter: Array) -> Array:

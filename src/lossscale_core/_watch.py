@@ -1,21 +1,15 @@
-"""The log messages of a run about its loss scale, through the logger `lossscale`, and the error at the floor."""
+"""The log messages of a run about its loss scale, through the logger `lossscale`."""
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._diagnosis import Numbers, diagnosis, fallen_below_one, forward_pass
-from lossscale_core._messages import not_a_state, shown_number
-from lossscale_core._settings import check_setting
-from lossscale_core._state import AnyScaleState, ScaleState, read
-from lossscale_core.errors import ScaleFloorError
-
-OnFloor = Literal["warn", "raise", "ignore"]
-"""The reaction to an overflow that lowers the loss scale to `min_scale`."""
+from lossscale_core._messages import not_a_state
+from lossscale_core._state import ScaleState, read
 
 _OF_THE_HOST = (np.generic, np.ndarray, float, int)
 _LONG = 20
@@ -38,21 +32,13 @@ class ScaleWatch:
     the recommendation of `diagnose`. A log record has the attributes `event` (`calibrated`, `floor`, `below_one`,
     `ceiling`, `broken` or `streak`), `steps`, `loss_scale` and `overflow_streak`. A state with fewer steps than the
     last one begins another run.
-
-    Args:
-        on_floor: The reaction to an overflow that leaves the scale at `min_scale`: `"warn"` logs, `"raise"` makes
-            `check` raise an error, and `"ignore"` logs nothing while the scale is there.
-
-    Raises:
-        PolicyError: `on_floor` is none of the three.
     """
 
-    def __init__(self, on_floor: OnFloor = "warn") -> None:
-        self.on_floor: OnFloor = check_setting("on_floor", on_floor)
+    def __init__(self) -> None:
         self._steps = 0
         self._start_over()
 
-    def log(self, policy: PolicyLike, state: AnyScaleState) -> None:
+    def log(self, policy: PolicyLike, state: ScaleState) -> None:
         """Log each event of the state that was not logged yet. Synchronises with the host.
 
         Args:
@@ -77,33 +63,15 @@ class ScaleWatch:
         if found.keys() <= {"calibrated"} and self._is_long_streak(numbers, sentence):
             found["streak"] = sentence
         self._remember(numbers, found)
-        if self.on_floor == "ignore" and numbers.at_floor:
-            found = {event: text for event, text in found.items() if event == "broken"}
         if found:
             _log(numbers, found)
-
-    def check(self, policy: PolicyLike, state: AnyScaleState) -> None:
-        """Log as `log` does, and raise an error if `on_floor` says so. Synchronises with the host.
-
-        Args:
-            policy: Anything that `as_policy` accepts.
-            state: A state of any framework.
-
-        Raises:
-            ScaleFloorError: `on_floor` is `"raise"`, and the last step overflowed and left the scale at `min_scale`.
-            PolicyError: `policy` is not a policy.
-        """
-        state = _on_host(state)  # read once
-        if self.on_floor == "raise":
-            require_above_floor(BaseScaling.of(as_policy(policy)), state)
-        self.log(policy, state)
 
     def _start_over(self) -> None:
         self._logged: frozenset[str] = frozenset()  # the one-time events that were logged
         self._only_skipped = False  # whether all steps so far were skipped
         self._warned_at, self._warned_streak = -_APART, 0  # the step of the last warning, and its streak
 
-    def _is_quiet(self, policy: BaseScaling, state: AnyScaleState) -> bool:
+    def _is_quiet(self, policy: BaseScaling, state: ScaleState) -> bool:
         """Return whether a state is in the middle of a healthy run, which needs no diagnosis."""
         if "calibrated" not in self._logged or state.overflow_streak:
             return False
@@ -146,19 +114,7 @@ class ScaleWatch:
             self._warned_at, self._warned_streak = numbers.steps, numbers.streak
 
 
-def require_above_floor(policy: BaseScaling, state: AnyScaleState) -> None:
-    """Raise `ScaleFloorError` if the last step overflowed and left the scale at the policy's floor."""
-    if not read(state.overflow_streak):
-        return
-    numbers = Numbers(policy, state)
-    if numbers.at_floor:
-        raise ScaleFloorError(
-            f"loss_scale={numbers.shown_scale} has reached min_scale={shown_number(policy.min_scale)}, and on_floor is "
-            f"'raise': {numbers.counts}. {forward_pass(policy, numbers.scale)} To train on, pass on_floor='warn'."
-        )
-
-
-def _on_host(state: AnyScaleState) -> AnyScaleState:
+def _on_host(state: ScaleState) -> ScaleState:
     """Return the first fields of a state as host scalars, each read once, if it is not on the host."""
     try:
         if isinstance(state.loss_scale, _OF_THE_HOST):

@@ -5,16 +5,7 @@ The names serve the packages of this project and adapters of other packages. The
 
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import guard_state_from_dict
-from lossscale_core._files import (
-    LARGEST_PARSED,
-    TOML_END,
-    TOML_START,
-    open_regular,
-    read_data,
-    read_text,
-    suffix_of,
-    write_whole,
-)
+from lossscale_core._files import read_data, read_text, suffix_of, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import (
     escaped,
@@ -25,27 +16,21 @@ from lossscale_core._messages import (
     shown,
     shown_names,
     shown_number,
-    unknown_name,
 )
 from lossscale_core._range import RangeReport
 from lossscale_core._range_records import CHUNK, GRADIENT, NonfiniteInput, OperationRange
 from lossscale_core._range_unscaled import UnscaledGradient, unscaled_gradients
 from lossscale_core._ranges import OUTSIDE, Progress, check_loss_shape, name_of, named_leaves, named_values
 from lossscale_core._report import GradientReport, OverflowReport, check_overflow_streak
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
-from lossscale_core._state import HostScalar
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 
 __all__ = [
     "CHUNK",
     "GRADIENT",
-    "LARGEST_PARSED",
     "LARGEST_SCALE",
     "OUTSIDE",
     "SMALLEST_SCALE",
-    "TOML_END",
-    "TOML_START",
     "GradientReport",
-    "HostScalar",
     "NonfiniteInput",
     "OperationRange",
     "OverflowReport",
@@ -66,15 +51,14 @@ __all__ = [
     "nearest_name",
     "not_a_flag",
     "not_a_state",
-    "open_regular",
     "read_data",
     "read_text",
+    "rules_of",
     "shown",
     "shown_names",
     "shown_number",
     "suffix_of",
     "tree",
-    "unknown_name",
     "unscaled_gradients",
     "write_whole",
 ]

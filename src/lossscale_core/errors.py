@@ -9,10 +9,7 @@ LossScaleError
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 ├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
-├── ScaleFloorError(FloatingPointError)      an overflow has brought the loss scale down to min_scale
-├── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
-├── NonfiniteUpdateError(FloatingPointError) a step with finite gradients has made a parameter NaN or infinite
-└── NonfiniteStreakError(FloatingPointError) too many updates or losses in a row were NaN or infinite
+└── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
 DialectWarning(UserWarning)                  under this config the other tool does something wrong
 ```
@@ -60,20 +57,8 @@ class OverflowStreakError(LossScaleError, FloatingPointError):
     """The policy's `max_overflow_streak` was reached: the run is not training."""
 
 
-class ScaleFloorError(LossScaleError, FloatingPointError):
-    """An overflow has brought the loss scale down to `min_scale`, and `on_floor` is `"raise"`."""
-
-
 class SpikeStreakError(LossScaleError, FloatingPointError):
     """The guard's `max_streak` was reached: the run is diverging."""
-
-
-class NonfiniteUpdateError(LossScaleError, FloatingPointError):
-    """A step with finite gradients made a parameter NaN or infinite, and `on_nonfinite_update` is `"raise"`."""
-
-
-class NonfiniteStreakError(LossScaleError, FloatingPointError):
-    """Too many updates or losses in a row were NaN or infinite: the run is not training."""
 
 
 class CheckpointWarning(UserWarning):

@@ -256,7 +256,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         state = self._state.read_on_host()
         adapters.check_overflow_streak(self.policy, state)
-        self._watch.check(self.policy, state)
+        self._watch.log(self.policy, state)
         if self.guard is not None and self._guard_state is not None:
             adapters.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
 

@@ -166,7 +166,7 @@ class Step:
         self.last_step = step_info(before, after, spiked=spiked)
         # The state is set before anything is raised, so that callers who catch it continue at the lower scale.
         check_overflow_streak(self.policy, after)
-        self.watch.check(self.policy, after)
+        self.watch.log(self.policy, after)
         if decision is not None and self.guard is not None:
             self.guard.assign(decision)
 

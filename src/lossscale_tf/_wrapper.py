@@ -79,7 +79,7 @@ class Wrapper:
             return
         state = self._step.state.read_on_host()
         check_overflow_streak(self.policy, state)
-        self._step.watch.check(self.policy, state)
+        self._step.watch.log(self.policy, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all states and the policy as plain numbers, which other frameworks can restore.

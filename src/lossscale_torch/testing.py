@@ -7,7 +7,7 @@ import io
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import numpy as np
 import torch
@@ -35,24 +35,17 @@ from lossscale_torch._step_info import StepInfo
 from lossscale_torch._types import Tree
 from lossscale_torch._versions import fsdp2_explained, not_compiled
 
-__all__ = ["LoopCheck", "LoopError", "TrainingLoop", "certify_training_loop", "check_training_loop"]
+__all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 
 _STEPS = 8
 _SAVED_AFTER = 5
 _GROWTH_INTERVAL = 3
 _FOLLOWERS = ("scheduler", "ema", "model", "optimizer")
-_PARTS = {"model": "the model's buffers", "scheduler": "learning-rate schedules", "ema": "averaged weights"}
 _SETTINGS = "optimizer.param_groups."
-_RUNS = "eight steps run with the scaler and change a parameter, and two runs from one seed have the same end"
-_NO_SCALER = (
-    "the loop did not use the scaler that build was given; a scaler that is disabled, or another one, is not tried"
-)
-_LONGEST = 240
 _PARTED = 2.0
 """The ratio of norms that is too large in later steps, when rounding may have parted two runs at other loss scales."""
 _NOISE = 1e-6
 """The norm, relative to the largest one, below which gradients in later steps may be rounding errors."""
-_HOW_CLOSE = f"equal within {CLOSE:.0%} in two steps, and within a factor of {_PARTED:g} in the {_STEPS - 2} after them"
 P = ParamSpec("P")
 _WITH_FUSED_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -76,17 +69,6 @@ class TrainingLoop(Protocol):
 
 class LoopError(AssertionError):
     """A training loop does not follow the decisions of its scaler; the message names the step and the difference."""
-
-
-class LoopCheck(NamedTuple):
-    """The result of one check of a training loop."""
-
-    what: str
-    """The requirement, as a sentence."""
-    held: bool | None
-    """True if the loop has passed, False if it has failed, None if the check was not tried."""
-    reason: str
-    """The comparison if it has passed, else the reason why it has failed or was not tried."""
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
@@ -121,156 +103,43 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     """
     checked = []
     with fsdp2_explained():
-        for check in _checks(build):
-            if not check.lacks:
-                with contextlib.suppress(_NotTriedError):
-                    check.run()
-                    checked.append(check.what)
+        for what, run in _checks(build):
+            with contextlib.suppress(_NotTriedError):
+                run()
+                checked.append(what)
     return checked
-
-
-def certify_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[LoopCheck]:
-    """Run the checks of `check_training_loop` one by one, and return the result of each instead of the first error.
-
-    A first check requires that the loop uses the scaler that `build` was given, and that two runs from the same seed
-    have the same end. If it fails, no other check is tried. An error that the loop raises counts as a failure if an
-    unusual loss or scale is the only difference to that first run; in a process group it is raised.
-
-    Args:
-        build: Makes the loop, with a model of its own, around the scaler that it is given. In a process group every
-            rank must call, and one rank overflows; a check that fails on any rank has failed on all.
-
-    Returns:
-        The checks in the order in which they ran. A part that the loop lacks, such as an `ema`, or that this machine
-        lacks, such as a GPU, is listed as not tried.
-
-    Raises:
-        TypeError: `build` does not return a loop.
-    """
-    with fsdp2_explained():
-        first, run = _first_check(build)
-        if not first.held:
-            lacks = "the first check has failed, or could not be tried"
-            return [first, *(LoopCheck(check.what, None, lacks) for check in _checks(build)), *_not_tried(run)]
-        return [first, *(check.result() for check in _checks(build, _compared(run))), *_not_tried(run)]
 
 
 class _NotTriedError(Exception):
     """A check was not tried on this loop; the message gives the reason."""
 
 
-class _Check(NamedTuple):
-    """One check: its requirement, its function, and the reason if it cannot run."""
-
-    what: str
-    how: str
-    run: Callable[[], None]
-    lacks: str = ""
-
-    def result(self) -> LoopCheck:
-        """Run the check; one that fails on any rank has failed on all."""
-        if self.lacks:
-            return LoopCheck(self.what, None, self.lacks)
-        try:
-            _on_all_ranks(self.run)()
-        except LoopError as error:
-            return LoopCheck(self.what, False, str(error))
-        except _NotTriedError as error:
-            return LoopCheck(self.what, None, str(error))
-        except (Exception, SystemExit) as error:
-            if _ranks() > 1:  # the other ranks may wait for this one in their step
-                raise
-            return LoopCheck(self.what, False, f"the loop raised {_named(error)}")
-        return LoopCheck(self.what, True, self.how)
-
-
-def _checks(build: Callable[[GradScaler], TrainingLoop], compared: str = "") -> Iterator[_Check]:
-    """Yield all checks, including those for parts that the loop lacks."""
+def _checks(build: Callable[[GradScaler], TrainingLoop]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the requirement and the function of each check of the parts that the loop has."""
     loop = _Run(build, fused=False).loop
     can_save = hasattr(loop, "state_dict") and hasattr(loop, "load_state_dict")
     on = f" on the last of {_ranks()} ranks" if _ranks() > 1 else ""
-    for fused in (False, True):
+    for fused in (False, True) if _can_be_fused(loop) else (False,):
         kind = "a fused optimizer" if fused else "its own optimizer"
-        lacks = "" if not fused else _why_not_fused(loop)
         for where in ("each loss", "the first loss"):
             what = f"with {kind}: a step is skipped as a whole where {where} of it is infinite{on}"
-            run = functools.partial(_check_skips, build, fused, where == "the first loss")
-            yield _Check(what, f"steps {listed([*map(str, sorted(BAD_STEPS))])} of {_STEPS}; {compared}", run, lacks)
-        how = f"norms at loss scales of {SCALES[0]:g} and {SCALES[1]:g}, {_HOW_CLOSE}"
+            yield what, functools.partial(_check_skips, build, fused, where == "the first loss")
         what = f"with {kind}: the loss scale makes no difference to the gradients"
-        yield _Check(what, how, functools.partial(_check_scale, build, fused), lacks)
+        yield what, functools.partial(_check_scale, build, fused)
         if not fused:
-            what, how = (
+            yield (
                 "all gradients come from losses that are scaled or attached",
-                f"losses times zero in {_STEPS} steps",
+                functools.partial(_check_source, build),
             )
-            yield _Check(what, how, functools.partial(_check_source, build))
-        what = f"with {kind}: a run that is saved and loaded continues exactly"
-        run, how = functools.partial(_check_resumes, build, fused), f"saved after {_SAVED_AFTER} steps; {compared}"
-        yield _Check(what, how, run, lacks or ("" if can_save else "the loop lacks state_dict or load_state_dict"))
-
-
-def _first_check(build: Callable[[GradScaler], TrainingLoop]) -> "tuple[LoopCheck, _Run]":
-    """Run the loop twice without planted losses; an error or a difference here is not caused by a skip."""
-    runs = [_Run(build, fused=False), _Run(build, fused=False)]
-    held, reason = _two_runs(runs)
-    return LoopCheck(_RUNS, held, reason), runs[0]
-
-
-def _two_runs(runs: "list[_Run]") -> tuple[bool | None, str]:
-    """Return whether two runs have the same end, or None if that shows nothing, and the reason."""
-    scaler = runs[0].scaler
-    try:
-        for number in range(_STEPS):
-            for run in runs:
-                run.step(number)
-    except (Exception, SystemExit) as error:
-        if _ranks() > 1 and not isinstance(error, LoopError):
-            raise
-        if not scaler.is_used:
-            return None, _NO_SCALER if isinstance(error, LoopError) else f"the loop raised {_named(error)}"
-        return False, _named(error)
-    one, other = (run.everything() for run in runs)
-    differing = [name for name in one if not same(one[name], other.get(name))]
-    if any(_gathered(bool(differing))):
-        what = listed(differing) or "values on another rank"
-        hint = "choose data by batch, and see torch.use_deterministic_algorithms"
-        return None, f"they differ in {what}, so that no comparison is exact; {hint}"
-    if standstill := runs[0].standstill():
-        return None, standstill
-    return True, f"on {_device_name()}; {_compared(runs[0])}"
-
-
-def _not_tried(run: "_Run") -> Iterator[LoopCheck]:
-    """Yield the parts and places that no check has tried."""
-    uncompared, followers = run.uncompared(), run.followers()
-    for name, part in _PARTS.items():
-        what = f"a skipped step leaves {part} as they were"
-        if getattr(run.loop, name, None) is None:
-            yield LoopCheck(what, None, f"the loop has no member `{name}`")
-        elif name not in followers:
-            yield LoopCheck(what, None, f"the loop's `{name}` has no state_dict()")
-        elif name in uncompared:
-            yield LoopCheck(what, None, f"the state_dict() of `{name}` has nothing that can be compared")
-    hidden = [path for path in uncompared if path not in _PARTS]
-    if hidden:
-        reason = "only tensors, arrays, numbers, texts and containers of them are compared"
-        yield LoopCheck(f"a skipped step leaves {listed(hidden)} as it was", None, reason)
-    if _ranks() == 1:
-        yield LoopCheck("all ranks skip where one overflows", None, "one process; run the command under torchrun")
-    if _device_type() == "cpu":
-        yield LoopCheck("the same on a GPU", None, "torch finds no CUDA device on this machine")
-
-
-def _named(error: BaseException) -> str:
-    """Return an error as a short text."""
-    return str(error) if isinstance(error, LoopError) else f"{type(error).__name__}: {error}"[:_LONGEST]
+        if can_save:
+            what = f"with {kind}: a run that is saved and loaded continues exactly"
+            yield what, functools.partial(_check_resumes, build, fused)
 
 
 class _PlantingScaler(GradScaler):
     """A scaler that makes losses infinite or zero, and counts the updates of a step."""
 
-    is_armed = is_silent = is_used = False
+    is_armed = is_silent = False
     only_first = False
     updates = 0
     left: dict[Tensor, float]
@@ -285,7 +154,6 @@ class _PlantingScaler(GradScaler):
 
         The first call is the first after an update, so that a loss that `minimize` runs again is infinite again.
         """
-        self.is_used = True
         is_first, self._scaled_after = self.last_step is not self._scaled_after, self.last_step
         scaled = super().scale(outputs)  # may call this method for each loss; that is harmless: inf * inf is inf
         if self.is_silent:
@@ -297,7 +165,6 @@ class _PlantingScaler(GradScaler):
         return super().attach(x, aux_loss * 0.0 if self.is_silent else aux_loss)
 
     def _open(self, optimizer: Any, caller: str) -> Any:
-        self.is_used = True
         self.seen.add(id(optimizer))
         record = super()._open(optimizer, caller)
         if self.is_silent and record["stage"] is READY:
@@ -309,7 +176,7 @@ class _PlantingScaler(GradScaler):
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update, and count it."""
-        self.updates, self.is_used = self.updates + 1, True
+        self.updates += 1
         return super().update(new_scale)
 
     @not_compiled
@@ -373,15 +240,6 @@ class _Run:
         if not any(_gathered(any(not same(now.get(name), each) for name, each in self._begun.items()))):
             return "no parameter changed, so that a skipped step looks like an applied one; look for scaler.step and lr"
         return ""
-
-    def uncompared(self) -> list[str]:
-        """Return the members with state that no check reads, and the paths of values in the others."""
-        found: list[str] = []
-        for name, part in self.followers().items():
-            leaves = _flat(name, part.state_dict())
-            opaque = [path for path, value in leaves.items() if isinstance(value, _Opaque)]
-            found += [name] if len(opaque) == len(leaves) else opaque
-        return found
 
     def followers(self) -> dict[str, Any]:
         """Return the members that follow the steps and have a state, by name."""
@@ -657,17 +515,8 @@ def _norm(optimizer: Any) -> float:
     return float(norm) / (1.0 if factor is None else float(factor))
 
 
-def _compared(run: _Run) -> str:
-    uncompared = run.uncompared()
-    return f"compared exactly: {', '.join(name for name in run.followers() if name not in uncompared)}"
-
-
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
 def _ranks() -> int:
@@ -688,16 +537,19 @@ def _is_last_rank() -> bool:
     return _ranks() == 1 or torch.distributed.get_rank() == _ranks() - 1
 
 
-def _why_not_fused(loop: Any) -> str:
-    """Return why a loop's optimizer cannot be run again with a fused kernel, or nothing if it can."""
-    kind, model = type(loop.optimizer), getattr(loop, "model", None)
-    if kind not in _WITH_FUSED_KERNEL:
-        return f"{kind.__name__} has no fused kernel"
-    if isinstance(model, torch.nn.Module) and any(getattr(each, "sparse", False) is True for each in model.modules()):
-        return "a layer has sparse gradients, which fused kernels refuse"
-    if not all(param.is_floating_point() for param in params_of(loop.optimizer)):
-        return "a parameter is complex, which fused kernels refuse"
-    return "the loop's own optimizer is fused" if loop.optimizer.defaults.get("fused") else ""
+def _can_be_fused(loop: Any) -> bool:
+    """Return whether a loop's optimizer can be run again with a fused kernel."""
+    model = getattr(loop, "model", None)
+    is_sparse = isinstance(model, torch.nn.Module) and any(
+        getattr(each, "sparse", False) is True for each in model.modules()
+    )
+    # Fused kernels refuse sparse gradients and complex parameters.
+    return (
+        type(loop.optimizer) in _WITH_FUSED_KERNEL
+        and not is_sparse
+        and all(param.is_floating_point() for param in params_of(loop.optimizer))
+        and not loop.optimizer.defaults.get("fused")
+    )
 
 
 def _make_fused(optimizer: Any) -> None:

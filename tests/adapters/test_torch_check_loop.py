@@ -1,8 +1,10 @@
 """`check_training_loop` passes loops that follow their scaler, and names what the others move on a skipped step."""
 
+import collections
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -679,3 +681,178 @@ def test_the_scaler_is_one_of_ours():
 
     check_training_loop(build)
     assert all(isinstance(scaler, GradScaler) for scaler in seen)
+
+
+class Followed(Minimal):
+    """A loop with a fused kernel and a schedule."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.parallel = self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.backward_before(batch)
+        self.scaler.scale((self.parallel(torch.ones(2, 4)) - batch).square().mean()).backward()
+        self.clip(batch)
+        self.scaler.step(self.optimizer)
+        if self.scaler.update().applied:
+            self.scheduler.step()
+
+    def backward_before(self, batch):
+        """Run no other backward pass."""
+
+    def clip(self, batch):
+        """Clip nothing."""
+
+
+class NeverSteps(Followed):
+    def step(self, batch):
+        self.scaler.scale(self.model(torch.ones(2, 4)).square().mean()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
+
+
+class NotFinite(Followed):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        torch.nn.init.constant_(self.model.weight, float("nan"))
+
+
+class Hidden(Followed):
+    """Has no member for its model, and moves a weight in each step."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.model = None
+
+    def step(self, batch):
+        super().step(batch)
+        self.parallel.weight.data.add_(1.0)
+
+
+class AddsLater(Followed):
+    """Adds a loss that is not scaled in each fourth step."""
+
+    def backward_before(self, batch):
+        if batch % 4 == 3:
+            self.model.weight.square().sum().backward()
+
+
+class ClipsLater(Followed):
+    """Clips scaled gradients from its sixth step on."""
+
+    def clip(self, batch):
+        if batch >= 5:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+class _Average:
+    """Moves on each step, skipped or not."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def state_dict(self):
+        return self.content
+
+
+class InNumPy(Followed):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average({"mean": np.zeros(2)})
+
+    def step(self, batch):
+        super().step(batch)
+        self.ema.content["mean"] += 1
+
+
+class InADeque(Followed):
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.ema = _Average(collections.deque([0]))
+
+    def step(self, batch):
+        super().step(batch)
+        self.ema.content.append(1)
+
+
+class TwoModels(Followed):
+    """Has a second model, which it does not show, and steps its optimizer without the scaler."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.second = torch.nn.Linear(1, 1)
+        self.of_second = torch.optim.Adam(self.second.parameters())
+
+    def backward_before(self, batch):
+        self.of_second.zero_grad()
+        self.scaler.scale(self.second(torch.ones(1)).square().mean()).backward()
+
+    def step(self, batch):
+        super().step(batch)
+        self.of_second.step()
+
+
+class SecondIsRight(TwoModels):
+    """Does not scale the loss of the second model."""
+
+    def backward_before(self, batch):
+        self.of_second.zero_grad()
+        self.second(torch.ones(1)).square().mean().backward()
+
+
+class ClipsTheOther(TwoModels):
+    """Clips the scaled gradients of a second model."""
+
+    def backward_before(self, batch):
+        super().backward_before(batch)
+        torch.nn.utils.clip_grad_norm_(self.second.parameters(), 0.01)
+        self.scaler.step(self.of_second)
+
+    def step(self, batch):
+        Followed.step(self, batch)
+
+
+class Complex(Minimal):
+    """Has parameters that fused kernels refuse."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.model = torch.nn.Linear(4, 1, dtype=torch.complex64)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        output = self.model(torch.ones(2, 4, dtype=torch.complex64))
+        self.scaler.scale(torch.view_as_real(output).square().mean()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (NeverSteps, "no parameter changed"),
+        (NotFinite, "none of its steps was applied; look for a loss that is not finite"),
+        (Hidden, "step 0 was to be skipped, but optimizer.parameter 0 of group 0 changed"),
+        (InNumPy, "step 0 was to be skipped, but ema.mean changed"),
+        (InADeque, "step 0 was to be skipped, but ema.1 appeared"),
+        (TwoModels, r"parameters of Adam are not finite after it; call scaler.step\(optimizer\) for each"),
+        (AddsLater, "at step 3 the loss was multiplied by zero, and weight has a gradient other than zero"),
+        (ClipsLater, "at step 5 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
+        (ClipsTheOther, "at step 0 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
+    ],
+)
+def test_every_step_every_optimizer_and_every_value_is_compared(build, message):
+    """Faults in later steps alone, in a second optimizer alone, and in arrays and containers of an average."""
+    with pytest.raises(LoopError, match=message):
+        check_training_loop(build)
+
+
+@pytest.mark.parametrize(("build", "count"), [(Followed, 7), (SecondIsRight, 7), (Complex, 4)])
+def test_what_has_no_fault_passes(build, count):
+    """Complex parameters are not tried with a fused kernel, which refuses them."""
+    assert len(check_training_loop(build)) == count

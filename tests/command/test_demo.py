@@ -7,8 +7,8 @@ import pytest
 
 from lossscale.cli._pictures import experiment_as_png
 from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, run_experiment, train
-from lossscale.demo._network import forward, init_weights, load
-from lossscale.demo._numpy import Trainer, backward, cross_entropy
+from lossscale.demo._network import backward, cross_entropy, forward, gradients, init_weights, load
+from lossscale.demo._training import Trainer
 from lossscale_core import DynamicScaling, NoScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate, simulate_gradients
@@ -20,7 +20,7 @@ DIGITS = load()
 
 def _train(name, weight, seed, steps=STEPS):
     regime = next(regime for regime in regimes(DEFAULT_POLICY) if regime.name == name)
-    return train(Settings("numpy", regime.policy, weight, seed, steps), regime.dtype, DIGITS)
+    return train(Settings(regime.policy, weight, seed, steps), regime.dtype, DIGITS)
 
 
 @pytest.mark.parametrize("seed", seeds(5))
@@ -58,26 +58,23 @@ def test_storage_is_real_float16():
     """Activations and gradients are stored in float16; only products are summed wider, and weights are float32."""
     trainer = Trainer(NoScaling(), "float16", 1.0, init_weights(0))
     images, labels = DIGITS.train_images[:8], DIGITS.train_labels[:8]
-    _, gradients = trainer.gradients(trainer.learnt.weights, "float16", (images, labels), np.float32(1.0))
-    assert {array.dtype for array in [trainer.logits(images), *gradients]} == {np.dtype(np.float16)}
+    _, stored = gradients(trainer.learnt.weights, "float16", images, labels, np.float32(1.0))
+    assert {array.dtype for array in [trainer.logits(images), *stored]} == {np.dtype(np.float16)}
     assert {array.dtype for array in trainer.learnt.weights} == {np.dtype(np.float32)}
 
 
 def test_backward_is_the_gradient_of_the_loss():
-    """The hand-written backward pass agrees with central differences, in float64 to see it clearly."""
+    """The hand-written backward pass agrees with central differences."""
     weights = [array.astype(np.float64) for array in init_weights(1)]
     images, labels = DIGITS.train_images[:16].astype(np.float64), DIGITS.train_labels[:16]
 
-    def outputs_of(weights):
-        return forward(weights, images, lambda inputs, weight, bias: inputs @ weight + bias, lambda o: np.maximum(o, 0))
-
-    outputs = outputs_of(weights)
+    outputs = forward(weights, images)
     grads = backward(weights, images, outputs, cross_entropy(outputs[-1], labels)[1], "float64")
 
     def loss_with(parameter, row, column, shift):
         moved = [array.copy() for array in weights]
         moved[parameter][row, column] += shift
-        return cross_entropy(outputs_of(moved)[-1], labels)[0]
+        return cross_entropy(forward(moved, images)[-1], labels)[0]
 
     for parameter, row, column in [(0, 20, 5), (2, 3, 7), (4, 11, 2)]:
         slope = (loss_with(parameter, row, column, 1e-2) - loss_with(parameter, row, column, -1e-2)) / 2e-2
@@ -86,7 +83,7 @@ def test_backward_is_the_gradient_of_the_loss():
 
 def test_the_record_can_be_simulated():
     """The trace left behind replays: its overflows, and its gradients, give the recorded scales."""
-    settings = Settings("numpy", DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48), 1e-5, 0, 40)
+    settings = Settings(DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48), 1e-5, 0, 40)
     calls = []
 
     def on_run(name, total):
@@ -109,5 +106,5 @@ def test_a_limit_on_the_streak_ends_the_run():
     """The demo knows the flag on the host, so it raises where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        train(Settings("numpy", policy, 1.0, 0, 10), "float16", DIGITS)
-    train(Settings("numpy", NoScaling(), 1.0, 0, 10), "float32", DIGITS)
+        train(Settings(policy, 1.0, 0, 10), "float16", DIGITS)
+    train(Settings(NoScaling(), 1.0, 0, 10), "float32", DIGITS)

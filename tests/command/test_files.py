@@ -24,7 +24,6 @@ def folder(tmp_path):
 
 WRITERS = {
     "policy convert": ("policy", "convert", "--from", "torch", "torch.json", "--to", "out.toml"),
-    "policy schema": ("policy", "schema", "out.toml"),
     "checkpoint convert": ("checkpoint", "convert", "scaler.json", "--to", "out.toml"),
     "simulate": ("simulate", "dynamic", "--overflow", "t.txt", "--plot", "out.png"),
 }

@@ -55,7 +55,6 @@ COMMANDS = [
     ("checkpoint", "show", "s.json"),
     ("checkpoint", "convert", "s.json"),
     ("simulate", "p.toml", "--overflow", "flags.txt", "--json"),
-    ("report", "s.json", "--policy", "p.toml"),
     ("run", "--policy", "p.toml", "--", "script.py"),
 ]
 

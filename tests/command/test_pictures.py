@@ -21,7 +21,7 @@ PAGE = 800
 @pytest.fixture(scope="module")
 def experiment():
     """Return the demo's results with its default settings."""
-    settings = Settings("numpy", DEFAULT_POLICY, DEFAULT_WEIGHT, 0, 300)
+    settings = Settings(DEFAULT_POLICY, DEFAULT_WEIGHT, 0, 300)
     return run_experiment(settings, lambda name, total: lambda: None)
 
 
@@ -29,7 +29,7 @@ def _recorded():
     steps, scale = np.arange(400), 2.0 ** (16 + np.arange(400) // 40)
     norm = np.geomspace(1e-6, 1e6, 400)
     norm[[30, 31]] = np.inf, np.nan
-    return RecordedRun(steps, scale, steps % 50 == 49, steps == 7, norm, False)
+    return RecordedRun(steps, scale, steps % 50 == 49, steps == 7, norm)
 
 
 def _run():

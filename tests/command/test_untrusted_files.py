@@ -1,46 +1,16 @@
-"""Untrusted files: the command answers any content in one short sentence, soon."""
+"""Untrusted files: the command answers any content in one short sentence."""
 
 import json
-import time
 
 import numpy as np
 import pytest
 
 from lossscale.dialects import guess_tool, state_from_tool, tools
-from lossscale_core import policy_from_dict, state_from_dict
-from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.errors import CheckpointError, CheckpointWarning
 from tests.command.commanding import refused, run
 
 LONGEST = 3000
 """What a message may have in characters: it is read in a terminal."""
-
-
-def _nested(pair, depth):
-    """Return pairs of pairs, in a few hundred bytes, with more leaves than anyone can visit."""
-    value = pair(1.0, 2.0)
-    for _ in range(depth):
-        value = pair(value, value)
-    return value
-
-
-TANGLED = {
-    "tuples": lambda depth=60: _nested(lambda a, b: (a, b), depth),
-    "lists": lambda depth=60: _nested(lambda a, b: [a, b], depth),
-    "dicts": lambda depth=60: _nested(lambda a, b: {"a": a, "b": b}, depth),
-}
-
-
-@pytest.fixture(scope="module")
-def within():
-    """Return a function that fails where another takes more than so many seconds."""
-
-    def call(seconds, function, *arguments):
-        start = time.perf_counter()
-        result = function(*arguments)
-        assert time.perf_counter() - start < seconds
-        return result
-
-    return call
 
 
 def _guess(checkpoint):
@@ -49,34 +19,6 @@ def _guess(checkpoint):
         return guess_tool(checkpoint)
     except CheckpointError as error:
         return str(error)
-
-
-@pytest.mark.parametrize("tangle", TANGLED.values(), ids=TANGLED)
-@pytest.mark.parametrize("tool", ["torch", "apex", "keras", "fairseq"])
-def test_shared_containers_cost_no_more_than_the_file_has(within, tangle, tool):
-    """Tuples, lists and dicts that hold themselves twice, sixty deep, are refused at once and briefly."""
-    value = tangle()
-    scaler = {"scale": value, "_growth_tracker": value, "loss_scale": value, "unskipped": value, "good_steps": value}
-    with pytest.raises(CheckpointError) as caught:
-        within(5.0, state_from_tool, tool, scaler)
-    assert len(str(caught.value)) < LONGEST
-    for checkpoint in (scaler, {"a": scaler}):
-        assert len(within(5.0, _guess, checkpoint)) < LONGEST
-    for field in ("version", "loss_scale", "steps"):
-        with pytest.raises(CheckpointError) as caught:
-            within(5.0, state_from_dict, {"version": 1, "loss_scale": 1.0, "steps": 1, field: value})
-        assert len(str(caught.value)) < LONGEST
-    with pytest.raises(PolicyError) as refusal:
-        within(5.0, policy_from_dict, {"kind": value, "init_scale": value})
-    assert len(str(refusal.value)) < LONGEST
-
-
-def test_a_list_that_holds_itself_is_refused():
-    """A pickle may hold a circle, which has no end to come to."""
-    circle = []
-    circle.append(circle)
-    with pytest.raises(CheckpointError, match="must be one number"):
-        state_from_tool("torch", {"scale": circle, "_growth_tracker": 1})
 
 
 HUGE = "x" * 10_000_000
@@ -193,7 +135,6 @@ def test_no_file_makes_a_traceback_or_a_flood(tmp_path, arguments, content):
         ("policy", "check", "f.json"),
         ("policy", "convert", "--from", "torch", "f.json"),
         ("checkpoint", "show", "f.json"),
-        ("checkpoint", "show", "f.pt"),
         ("simulate", "dynamic", "--overflow", "f.txt"),
         ("simulate", "dynamic", "--gradient-max", "f.json"),
     ],
@@ -205,14 +146,6 @@ def test_a_link_to_a_device_without_an_end_is_refused(tmp_path, arguments):
     (tmp_path / name).symlink_to("/dev/zero")
     said = refused(run(*arguments, cwd=tmp_path))
     assert "MiB" in said or "regular file" in said
-
-
-def test_a_run_of_a_gigabyte_is_refused_without_being_read(tmp_path, within):
-    """A file of any size is read up to the limit, and the limit is said."""
-    with (tmp_path / "f.txt").open("wb") as file:
-        file.truncate(2**30)
-    said = refused(within(20.0, lambda: run("simulate", "dynamic", "--overflow", "f.txt", cwd=tmp_path)))
-    assert "more than 4 MiB" in said
 
 
 @pytest.mark.parametrize("name", ["[/x].json", "[red]p.json", ":bomb:.json"])
@@ -240,27 +173,3 @@ def test_keys_with_newlines_and_escapes_are_shown_escaped(tmp_path):
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert r"\x1b" in done.stdout
-
-
-def _big_checkpoint(parameters):
-    """Return a checkpoint as training leaves it: parameters, what Adam remembers of each, and the scaler."""
-    names = [f"layers.{n}.attention.weight" for n in range(parameters)]
-    memory = {n: {"step": 1.0, "exp_avg": [0.0, 1.0], "exp_avg_sq": [0.0, 1.0]} for n in range(parameters)}
-    scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}
-    return {"model": dict.fromkeys(names, 0.0), "optimizer": {"state": memory, "param_groups": []}, "amp": scaler}
-
-
-def test_the_scaler_is_found_among_many_parameters(tmp_path, within):
-    """Among 3,000 parameters and their memories it takes a moment."""
-    _write(tmp_path, "f.json", _big_checkpoint(3000))
-    done = within(2.0, lambda: run("checkpoint", "show", "f.json", cwd=tmp_path))
-    assert "the scaler of torch at 'amp'" in done.stdout
-
-
-def test_a_checkpoint_of_more_dicts_than_one_can_search_asks_for_the_key(tmp_path, within):
-    """The search has a budget, and --key needs none of it."""
-    many = {f"k{n}": {} for n in range(120_000)}
-    scaler = {"loss_scale": 8.0, "unskipped": 7}
-    _write(tmp_path, "f.json", {"a": many, "amp": {"loss_scaler0": scaler}})
-    assert "--key" in refused(within(10.0, lambda: run("checkpoint", "show", "f.json", cwd=tmp_path)))
-    assert run("checkpoint", "show", "f.json", "--key", "amp", cwd=tmp_path).returncode == 0

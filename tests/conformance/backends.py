@@ -5,15 +5,12 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import keras
-import mlx.core as mx
-import numpy as np
 import tensorflow as tf
 import torch
 
 import lossscale_core
 import lossscale_jax
 import lossscale_keras
-import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 from lossscale_core.testing.conformance import Adapter, Way
@@ -53,17 +50,10 @@ def _default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-def _attach_torch(main, aux, x, loss_scale):
-    scaler = lossscale_torch.GradScaler("cpu", policy=lossscale_core.FixedScaling(loss_scale))
-    x = x.clone().requires_grad_()
-    scaler.scale(main(scaler.attach(x, aux(x))).sum()).backward()
-    return x.grad
-
-
 def torch_adapter(name="torch", **settings):
     """Return torch's adapter with eager, compiled and meta tensors."""
     ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_meta, has_values=False))
-    described = {"verbs": lossscale_torch, "dtypes": ALL_DTYPES, "xp": torch, "ways": ways, "attach": _attach_torch}
+    described = {"verbs": lossscale_torch, "dtypes": ALL_DTYPES, "xp": torch, "ways": ways}
     return Adapter(name=name, asarray=_tensor, to_numpy=_from_torch, **{**described, **settings})
 
 
@@ -107,19 +97,14 @@ def _jax_array(values, dtype):
     return jnp.asarray(on_numpy(values, dtype))
 
 
-def _attach_jax(main, aux, x, loss_scale):
-    state = lossscale_jax.init_state(lossscale_core.FixedScaling(loss_scale))
-
-    def scaled_loss(x):
-        return lossscale_jax.scale(main(lossscale_jax.attach(x, aux(x), state)).sum(), state)
-
-    return jax.grad(scaled_loss)(x)
-
-
 def jax_adapter(name="jax", **settings):
     """Return JAX's adapter under every transform."""
-    described = {"verbs": lossscale_jax, "dtypes": ("float16", "bfloat16", "float32", "complex64"), "xp": jnp}
-    described |= {"ways": JAX_WAYS, "attach": _attach_jax}
+    described = {
+        "verbs": lossscale_jax,
+        "dtypes": ("float16", "bfloat16", "float32", "complex64"),
+        "xp": jnp,
+        "ways": JAX_WAYS,
+    }
     return Adapter(name=name, asarray=_jax_array, **{**described, **settings})
 
 
@@ -137,14 +122,6 @@ def _from_tensorflow(tensor):
     return (tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor).numpy()
 
 
-def _attach_tensorflow(main, aux, x, loss_scale):
-    optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), lossscale_core.FixedScaling(loss_scale))
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        loss = optimizer.get_scaled_loss(tf.reduce_sum(main(optimizer.attach(x, aux(x)))))
-    return tape.gradient(loss, x)
-
-
 def tf_adapter(name="tensorflow", **settings):
     """Return TensorFlow's adapter, eagerly, in a graph and under XLA."""
     ways = (
@@ -153,7 +130,7 @@ def tf_adapter(name="tensorflow", **settings):
         Way("xla", _graph(jit_compile=True)),
         Way("trace", _traced, has_values=False),
     )
-    described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways, "attach": _attach_tensorflow}
+    described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways}
     return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **{**described, **settings})
 
 
@@ -169,29 +146,13 @@ def _on_keras_meta(function):
 
 def keras_adapter():
     """Return the adapter of Keras on the backend of this process, in the ways of that framework."""
-    described = {"verbs": lossscale_keras, "attach": None, "dtypes": ("float16", "bfloat16", "float32", "float64")}
+    described = {"verbs": lossscale_keras, "dtypes": ("float16", "bfloat16", "float32", "float64")}
     if keras.backend.backend() == "jax":
         return jax_adapter("keras on jax", **{**described, "dtypes": ("float16", "bfloat16", "float32")})
     if keras.backend.backend() == "torch":
         ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_keras_meta, has_values=False))
         return torch_adapter("keras on torch", ways=ways, **described)
     return tf_adapter("keras on tensorflow", **described)
-
-
-def _mlx_array(values, dtype):
-    return mx.array(values, dtype=mx.bool_ if dtype == "bool" else getattr(mx, dtype))
-
-
-def _from_mlx(array):
-    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
-
-
-def mlx_adapter(name="mlx", **settings):
-    """Return MLX's adapter, eagerly and traced; what is traced and never read has no values."""
-    ways = (Way("eager"), Way("trace", mx.compile, has_values=False))
-    described = {"verbs": lossscale_mlx, "dtypes": (*ALL_DTYPES[:4], "complex64"), "xp": mx, "ways": ways}
-    described["context"] = lambda: mx.stream(mx.cpu)  # where MLX has float64
-    return Adapter(name=name, asarray=_mlx_array, to_numpy=_from_mlx, **{**described, **settings})
 
 
 EAGERLY = (Way("eager"),)
@@ -217,5 +178,4 @@ BACKENDS = [
     ),
     tf_adapter(),
     keras_adapter(),
-    mlx_adapter(),
 ]

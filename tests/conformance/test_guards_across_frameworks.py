@@ -6,15 +6,12 @@ import json
 
 import jax.numpy as jnp
 import keras
-import mlx.core as mx
-import mlx.optimizers
 import numpy as np
 import optax
 import pytest
 import tensorflow as tf
 import torch
 
-import lossscale_mlx
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.testing import simulate
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
@@ -86,23 +83,7 @@ def _in_keras(saved):
     return step
 
 
-def _in_mlx(saved):
-    """Do the same through `LossScaleOptimizer` of MLX."""
-    optimizer = lossscale_mlx.LossScaleOptimizer(mlx.optimizers.SGD(1e-3), POLICY, guard=GUARD)
-    if saved:
-        optimizer.load_state_dict(saved)
-    parameters = {"w": mx.ones(2)}
-
-    def step(norm):
-        nonlocal parameters
-        grads = mx.grad(lambda parameters: optimizer.scale(parameters["w"][0] * norm.item()))(parameters)
-        parameters = optimizer.apply_gradients(grads, parameters)
-        return optimizer.state_dict()
-
-    return step
-
-
-FRAMEWORKS = {"torch": _in_torch, "jax": _in_jax, "keras": _in_keras, "mlx": _in_mlx}
+FRAMEWORKS = {"torch": _in_torch, "jax": _in_jax, "keras": _in_keras}
 
 
 @functools.cache

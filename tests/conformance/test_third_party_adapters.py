@@ -8,12 +8,11 @@ import tensorflow as tf
 import torch
 
 import lossscale_jax
-import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import conformance
-from tests.conformance.backends import jax_adapter, mlx_adapter, tf_adapter, torch_adapter
+from tests.conformance.backends import jax_adapter, tf_adapter, torch_adapter
 
 
 def _verbs(package, **wrong):
@@ -46,9 +45,8 @@ def _waiting_select(package):
         (lossscale_torch, torch_adapter, {"compile", "meta"}),
         (lossscale_jax, jax_adapter, {"jit", "scan", "vmap", "eval_shape"}),
         (lossscale_tf, tf_adapter, {"graph", "xla", "trace"}),
-        (lossscale_mlx, mlx_adapter, {"trace"}),
     ],
-    ids=["torch", "jax", "tensorflow", "mlx"],
+    ids=["torch", "jax", "tensorflow"],
 )
 def test_a_select_that_waits_for_the_flag_is_found(package, make, blind):
     """Eagerly its result is right; in ways without values it breaks both rules that use it."""
@@ -69,8 +67,8 @@ class _WaitingPolicy:
 
 @pytest.mark.parametrize(
     ("make", "way"),
-    [(torch_adapter, "meta"), (jax_adapter, "eval_shape"), (tf_adapter, "trace"), (mlx_adapter, "trace")],
-    ids=["torch", "jax", "tensorflow", "mlx"],
+    [(torch_adapter, "meta"), (jax_adapter, "eval_shape"), (tf_adapter, "trace")],
+    ids=["torch", "jax", "tensorflow"],
 )
 def test_an_update_that_waits_for_the_flag_is_found(make, way):
     """A policy of the user's own is checked as a scenario: if it reads a value, ways without values raise an error."""

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import keras
-import mlx.core as mx
-import mlx.optimizers
 import numpy as np
 import tensorflow as tf
 import torch
@@ -14,7 +12,6 @@ import torch
 import lossscale_core
 import lossscale_jax
 import lossscale_keras
-import lossscale_mlx
 import lossscale_tf
 import lossscale_torch
 
@@ -126,22 +123,6 @@ def keras_wrapper(saved, policy):
     return step
 
 
-def mlx_wrapper(saved, policy):
-    """Do the same through `LossScaleOptimizer` of MLX."""
-    optimizer = lossscale_mlx.LossScaleOptimizer(mlx.optimizers.SGD(1e-3), policy)
-    optimizer.load_state_dict(saved)
-    parameters = {"w": mx.ones(3)}
-
-    def step(finite):
-        nonlocal parameters
-        factor = 1.0 if finite else np.inf
-        grads = mx.grad(lambda parameters: optimizer.scale(mx.sum(parameters["w"] * factor)))(parameters)
-        parameters = optimizer.apply_gradients(grads, parameters)
-        return optimizer.state_dict()
-
-    return step
-
-
 WRAPPERS = {
     "numpy": numpy_wrapper,
     "torch": torch_wrapper,
@@ -149,5 +130,4 @@ WRAPPERS = {
     "tensorflow": tensorflow_wrapper,
     "tf.compat.v1": v1_wrapper,
     "keras": keras_wrapper,
-    "mlx": mlx_wrapper,
 }

@@ -67,25 +67,6 @@ class Apex(Counted):
         return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": self.count}}
 
 
-class ApexHysteresis(Torch):
-    """Falls once so many overflows came in a row, and then on each that follows in that row."""
-
-    def __init__(self, hysteresis=1, **others):
-        super().__init__(**others)
-        self.allowed = self.left = hysteresis
-
-    def overflowed(self):
-        self.left -= 1
-        if self.left <= 0:
-            self.fall()
-
-    def was_finite(self):
-        self.left = self.allowed
-
-    def saved(self):
-        return {**super().saved(), "_hysteresis_tracker": self.left}
-
-
 class Megatron(Counted):
     """Falls once so many overflows came since the last growth, whatever came between."""
 
@@ -106,26 +87,6 @@ class Megatron(Counted):
 
     def saved(self):
         return {"scale": [self.scale], "growth_tracker": self.count, "hysteresis_tracker": self.left}
-
-
-class Colossal(Megatron):
-    def __init__(
-        self, initial_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, min_scale=None,
-        max_scale=None, hysteresis=2,
-    ):  # fmt: skip
-        super().__init__(
-            initial_scale, min_scale or 0.0, growth_factor, backoff_factor, growth_interval, max(hysteresis, 1)
-        )
-        self.ceiling = max_scale or math.inf
-
-    def saved(self):  # vars(scaler); a checkpoint holds less, and the counters start again
-        settings = {"growth_factor": self.up, "backoff_factor": self.down, "hysteresis": self.allowed}
-        return {
-            "scale": self.scale,
-            **settings,
-            "_growth_step": self.count,
-            "_hysteresis_step": self.allowed - self.left,
-        }
 
 
 class Keras3(Counted):
@@ -177,26 +138,6 @@ class Keras(TensorFlow):
         super().__init__(initial_scale or 2.0**15, 2000 if dynamic_growth_steps is None else dynamic_growth_steps)
 
 
-class Contrib(TensorFlow):
-    """Falls on every so-many-th overflow since the scale last changed, whatever came between."""
-
-    def __init__(self, init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2.0, decr_ratio=0.8):
-        super().__init__(init_loss_scale, incr_every_n_steps, incr_ratio)
-        self.down, self.allowed, self.bad = decr_ratio, decr_every_n_nan_or_inf, 0
-
-    def overflowed(self):
-        self.bad += 1
-        if self.bad >= self.allowed:
-            self.bad = 0
-            self.fall()
-
-    def grown(self):
-        self.bad = 0
-
-    def saved(self):
-        return {"loss_scale": self.scale, "good_steps": self.count, "bad_steps": self.bad}
-
-
 class Paddle(Counted):
     """Falls on every so-many-th overflow of a row."""
 
@@ -219,14 +160,6 @@ class Paddle(Counted):
     def saved(self):
         settings = {"incr_every_n_steps": self.interval, "decr_every_n_nan_or_inf": self.allowed}
         return {"scale": [self.scale], **settings, "incr_count": self.count, "decr_count": self.bad}
-
-
-class PaddleStatic(Paddle):
-    def __init__(self, **config):
-        super().__init__(**config, floor=1.0)
-
-    def saved(self):
-        return {"loss_scaling_0": [self.scale], "num_good_steps_0": [self.count], "num_bad_steps_0": [self.bad]}
 
 
 class Iterations:
@@ -265,11 +198,6 @@ class Iterations:
     def saved(self):
         settings = {"scale_factor": self.factor, "scale_window": self.window}
         return {"cur_scale": self.scale, "cur_iter": self.now, "last_overflow_iter": self.last, **settings}
-
-
-class ApexFp16Utils(Iterations):
-    def __init__(self, init_scale=2.0**32, scale_factor=2.0, scale_window=1000):
-        super().__init__(init_scale, scale_factor, scale_window, 1.0)
 
 
 class MegatronV1(Iterations):
@@ -315,45 +243,6 @@ class DeepSpeedBlock(MegatronV1):
         )
 
 
-class MindSpore(Iterations):
-    def __init__(self, init_loss_scale=2.0**24, scale_factor=2, scale_window=2000):
-        super().__init__(init_loss_scale, scale_factor, scale_window, 1.0, first=1)
-
-    def saved(self):
-        saved = super().saved()
-        return {**saved, "loss_scale": saved.pop("cur_scale"), "bad_step": 0}
-
-
-class Fairseq(Iterations):
-    """Falls where overflows since it last fell are a large enough share of the steps since it last changed."""
-
-    def __init__(
-        self, init_scale=2.0**15, scale_factor=2.0, scale_window=2000, tolerance=0.0, threshold=None,
-        min_loss_scale=1e-4,
-    ):  # fmt: skip
-        super().__init__(init_scale, scale_factor, scale_window, threshold or 0.0)
-        self.tolerance, self.stop, self.changed, self.overflows = tolerance, min_loss_scale, -1, 0
-
-    def overflowed(self):
-        self.overflows += 1
-        if self.overflows / (self.now - self.changed) >= self.tolerance:
-            before = self.scale
-            self.fall()
-            self.changed, self.overflows = self.now, 0
-            if self.scale <= self.stop:
-                self.scale = before  # here the run ends; its scale is put back first
-
-    def grown(self):
-        self.changed = self.now
-
-    def saved(self):  # vars(scaler); a checkpoint holds the scale alone
-        counters = {"_last_rescale_iter": self.changed, "_overflows_since_rescale": self.overflows}
-        return {
-            "loss_scale": self.scale, "_iter": self.now, "_last_overflow_iter": self.last, **counters,
-            "scale_window": self.window,
-        }  # fmt: skip
-
-
 def _configs(required=(), **strategies):
     """Return a strategy for configs with the required keys and some of the others."""
     optional = {name: one for name, one in strategies.items() if name not in required}
@@ -378,8 +267,6 @@ _TENSORFLOW = _configs(["increment_period"], initial_loss_scale=_SCALE, incremen
 
 DRAWN = {
     "torch": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
-    "torch-sharded": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
-    "accelerate": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
     "apex": (
         Apex,
         _configs(
@@ -391,14 +278,6 @@ DRAWN = {
             min_loss_scale=_FLOOR,
             max_loss_scale=st.sampled_from([2.0**6, 2.0**20]),
         ),
-    ),
-    "apex-fp16-utils": (
-        ApexFp16Utils,
-        _configs(["scale_window"], init_scale=_SCALE, scale_factor=_FACTOR, scale_window=_WINDOW),
-    ),
-    "apex-hysteresis": (
-        ApexHysteresis,
-        _configs(["growth_interval"], **_TORCH, growth_interval=_WINDOW, hysteresis=st.integers(0, 4)),
     ),
     "deepspeed": (
         DeepSpeedBlock,
@@ -425,42 +304,6 @@ DRAWN = {
             hysteresis=st.integers(1, 4),
         ),
     ),
-    "megatron-v1": (
-        MegatronV1,
-        _configs(
-            ["scale_window"],
-            init_scale=_SCALE,
-            scale_factor=_FACTOR,
-            scale_window=_WINDOW,
-            delayed_shift=st.integers(0, 4),
-            **_SHIFTS,
-        ),
-    ),
-    "fairseq": (
-        Fairseq,
-        _configs(
-            ["scale_window"],
-            init_scale=_SCALE,
-            scale_factor=_FACTOR,
-            scale_window=_WINDOW,
-            tolerance=st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 0.75]),
-            threshold=st.sampled_from([None, 0.25, 0.3, 1e-3]),
-            min_loss_scale=st.sampled_from([0.0, 1e-4, 1e-2, 0.28]),
-        ),
-    ),
-    "colossalai": (
-        Colossal,
-        _configs(
-            ["growth_interval"],
-            initial_scale=_SCALE,
-            growth_factor=_UP,
-            backoff_factor=_DOWN,
-            growth_interval=_NEVER_TOO,
-            min_scale=_FLOOR,
-            max_scale=st.sampled_from([None, 0, 2.0**24, 2**30]),
-            hysteresis=st.integers(0, 4),
-        ),
-    ),
     "keras": (
         Keras,
         _configs(
@@ -470,20 +313,7 @@ DRAWN = {
             dynamic_growth_steps=_NEVER_TOO,
         ),
     ),
-    "keras-experimental": (TensorFlow, _TENSORFLOW),
     "keras3": (Keras3, _configs(["dynamic_growth_steps"], initial_scale=_SCALE, dynamic_growth_steps=_NEVER_TOO)),
-    "tf-v1": (TensorFlow, _TENSORFLOW),
-    "tf-contrib": (
-        Contrib,
-        _configs(
-            ["init_loss_scale", "incr_every_n_steps"],
-            init_loss_scale=_SCALE,
-            incr_every_n_steps=_NEVER_TOO,
-            decr_every_n_nan_or_inf=st.integers(0, 4),
-            incr_ratio=_UP,
-            decr_ratio=_DOWN,
-        ),
-    ),
     "jmp": (
         Jmp,
         _configs(
@@ -506,11 +336,6 @@ DRAWN = {
         ),
     ),
     "paddle": (Paddle, _configs(["incr_every_n_steps"], **_PADDLE)),
-    "paddle-static": (PaddleStatic, _configs(["incr_every_n_steps"], **_PADDLE)),
-    "mindspore": (
-        MindSpore,
-        _configs(["scale_window"], init_loss_scale=_SCALE, scale_factor=_FACTOR, scale_window=_WINDOW),
-    ),
 }
 
 PLACED = [
@@ -518,10 +343,8 @@ PLACED = [
         "torch",
         {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7},
     ),
-    ("accelerate", {"scale": 8.0, "_growth_tracker": 7}),
     ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
     ("apex", {"loss_scale": 8.0, "unskipped": 7}),
-    ("apex-hysteresis", {"current_scale": np.array([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}),
     (
         "deepspeed",
         {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "cur_hysteresis": 1, "scale_window": 1000},
@@ -531,21 +354,16 @@ PLACED = [
         {"loss_scaler": {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}},
     ),
     ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
-    ("megatron-v1", {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 12, "scale_window": 1000}),
     ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
     ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
     ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
     ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
     ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
     ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
-    ("mindspore", {"loss_scale": 8, "cur_iter": 20, "last_overflow_iter": 12, "bad_step": 0, "scale_window": 2000}),
-    ("mindspore", {"scale_sense": 8.0, "current_iterator_step": 20, "last_overflow_iterator_step": 12}),
-    ("mindspore", {"scale_value": 8.0, "counter": 7}),
     ("torch", {"_scale": np.float32(8.0), "_growth_tracker": 7, "_growth_interval": 2000, "_device": "cpu"}),
     ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
     ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
     ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
-    ("colossalai", {"_scale": [8.0], "_growth_step": 7, "_hysteresis_step": 1, "_hysteresis": 2}),
     (
         "deepspeed",
         {"cur_scale": 8, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 1000, "dtype": "torch.float16"},
@@ -556,15 +374,11 @@ PLACED = [
 GUESSED = {
     "torch": {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7},
     "apex": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}},
-    "apex-hysteresis": {"scale": 8.0, "_growth_tracker": 7, "_hysteresis_tracker": 1},
     "megatron": {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1},
-    "colossalai": {"scale": 8.0, "growth_factor": 2, "backoff_factor": 0.5, "hysteresis": 2},
     "keras": {"current_loss_scale": 8.0, "good_steps": 7},
     "keras3": {"dynamic_scale": 8.0, "step_counter": 7},
-    "tf-contrib": {"loss_scale": 8.0, "good_steps": 7, "bad_steps": 1},
     "jmp": {"loss_scale": 8.0, "counter": 7},
     "flax": {"scale": 8.0, "fin_steps": 7},
     "paddle": {"scale": [8.0], "incr_count": 7, "decr_count": 0},
-    "mindspore": {"loss_scale": 8.0, "cur_iter": 9, "last_overflow_iter": 1, "bad_step": 0},
 }
 """A saved layout of each tool that identifies the tool."""

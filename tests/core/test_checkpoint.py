@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
-    TolerantScaling,
     init_state,
     policy_from_dict,
     state_from_dict,
@@ -21,6 +20,7 @@ from lossscale_core import (
 )
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_core.testing import overflow_traces, policies
+from tests.core.own_policies import AdditiveScaling
 
 SAVED = state_to_dict(DynamicScaling().init_state())
 
@@ -42,12 +42,12 @@ def test_saving_and_restoring_changes_nothing(policy, trace, cut):
 @pytest.mark.parametrize("xp", [np, array_api_strict])
 def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
     """Plain Python numbers under a version and the state's names."""
-    policy = TolerantScaling()
+    policy = DynamicScaling()
     saved = state_to_dict(init_state(policy, xp=xp))
     assert saved == state_to_dict(policy.init_state())
     assert list(saved) == ["version", *policy.init_state()._fields]
     assert {type(value) for value in saved.values()} == {int, float}
-    assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "tolerant"
+    assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "dynamic"
 
 
 def test_restored_values_go_to_any_namespace():
@@ -119,15 +119,6 @@ def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale
         assert float(state_from_dict(SAVED, policy).loss_scale) == scale
 
 
-def test_a_tolerance_that_was_not_saved_starts_full():
-    """A fixed policy's idle tracker is not taken for a used-up tolerance."""
-    fixed = FixedScaling(64.0)
-    saved = state_to_dict(fixed.init_state(), fixed)
-    with pytest.warns(CheckpointWarning, match="hysteresis_tracker starts at 3"):
-        state = state_from_dict(saved, DynamicScaling(hysteresis=3))
-    assert int(state.hysteresis_tracker) == 3
-
-
 def test_a_missing_key_is_named():
     """A dict that is not a saved state is refused by what it lacks."""
     incomplete = {key: value for key, value in SAVED.items() if key not in ("steps", "loss_scale")}
@@ -160,10 +151,10 @@ def test_another_kind_of_policy_starts_its_own_trackers_fresh():
     """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
-    with pytest.warns(CheckpointWarning, match=r"steps_since_change starts at 0\.0") as caught:
-        state = state_from_dict(saved, TolerantScaling())
-    assert "kind was 'fixed' and is 'tolerant'" in str(caught[0].message)
-    assert (float(state.loss_scale), int(state.steps), float(state.steps_since_change)) == (64.0, 1, 0.0)
+    with pytest.warns(CheckpointWarning, match=r"additions starts at 0\.0") as caught:
+        state = state_from_dict(saved, AdditiveScaling())
+    assert "kind was 'fixed' and is 'additive'" in str(caught[0].message)
+    assert (float(state.loss_scale), int(state.steps), float(state.additions)) == (64.0, 1, 0.0)
 
 
 def test_a_policy_of_ones_own_saves_and_restores_its_state():

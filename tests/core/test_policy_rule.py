@@ -13,8 +13,6 @@ from lossscale_core import (
     DynamicScaling,
     FixedScaling,
     NoScaling,
-    ScaleState,
-    TolerantScaling,
     init_state,
     state_from_dict,
     state_to_dict,
@@ -29,12 +27,10 @@ class Model(NamedTuple):
 
     scale: float
     growth: int = 0
-    tolerance: int = 0
+    hysteresis: int = 0
     steps: int = 0
     skipped: int = 0
     streak: int = 0
-    since: int = 0
-    overflows: int = 0
 
 
 def _start(policy: Any) -> Model:
@@ -42,7 +38,7 @@ def _start(policy: Any) -> Model:
         return Model(1.0)
     scale = _f32(policy.init_scale)
     if isinstance(policy, DynamicScaling):
-        return Model(scale, growth=-policy.cooldown, tolerance=policy.hysteresis)
+        return Model(scale, growth=-policy.cooldown, hysteresis=policy.hysteresis)
     return Model(scale)
 
 
@@ -68,35 +64,21 @@ def _step(policy: Any, m: Model, finite: bool) -> Model:
     )
     if isinstance(policy, DynamicScaling):
         return _dynamic_step(policy, counted, finite)
-    if isinstance(policy, TolerantScaling):
-        return _tolerant_step(policy, counted, finite)
     return counted
 
 
 def _dynamic_step(policy: DynamicScaling, m: Model, finite: bool) -> Model:
     if finite:
         if policy.refill_on_finite:
-            m = m._replace(tolerance=policy.hysteresis)
+            m = m._replace(hysteresis=policy.hysteresis)
         if m.growth + 1 >= policy.growth_interval:
-            return m._replace(scale=_grow(policy, m.scale), growth=0, tolerance=policy.hysteresis)
+            return m._replace(scale=_grow(policy, m.scale), growth=0, hysteresis=policy.hysteresis)
         return m._replace(growth=m.growth + 1)
-    m = m._replace(growth=-policy.cooldown, tolerance=max(0, m.tolerance - 1))
-    if m.tolerance > 0:
+    m = m._replace(growth=-policy.cooldown, hysteresis=max(0, m.hysteresis - 1))
+    if m.hysteresis > 0:
         return m
     refilled = policy.hysteresis if policy.refill_on_backoff else 0
-    return m._replace(scale=_back_off(policy, m.scale), tolerance=refilled)
-
-
-def _tolerant_step(policy: TolerantScaling, m: Model, finite: bool) -> Model:
-    m = m._replace(since=m.since + 1)
-    if finite:
-        if m.growth + 1 >= policy.growth_interval:
-            return m._replace(scale=_grow(policy, m.scale), growth=0, since=0)
-        return m._replace(growth=m.growth + 1)
-    m = m._replace(growth=0, overflows=m.overflows + 1)
-    if np.float32(m.overflows) / np.float32(m.since) >= np.float32(policy.tolerance):
-        return m._replace(scale=_back_off(policy, m.scale), since=0, overflows=0)
-    return m
+    return m._replace(scale=_back_off(policy, m.scale), hysteresis=refilled)
 
 
 def _agrees(state: Any, model: Model) -> bool:
@@ -120,10 +102,6 @@ SMALL_POLICIES = [
         for interval, hysteresis, on_finite, on_backoff, cooldown in itertools.product(
             (1, 2, 3), (1, 2, 3), (True, False), (True, False), (0, 2)
         )
-    ),
-    *(
-        TolerantScaling(init_scale=8.0, growth_interval=interval, tolerance=tolerance, min_scale=2.0, max_scale=32.0)
-        for interval, tolerance in itertools.product((1, 2, 4), (0.0, 0.25, 0.5, 0.9))
     ),
 ]
 
@@ -152,7 +130,7 @@ def test_agrees_with_the_model_on_long_traces(policy, trace):
         assert _agrees(state, model)
 
 
-@given(policies("dynamic", "tolerant"), overflow_traces())
+@given(policies("dynamic"), overflow_traces())
 def test_invariants(policy, trace):
     """The scale stays within its bounds, moves by one factor at most, and never rises on an overflow."""
     state = policy.init_state()
@@ -172,7 +150,7 @@ def test_invariants(policy, trace):
     assert applied + int(state.skipped_steps) == int(state.steps) == len(trace)
 
 
-@given(policies("dynamic", "tolerant", powers_of_two=True), overflow_traces())
+@given(policies("dynamic", powers_of_two=True), overflow_traces())
 def test_powers_of_two_stay_powers_of_two(policy, trace):
     """From powers of two, with factors that are powers of two, nothing else is ever reached."""
     state = policy.init_state()
@@ -197,11 +175,6 @@ def test_structure_is_constant_in_every_namespace(policy, trace):
                 assert value.shape == ()
                 assert value.dtype == getattr(xp, expected.dtype.name)
                 assert float(value) == float(expected)
-
-
-def test_state_of_a_plain_policy_is_a_scale_state():
-    """Every policy but the tolerant one needs no more than ScaleState."""
-    assert all(type(p.init_state()) is ScaleState for p in (NoScaling(), FixedScaling(2.0), DynamicScaling()))
 
 
 def test_update_is_pure():
@@ -241,18 +214,6 @@ def test_growth_at_the_top_neither_overflows_nor_warns(factor):
         assert float(policy.update(policy.init_state(), True).loss_scale) == bound
 
 
-def test_tolerant_scaling_survives_overflows_below_its_tolerance():
-    """One overflow in twenty is tolerated at 10 %, and three more in a row are not."""
-    policy = TolerantScaling(tolerance=0.1)
-    state = policy.init_state()
-    for finite in [True] * 19 + [False]:
-        state = policy.update(state, finite)
-    assert float(state.loss_scale) == 2.0**16
-    for _ in range(2):
-        state = policy.update(state, False)
-    assert float(state.loss_scale) == 2.0**15
-
-
 FULL = 2**31 - 1
 COUNTERS = ("steps", "skipped_steps", "overflow_streak")
 NAMESPACES = [None, np, array_api_strict]
@@ -271,7 +232,7 @@ def _after(policy, state, flags, xp):
 
 
 @pytest.mark.parametrize("xp", NAMESPACES)
-@pytest.mark.parametrize("policy", [NoScaling(), DynamicScaling(), TolerantScaling()], ids=repr)
+@pytest.mark.parametrize("policy", [NoScaling(), DynamicScaling()], ids=repr)
 def test_counters_stop_at_the_largest_int32(policy, xp):
     """Steps, skipped steps and the streak stay at 2**31 - 1 instead of going on below zero."""
     start = policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL - 1)))
@@ -284,11 +245,10 @@ def test_counters_stop_at_the_largest_int32(policy, xp):
 
 
 @pytest.mark.parametrize("xp", NAMESPACES)
-@pytest.mark.parametrize("kind", [DynamicScaling, TolerantScaling])
-def test_a_full_growth_tracker_grows(kind, xp):
+def test_a_full_growth_tracker_grows(xp):
     """A tracker of 2**31 - 1 that another policy left makes the scale grow on the next finite step."""
-    state = _placed(kind().init_state()._replace(growth_tracker=np.int32(FULL)), xp)
-    after = _after(kind(), state, [True], xp)
+    state = _placed(DynamicScaling().init_state()._replace(growth_tracker=np.int32(FULL)), xp)
+    after = _after(DynamicScaling(), state, [True], xp)
     assert (float(after.loss_scale), int(after.growth_tracker)) == (2.0**17, 0)
 
 
@@ -307,51 +267,3 @@ def test_a_full_state_is_still_a_checkpoint():
     state = policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL)))
     after = policy.update(state, False)
     assert state_from_dict(state_to_dict(after, policy), policy) == after
-
-
-def _tolerant_start(policy, since, overflows):
-    return policy.init_state()._replace(
-        steps_since_change=np.float32(since), overflows_since_backoff=np.float32(overflows)
-    )
-
-
-@pytest.mark.parametrize("share", [0.04, 0.0625])
-def test_the_share_stays_right_beyond_what_float32_counts(share):
-    """After 2**24 steps without a change the scale backs off where overflows are too many, and only there."""
-    policy = TolerantScaling(tolerance=0.05, growth_interval=1000)
-    state = _tolerant_start(policy, 2**24 - 50, round(0.05 * (2**24 - 50)) - 40)
-    period = round(1 / share)
-    since, overflows = int(state.steps_since_change), int(state.overflows_since_backoff)
-    for step in range(4000):
-        finite = step % period != 0
-        state = policy.update(state, finite)
-        since, overflows = since + 1, overflows + (not finite)
-        if not finite and overflows / since >= 0.05:
-            break
-    backed_off = float(state.loss_scale) < policy.init_scale
-    assert backed_off == (share > 0.05)
-    assert step > 50  # beyond 2**24
-
-
-def test_an_unchanging_share_is_kept_when_the_counters_are_halved():
-    """Beyond 2**24 steps the counters have room again, and the same share."""
-    policy = TolerantScaling(tolerance=0.5)
-    before = _tolerant_start(policy, 2**24, 2**20)
-    after = policy.update(before, True)
-    assert float(after.steps_since_change) == 2**23 + 1
-    assert float(after.overflows_since_backoff) == 2**19
-
-
-@pytest.mark.parametrize("gap", [1, 2, 5])
-def test_the_largest_tolerance_backs_off_under_an_endless_run_of_overflows(gap):
-    """Overflows alone reach a share next to 1 in the end, however many finite steps there were before them."""
-    policy = TolerantScaling(tolerance=1.0 - 2.0**-24)
-    state = _tolerant_start(policy, 2**24 - 2, 2**24 - 2 - gap)
-    for _ in range(gap.bit_length() + 1):  # overflows from one halving of the counters to the next, left out in between
-        for _ in range(8):
-            state = policy.update(state, False)
-            if state.loss_scale < policy.init_scale:
-                return
-        room = np.float32(2**24 - 2) - state.steps_since_change
-        state = _tolerant_start(policy, state.steps_since_change + room, state.overflows_since_backoff + room)
-    pytest.fail("the scale never backed off")

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, TolerantScaling
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
 from lossscale_core.errors import LossScaleError, PolicyError
 
 BROKEN = [
@@ -75,11 +75,10 @@ def test_the_remedy_is_what_was_probably_meant(setting, remedy):
         ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0", "max_scale=4.0"),
     ],
 )
-@pytest.mark.parametrize("policy_type", [DynamicScaling, TolerantScaling])
-def test_scales_out_of_order_are_named(policy_type, settings, low, high):
+def test_scales_out_of_order_are_named(settings, low, high):
     """min_scale ≤ init_scale ≤ max_scale, or the message names both."""
     with pytest.raises(PolicyError, match="must not exceed") as caught:
-        policy_type(**settings)
+        DynamicScaling(**settings)
     assert low in str(caught.value)
     assert high in str(caught.value)
 
@@ -91,13 +90,6 @@ def test_a_policy_error_is_a_value_error():
     assert issubclass(PolicyError, LossScaleError)
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, 1.0, 1.5, float("nan")])
-def test_tolerance_is_a_fraction(tolerance):
-    """From 0 to below 1: after one finite step a share of 1 is never reached, so that the scale would never fall."""
-    with pytest.raises(PolicyError, match="fraction from 0 to below 1"):
-        TolerantScaling(tolerance=tolerance)
-
-
 def test_numbers_become_plain_python():
     """NumPy scalars and whole floats are taken for what they are; True is not."""
     policy = DynamicScaling(init_scale=np.float32(1024), growth_interval=np.int64(7), hysteresis=2.0)
@@ -105,7 +97,7 @@ def test_numbers_become_plain_python():
     assert [type(policy.init_scale), type(policy.growth_interval), type(policy.hysteresis)] == [float, int, int]
 
 
-@pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(3.0), DynamicScaling(), TolerantScaling()], ids=repr)
+@pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(3.0), DynamicScaling()], ids=repr)
 def test_a_policy_is_a_frozen_value(policy):
     """It can be a dict key, be pickled, and not be changed in place."""
     assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
@@ -124,9 +116,8 @@ def test_replace_checks_again():
 
 def test_settings_are_keywords():
     """Eleven settings are given by name, since their order is hard to remember; a fixed scale has just one."""
-    for policy_type in (DynamicScaling, TolerantScaling):
-        with pytest.raises(TypeError):
-            policy_type(0.5)
+    with pytest.raises(TypeError):
+        DynamicScaling(0.5)
 
 
 def test_the_defaults_are_an_interface():
@@ -143,15 +134,6 @@ def test_the_defaults_are_an_interface():
         "min_scale": 1.0,
         "max_scale": 4294967296.0,
         "max_overflow_streak": None,
-    }
-    assert dataclasses.asdict(TolerantScaling()) == {
-        "tolerance": 0.05,
-        "init_scale": 65536.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "min_scale": 1.0,
-        "max_scale": 4294967296.0,
     }
 
 

@@ -11,7 +11,6 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     SpikeGuard,
-    TolerantScaling,
     as_policy,
     diagnose,
     dump_policy,
@@ -65,7 +64,6 @@ def test_metrics_have_stable_names():
     ]
     numbers = metrics(_after(DynamicScaling(), [True, False, True]))
     assert (int(numbers["applied_steps"]), int(numbers["skipped_steps"])) == (2, 1)
-    assert "steps_since_change" in metrics(TolerantScaling().init_state())
 
 
 STREAK = [False] * 8
@@ -92,7 +90,6 @@ CASES = {
     "fixed and fine": (FixedScaling(1024.0), [True] * 9, "healthy"),
     "fixed and too large": (FixedScaling(1024.0), [False] * 9, "skipping too often"),
     "no scaling and a broken forward pass": (NoScaling(), [False] * 9, "skipping too often"),
-    "tolerant within tolerance": (TolerantScaling(tolerance=0.2), ([True] * 9 + [False]) * 9, "healthy"),
     "alternating": (DynamicScaling(), [False, True] * 16, "skipping too often"),
     "a few at the start": (DynamicScaling(), [True] + [False] * 4, "calibrating"),
     "one finite step within the calibration": (
@@ -127,7 +124,6 @@ CASES = {
         [n % 10 != 3 for n in range(205)],
         "skipping too often",
     ),
-    "one in ten, tolerated": (TolerantScaling(), [n % 10 != 3 for n in range(2505)], "skipping too often"),
     "every other step under a fixed scale": (FixedScaling(1024.0), [True, False] * 4, "skipping too often"),
     "fallen below 1, and fine since": (UNBOUNDED, [False] * 20 + [True] * 300, "fallen below 1"),
     "slowly fallen below 1": (UNBOUNDED, ([True] * 30 + [False]) * 60 + [True], "fallen below 1"),
@@ -152,8 +148,6 @@ CASES = {
         "skipping too often",
     ),
     "by design every other step": (DynamicScaling(growth_interval=1), [True, False] * 100, "healthy"),
-    "beyond a generous tolerance": (TolerantScaling(tolerance=0.5), ([False] * 3 + [True]) * 50, "skipping too often"),
-    "beyond the default tolerance": (TolerantScaling(), ([True] * 7 + [False]) * 50, "skipping too often"),
     "a high floor": (DynamicScaling(init_scale=8.0, min_scale=8.0), [False] * 9, "stuck at min_scale"),
     "alternating at the floor, late": (DynamicScaling(), [True] * 20000 + [True, False] * 400, "skipping too often"),
     "a floor that is no float32": (DynamicScaling(min_scale=0.1), [False] * 40, "stuck at min_scale"),
@@ -163,7 +157,6 @@ CASES = {
         [False] * 8 + ([True] * 6 + [False]) * 3 + [True] * 4,
         "healthy",
     ),
-    "tolerant and stuck": (TolerantScaling(), [False] * 40, "stuck at min_scale"),
 }
 
 
@@ -212,7 +205,7 @@ def test_scales_are_written_as_powers_of_two():
 
 def test_metrics_on_the_host_are_plain_numbers():
     """`json.dumps` takes them; arrays of other namespaces stay arrays."""
-    for policy in (DynamicScaling(), TolerantScaling(), NoScaling()):
+    for policy in (DynamicScaling(), NoScaling()):
         numbers = metrics(_after(policy, [True, False]), guard=SpikeGuard().init_state())
         assert json.loads(json.dumps(numbers)) == numbers
         assert {type(value) for value in numbers.values()} == {int, float}

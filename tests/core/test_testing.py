@@ -9,7 +9,7 @@ import pytest
 from hypothesis import find, given, settings
 
 import lossscale_core
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, TolerantScaling
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState
 from lossscale_core.testing import (
     LARGEST_NUMBER,
     Trace,
@@ -19,6 +19,7 @@ from lossscale_core.testing import (
     simulate,
     simulate_gradients,
 )
+from tests.core.own_policies import AdditiveScaling
 
 
 def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
@@ -45,9 +46,9 @@ def test_simulate_takes_what_as_policy_takes():
 
 
 def test_a_policy_with_trackers_of_its_own_has_them_in_the_trace():
-    """The tolerant policy's counters are columns too."""
-    trace = simulate(TolerantScaling(), [True, False])
-    assert trace.steps_since_change.tolist() == [1.0, 0.0]
+    """Counters beyond those of the library are columns too."""
+    trace = simulate(AdditiveScaling(growth_interval=1), [True, False])
+    assert trace.additions.tolist() == [1.0, 1.0]
     assert trace._fields[:3] == Trace._fields[:3]
 
 
@@ -126,7 +127,7 @@ def test_lengths_and_columns_must_match():
     with pytest.raises(AssertionError, match="lengths"):
         assert_traces_equal(simulate("dynamic", [True]), simulate("dynamic", [True] * 2))
     with pytest.raises(AssertionError, match="columns"):
-        assert_traces_equal(simulate("dynamic", [True]), simulate(TolerantScaling(), [True]))
+        assert_traces_equal(simulate("dynamic", [True]), simulate(AdditiveScaling(), [True]))
 
 
 def test_rtol_is_for_scales_only():
@@ -140,11 +141,11 @@ def test_rtol_is_for_scales_only():
         assert_traces_equal(trace._replace(steps=trace.steps + 1), trace, rtol=1e3)
 
 
-@given(policies("tolerant", "none"))
+@given(policies("fixed", "none"))
 @settings(max_examples=30)
 def test_policies_are_of_the_kinds_asked_for(policy):
     """Kinds narrow the strategy."""
-    assert isinstance(policy, TolerantScaling | NoScaling)
+    assert isinstance(policy, FixedScaling | NoScaling)
 
 
 def test_traces_reach_growth_and_streaks():

@@ -1,4 +1,4 @@
-"""`ScaleWatch`: what a run logs by itself, how often, and what it does at the floor."""
+"""`ScaleWatch`: what a run logs by itself, how often."""
 
 import contextlib
 import copy
@@ -16,13 +16,11 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     ScaleWatch,
-    TolerantScaling,
     diagnose,
     init_state,
     state_to_dict,
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
-from lossscale_core.errors import LossScaleError, PolicyError, ScaleFloorError
 from lossscale_core.testing import overflow_traces, policies
 
 TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
@@ -44,14 +42,14 @@ def _logged_records():
         LOGGER.setLevel(level)
 
 
-def _run(policy, flags, on_floor="warn", every=1):
+def _run(policy, flags, every=1):
     """Return the records of a run with a watch that looks every few steps, and the state at the end."""
-    watch, state = ScaleWatch(on_floor), policy.init_state()
+    watch, state = ScaleWatch(), policy.init_state()
     with _logged_records() as records:
         for step, finite in enumerate(flags, 1):
             state = policy.update(state, finite)
             if step % every == 0:
-                watch.check(policy, state)
+                watch.log(policy, state)
     return records, state
 
 
@@ -87,7 +85,6 @@ CASES = {
         ([False] * 30 + [True] * 1000) * 2,
         [("streak", 20), ("streak", 1050)],
     ),
-    "tolerant": (TolerantScaling(), [False] * 200, [("floor", 16), ("streak", 160)]),
     "through 1, slowly": (
         DynamicScaling(init_scale=2.0, min_scale=2.0**-9),
         ([True] * 99 + [False]) * 5,
@@ -164,53 +161,6 @@ def test_a_new_run_logs_its_events_again():
     assert [record.steps for record in records] == [30, 25]
 
 
-def test_raise_stops_at_the_floor():
-    """Names the scale, the bound and the remedy, at each overflow there; `log` itself raises nothing."""
-    policy, watch = DynamicScaling(init_scale=4.0), ScaleWatch("raise")
-    state = policy.update(policy.init_state(), False)
-    watch.check(policy, state)
-    state = policy.update(state, False)
-    for _ in range(2):
-        with pytest.raises(ScaleFloorError, match=r"^loss_scale=1 has reached min_scale=1, .*forward pass.*'warn'\.$"):
-            watch.check(policy, state)
-    watch.log(policy, state)
-    watch.check(policy, policy.update(state, True))
-    assert issubclass(ScaleFloorError, LossScaleError)
-    assert issubclass(ScaleFloorError, FloatingPointError)
-    fixed = FixedScaling(8.0)
-    watch.check(fixed, _run(fixed, [False] * 10)[1])  # a scale that never changes is at no floor
-
-
-def test_ignore_is_silent_at_the_floor():
-    """Nothing is said while the scale is there; other streaks are."""
-    assert _events(DynamicScaling(), [False] * 200, on_floor="ignore") == []
-    assert _events(TORCHS, [False] * 200, on_floor="ignore") == [("below_one", 17)]
-
-
-@pytest.mark.parametrize("on_floor", ["stop", None, "", 1])
-def test_another_word_for_on_floor_is_refused(on_floor):
-    """What is allowed is listed."""
-    with pytest.raises(PolicyError, match="must be 'warn', 'raise' or 'ignore'"):
-        ScaleWatch(on_floor)
-
-
-@pytest.mark.parametrize("on_floor", ["warn", "ignore", "", 1])
-def test_a_pure_check_can_raise_only(on_floor):
-    """What is logged, and what is ignored, is for a `ScaleWatch` to say."""
-    with pytest.raises(PolicyError, match=r"must be 'raise' or None here; to log, pass it to ScaleWatch"):
-        check_overflow_streak("dynamic", DynamicScaling().init_state(), on_floor=on_floor)
-
-
-@pytest.mark.parametrize("policy", [DynamicScaling(init_scale=1.0), TORCHS.__class__(init_scale=4.0, min_scale=4.0)])
-def test_raise_stops_at_the_first_overflow_at_the_floor(policy):
-    """Also where the run begins there."""
-    state = policy.update(policy.init_state(), False)
-    with pytest.raises(ScaleFloorError, match="1 of 1 steps skipped"):
-        ScaleWatch("raise").check(policy, state)
-    with pytest.raises(ScaleFloorError, match="1 of 1 steps skipped"):
-        check_overflow_streak(policy, state, on_floor="raise")
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda watch: pickle.loads(pickle.dumps(watch))])
 def test_a_copy_remembers_what_was_said(duplicate):
     """It says nothing twice."""
@@ -246,9 +196,6 @@ def test_a_watch_reads_a_state_of_arrays():
         for _ in range(2):
             ScaleWatch().log(policy, state)
     assert [record.event for record in records] == ["floor", "floor"]
-    for _ in range(2):
-        with pytest.raises(ScaleFloorError, match="min_scale=1"):
-            check_overflow_streak(policy, state, on_floor="raise")
 
 
 def test_the_switch_is_that_of_logging():
@@ -271,20 +218,20 @@ def test_a_floor_is_said_also_where_no_look_falls_on_an_overflow():
 
 
 def test_runs_under_equal_policies_are_kept_apart():
-    """What one run ignores, another one under the same policy still says."""
+    """What one run has said, another one under the same policy still says."""
     policy = DynamicScaling(init_scale=4.0, min_scale=1.0)
-    watches, state = [ScaleWatch("ignore"), ScaleWatch()], policy.init_state()
+    watches, state = [ScaleWatch(), ScaleWatch()], policy.init_state()
     with _logged_records() as records:
         for _ in range(10):
             state = policy.update(state, False)
             for watch in watches:
                 watch.log(policy, state)
-    assert [(record.event, record.steps) for record in records] == [("floor", 2)]
+    assert [(record.event, record.steps) for record in records] == [("floor", 2)] * 2
 
 
-def test_a_broken_scale_is_never_ignored():
-    """No policy reaches it."""
+def test_a_scale_of_zero_is_said():
+    """No policy reaches it, and the log says so."""
     state = DynamicScaling().init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0))
     with _logged_records() as records:
-        ScaleWatch("ignore").log(DynamicScaling(), state)
+        ScaleWatch().log(DynamicScaling(), state)
     assert [record.event for record in records] == ["broken"]

@@ -51,13 +51,13 @@ def test_the_public_workflows_run_sessions_that_exist(name):
 
 
 def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
-    """What the README's command runs, framework by framework, and what is for the night; notebooks have no MLX."""
+    """What the README's command runs, framework by framework, and what is for the night."""
     text = _text(".github/workflows/ci.yml")
     for session in ("lint", "typing", "conformance", "docs", "build"):
         assert f"- {session}\n" in text
     for framework in FRAMEWORKS:
         assert f"- tests(framework='{framework}')\n" in text
-        for session in ("oldest", *(("kaggle", "colab") if framework != "mlx" else ()), "newest", "sweep"):
+        for session in ("oldest", "kaggle", "colab", "newest", "sweep"):
             assert f"- {session}(framework='{framework}')\n" in text
     for framework in ("numpy", "torch", "jax"):
         assert f"- smoke(framework='{framework}')\n" in text

@@ -6,7 +6,6 @@ import sys
 from lossscale._tried import TRIED
 
 for distribution in sys.argv[1:]:
-    distribution = distribution.removesuffix("[cpu]")  # of MLX
     name = distribution.removesuffix("-cpu")
     installed, newest = importlib.metadata.version(distribution), TRIED[name][1]
     if not f"{installed}.".startswith(f"{newest}."):

@@ -1,4 +1,4 @@
-"""The `lossscale` command: demo, simulator, runs and checks of scripts, pictures, and conversion of policies and files.
+"""The `lossscale` command: demo, simulator, runs of scripts, pictures, and conversion of policies and files.
 
 The command needs the `cli` extra, its pictures need `plot`, and its demo needs `demo`. For invalid input it prints one
 sentence and exits with status 2. Each subcommand is a module of this package that is listed in `_SUBCOMMANDS`.
@@ -11,13 +11,19 @@ import sys
 
 import click
 
-from lossscale.cli import certify, checkpoint, demo, plot, policy, report, run_script, simulate
+from lossscale._versions import versions
+from lossscale.cli import checkpoint, demo, plot, policy, run_script, simulate
 from lossscale.cli._shared import example, help_if_alone
-from lossscale_core import __version__
 from lossscale_core.adapters import escaped
 from lossscale_core.errors import LossScaleError
 
-_SUBCOMMANDS = (demo, simulate, run_script, certify, plot, policy, checkpoint, report)
+_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint)
+
+
+def _print_versions(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(versions())
+        context.exit()
 
 
 @click.group(
@@ -25,7 +31,14 @@ _SUBCOMMANDS = (demo, simulate, run_script, certify, plot, policy, checkpoint, r
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(__version__)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Print the versions of lossscale, Python and the installed frameworks.",
+)
 @click.option(
     "--import", "modules", multiple=True, metavar="MODULE", help="Import MODULE first: it has a policy of your own."
 )

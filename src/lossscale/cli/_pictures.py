@@ -54,16 +54,12 @@ def draw_run(figure: Figure, run: "RecordedRun") -> None:
 
 
 def _draw_share(axes: Any, run: "RecordedRun") -> None:
-    """Draw the share of skipped steps; of a run that was logged at some steps only, the share that it has logged."""
-    has_gaps = run.steps > len(run.step)
-    if run.share is not None and has_gaps:
-        share, title = run.share, "share of overflowed steps so far"
-    else:
-        # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
-        window = max(_SMOOTHING, len(run.step) // 50)
-        share = _running_mean(run.overflowed | run.spiked, window)
-        title = f"share of skipped {'rows' if has_gaps else 'steps'}, mean of the last {window}"
+    """Draw the share of skipped steps."""
+    # At most 50 windows fit side by side, since finer ones could not be distinguished in the picture.
+    window = max(_SMOOTHING, len(run.step) // 50)
+    share = _running_mean(run.overflowed | run.spiked, window)
     axes.fill_between(run.step, share * 100.0, step="post", color="#999999")
+    title = f"share of skipped steps, mean of the last {window}"
     axes.set(ylabel="skipped (%)", ylim=(0.0, None if share.max() > 0.01 else 1.0), title=title)
 
 
@@ -87,8 +83,7 @@ def _draw_norms(axes: Any, steps: Any, norms: Any) -> None:
 
 def _draw_marked_scale(axes: Any, run: "RecordedRun") -> None:
     axes.step(run.step, run.scale, where="post", color="#0072b2", label="loss scale")
-    overflow = "overflow (the scale falls after it)" if run.is_guessed else "overflow"
-    _mark(axes, run.step, run.scale, run.overflowed, overflow, marker="x", color="#cc0000")
+    _mark(axes, run.step, run.scale, run.overflowed, "overflow", marker="x", color="#cc0000")
     _mark(axes, run.step, run.scale, run.spiked, "spike", marker="^", color="#000000")
     _label_scale(axes)
     axes.set_title(summary(run), size="medium")
@@ -96,13 +91,9 @@ def _draw_marked_scale(axes: Any, run: "RecordedRun") -> None:
 
 def summary(run: "RecordedRun") -> str:
     """Return a recorded run's counts in a line."""
-    overflows, spikes, rows = int(run.overflowed.sum()), int(run.spiked.sum()), len(run.step)
+    overflows, spikes = int(run.overflowed.sum()), int(run.spiked.sum())
     counts = f"{overflows} overflowed" + (f", {spikes} spiked" if spikes else "")
-    skipped = f"{(run.overflowed | run.spiked).mean():.1%}"
-    if run.steps == rows:
-        return f"{rows} steps: {counts}, {skipped} skipped"
-    of_all = "" if run.share is None else f"; {run.share[-1]:.1%} of all steps overflowed"
-    return f"{rows} rows of {run.steps} steps: {counts}, {skipped} of the rows skipped{of_all}"
+    return f"{len(run.step)} steps: {counts}, {(run.overflowed | run.spiked).mean():.1%} skipped"
 
 
 def _mark(axes: Any, steps: Any, scale: Any, is_marked: Any, label: str, **style: Any) -> None:
@@ -142,7 +133,7 @@ def experiment_figure(experiment: "Experiment") -> Figure:
         _draw_scales(scales, experiment)
         _draw_sweep(weights, experiment)
         settings = experiment.settings
-        figure.suptitle(f"{settings.framework}: loss × {settings.weight:g}, seed {settings.seed}")
+        figure.suptitle(f"numpy: loss × {settings.weight:g}, seed {settings.seed}")
     return figure
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from lossscale._certificate import json_of
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown_number
 from lossscale_core.errors import PolicyError
@@ -48,14 +47,6 @@ def require_picture(path: Path, option: str, overwrite: bool) -> None:
         raise click.UsageError(f"{option} {path} must end in {', '.join(_PICTURES)}")
     if not overwrite:
         require_new(path, hint=f"name another file with {option}, or pass --overwrite")
-
-
-def require_page(page: Path, overwrite: bool) -> None:
-    """Refuse a page's path before the work begins: another suffix, or, without `overwrite`, a file that is there."""
-    if page.suffix.lower() != ".md":
-        raise click.UsageError(f"--page {page} must end in .md")
-    if not overwrite:
-        require_new(page, json_of(page), hint="name another file with --page, or pass --overwrite")
 
 
 def console() -> Console:

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lossscale_core.adapters import LARGEST_PARSED, read_data, read_text, shown, shown_names, suffix_of
+from lossscale_core.adapters import read_data, read_text, shown, shown_names, suffix_of
 from lossscale_core.errors import TraceFileError
+
+_LARGEST_PARSED = 2**22
+"""Bytes of JSON or text that are read at once."""
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -49,10 +52,10 @@ def read_gradient_max(path: Path) -> NDArray[np.float64]:
 def _values(path: Path, key: str) -> Iterable[Any]:
     """Return the values of a JSON list, or the words of a text one by one: a list of them would take ten times more."""
     if suffix_of(path) == ".json":
-        content = read_data(path, TraceFileError, LARGEST_PARSED)
+        content = read_data(path, TraceFileError, _LARGEST_PARSED)
     else:
         # Bytes that are not text are replaced, so that the message shows the first bad value and its step.
-        content = read_text(path, TraceFileError, LARGEST_PARSED, errors="replace")
+        content = read_text(path, TraceFileError, _LARGEST_PARSED, errors="replace")
     if isinstance(content, dict):
         if key not in content:
             raise TraceFileError(f"{path} has no {key!r}; it has {shown_names(content) or 'nothing'}")

@@ -143,7 +143,6 @@ def read_state(file: Path, tool: str | None, scaling: ScalingPolicy | None, key:
             return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)
         tool = _guessed(file, saved) if tool is None else tool
         state = dialects.state_from_tool(tool, saved, scaling)
-        scaling = dialects.policy_in(tool, saved) if scaling is None else scaling
         return SavedScaler(f"the scaler of {tool}{place}", state, scaling)
 
 

@@ -1,6 +1,5 @@
 """The subcommand `lossscale demo`: train a small network in real float16, with and without loss scaling."""
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -12,17 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lossscale._install import how_to_install
 from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_new
-from lossscale_core import load_policy, policy_to_toml
+from lossscale_core import dump_policy, load_policy
 from lossscale_core.adapters import shown_number, write_whole
 
-_ADAPTERS = {
-    "numpy": "lossscale_core",
-    "torch": "lossscale_torch",
-    "jax": "lossscale_jax",
-    "tensorflow": "lossscale_tf",
-}
 _COLUMNS = ("accuracy", "flushed", "skipped", "final scale")
 _TABLE_WIDTH = 72
 _RESULTS = ("demo.png", "trace.json", "policy.toml")
@@ -33,13 +25,6 @@ _RESULTS = ("demo.png", "trace.json", "policy.toml")
     short_help="Train in float16, with and without loss scaling.",
     epilog=example("lossscale demo --steps 300 --out lossscale-demo"),
 )
-@click.option(
-    "--framework",
-    type=click.Choice(tuple(_ADAPTERS)),
-    default="numpy",
-    show_default=True,
-    help="The framework that trains.",
-)
 @click.option("--policy", "policy_file", type=FILE, help="A policy file (.toml or .json) for the dynamic regime.")
 @click.option(
     "--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="The weight of the loss."
@@ -48,9 +33,7 @@ _RESULTS = ("demo.png", "trace.json", "policy.toml")
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
 @click.option("--out", type=FILE, default="lossscale-demo", show_default=True, help="The folder of the results.")
 @OVERWRITE
-def command(
-    framework: str, policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool
-) -> None:
+def command(policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool) -> None:
     """Train a small network in real float16, with and without loss scaling.
 
     The demo compares four runs, and repeats them with other weights of the loss. It prints a table and writes
@@ -59,11 +42,6 @@ def command(
     """
     if math.isnan(weight):
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
-    # find_spec looks for a package without the seconds that an import of it takes.
-    if importlib.util.find_spec(_ADAPTERS[framework]) is None or importlib.util.find_spec(framework) is None:
-        raise click.UsageError(
-            f"--framework {framework} needs {framework}, which is not installed; {how_to_install(framework)}"
-        )
     from lossscale import demo  # imported late, since scikit-learn and matplotlib take seconds
     from lossscale.cli._pictures import experiment_as_png
 
@@ -71,7 +49,7 @@ def command(
     if not overwrite:
         require_new(*results, hint="name another folder, or pass --overwrite")
     policy = demo.DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
-    settings = demo.Settings(framework, policy, weight, seed, steps)
+    settings = demo.Settings(policy, weight, seed, steps)
     out.mkdir(parents=True, exist_ok=True)
     terminal = console()
     with _progress(terminal) as progress:
@@ -80,10 +58,12 @@ def command(
     contents: dict[str, str | bytes] = {
         "demo.png": experiment_as_png(experiment),
         "trace.json": json.dumps(experiment.as_json(), indent=1) + "\n",
-        "policy.toml": policy_to_toml(policy),
     }
     for path in results:
-        write_whole(path, contents[path.name], overwrite=overwrite)
+        if path.name in contents:
+            write_whole(path, contents[path.name], overwrite=overwrite)
+        else:
+            dump_policy(policy, path, overwrite=overwrite)
     terminal.print(f"wrote demo.png, trace.json and policy.toml to {out}", soft_wrap=True)
     # Change the policy, and try it on the same gradients without training again.
     again = f"lossscale simulate {out / 'policy.toml'} --gradient-max {out / 'trace.json'}"

@@ -18,8 +18,7 @@ from lossscale_core.adapters import write_whole
 def command(trace: Path, output: Path, overwrite: bool) -> None:
     """Draw TRACE: the loss scale, overflows and spikes, the share of skipped steps and the gradient norm.
 
-    TRACE is what `lossscale run` wrote, another CSV or JSON file with a column for the loss scale, such as an export of
-    Weights & Biases, or TensorBoard's event file or folder.
+    TRACE is the CSV file that `lossscale run --trace` wrote.
     """
     with warnings_as_lines():
         run = read_run(trace)

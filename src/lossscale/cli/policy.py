@@ -25,15 +25,8 @@ from lossscale.cli._shared import (
     value_text,
     warnings_as_lines,
 )
-from lossscale_core import (
-    BaseScaling,
-    dump_policy,
-    load_policy,
-    policy_schema,
-    policy_to_dict,
-    policy_to_toml,
-)
-from lossscale_core.adapters import read_data, suffix_of, write_whole
+from lossscale_core import BaseScaling, dump_policy, load_policy, policy_to_dict
+from lossscale_core.adapters import read_data, rules_of, suffix_of
 from lossscale_core.errors import PolicyError
 
 
@@ -74,7 +67,7 @@ def show(policy: str, as_json: bool) -> None:
     """
     scaling = typed_policy(policy, "POLICY")
     kind, meanings = policy_to_dict(scaling)["kind"], _meanings(type(scaling))
-    allowed = _allowed(kind)
+    allowed = {field.name: rule.text for field, rule in rules_of(type(scaling))}
     settings = {
         name: {"value": value, "meaning": meanings.get(name, ""), "allowed": allowed[name]}
         for name, value in BaseScaling.of(scaling).settings().items()
@@ -88,13 +81,6 @@ def show(policy: str, as_json: bool) -> None:
         about = f"{setting['meaning']}\nAllowed: {setting['allowed']}.".lstrip()
         table.add_row(name, value_text(setting["value"]), about)
     console().print(table)
-
-
-def _allowed(kind: str) -> dict[str, str]:
-    """Return the values that each setting of a policy of this kind accepts, as text."""
-    schemas = (each["then"]["properties"] for each in policy_schema()["allOf"])
-    settings = next(schema for schema in schemas if schema["kind"]["const"] == kind)
-    return {name: rule["description"] for name, rule in settings.items() if name != "kind"}
 
 
 def _meanings(policy_type: type[Any]) -> dict[str, str]:
@@ -118,19 +104,6 @@ def _documented_fields(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
             yield ast.unparse(field.target), inspect.cleandoc(str(text.value.value)).replace("\n", " ")
 
 
-@command.command(epilog=example("lossscale policy schema lossscale-policy.schema.json"))
-@click.argument("file", type=FILE, required=False)
-def schema(file: Path | None) -> None:
-    """Write the JSON Schema of policy files to a new FILE, or print it."""
-    text = json.dumps(policy_schema())
-    if file is None:
-        click.echo(text)
-    else:
-        require_new(file)
-        write_whole(file, text + "\n")
-        click.echo(f"wrote {file}")
-
-
 @command.command(epilog=example("lossscale policy convert --from deepspeed ds_config.json --to policy.toml"))
 @click.argument("file", type=FILE)
 @click.option("--from", "tool", required=True, metavar="TOOL", help="The tool that reads the config, as listed above.")
@@ -138,15 +111,14 @@ def schema(file: Path | None) -> None:
 def convert(file: Path, tool: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
-    TOOL is torch, torch-sharded, accelerate, apex, apex-fp16-utils, apex-hysteresis, deepspeed (the fp16 block, or the
-    JSON that holds it), megatron, megatron-v1, fairseq, colossalai, keras, keras-experimental, keras3, tf-v1,
-    tf-contrib, jmp, flax, paddle, paddle-static or mindspore. Warnings about bugs of the tool go to stderr.
+    TOOL is torch (also FSDP's scaler and Accelerate), apex, deepspeed (the fp16 block, or the JSON that holds it),
+    megatron, keras, keras3, jmp, flax or paddle. Warnings about bugs of the tool go to stderr.
     """
     require_new(out)
     with warnings_as_lines():
         scaling = dialects.from_tool(tool, _read_config(file))
     if out is None:
-        click.echo(policy_to_toml(scaling), nl=False)
+        click.echo("\n".join(f"{name} = {json.dumps(value)}" for name, value in policy_to_dict(scaling).items()))
     else:
         dump_policy(scaling, out, overwrite=False)
         click.echo(f"wrote {out}: a policy of kind {policy_to_dict(scaling)['kind']!r}")

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 from lossscale import tracing
-from lossscale.cli._planted import as_command, as_numbers, plant
-from lossscale.cli._shared import FILE, OVERWRITE, example, require_new, require_page, typed_policy
+from lossscale.cli._shared import FILE, OVERWRITE, example, require_new, typed_policy
 from lossscale_core import policy_to_dict
 
 
@@ -23,43 +22,22 @@ from lossscale_core import policy_to_dict
 )
 @click.option("--policy", help="The policy of the run; without it, the settings that the script gives.")
 @click.option("--trace", type=FILE, help="A CSV file for a row per update; each of several ranks writes its own.")
-@click.option("--plant", "planted", metavar="UPDATES", help="Make the losses of these updates infinite, such as 3,4.")
-@click.option("--page", type=FILE, help="The page to write about it, for a pull request.")
-@click.option("--resume", metavar="COMMAND", help="Run this afterwards, and compare its scaler with the one saved.")
 @OVERWRITE
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(
-    policy: str | None,
-    trace: Path | None,
-    planted: str | None,
-    page: Path | None,
-    resume: str | None,
-    overwrite: bool,
-    program: tuple[str, ...],
-) -> None:
+def command(policy: str | None, trace: Path | None, overwrite: bool, program: tuple[str, ...]) -> None:
     """Run a PyTorch training script as it is, with this library's scaler in the place of torch's.
 
     PROGRAM is a command line, such as python train.py or torchrun train.py, or a script that ends in .py. At exit
-    it prints a diagnosis, and what moved on skipped steps, to stderr. With --plant and --page it writes what planned
-    overflows have moved on a page; the exit status is then that of the script, or else 0 for held, 1 for not held and
-    2 for not tried.
+    it prints a diagnosis to stderr.
     """
-    if (planted is None) != (page is None) or (resume is not None and page is None):
-        raise click.UsageError("--plant UPDATES and --page FILE go together, and --resume goes with them")
-    numbers = [] if planted is None else as_numbers(planted)
     config = None if policy is None else policy_to_dict(typed_policy(policy, "--policy"))
     arguments = [sys.executable, *program] if program[0].endswith(".py") else list(program)
     # Found before the traces of an earlier run are removed, so that a misspelt program costs nothing.
     place = shutil.which(arguments[0])
     if place is None:
         raise click.UsageError(f"{arguments[0]} is not a program that can be run; pass one, such as python train.py")
-    if page is not None:
-        require_page(page, overwrite)
     if trace is not None:
         _make_room(trace, overwrite)
-    if page is not None:
-        repeat = as_command(program, planted or "", page, resume)
-        sys.exit(plant([place, *arguments[1:]], numbers, page, config, trace, resume, repeat))
     _replace_process(place, arguments, tracing.environment(config, trace))
 
 

@@ -30,7 +30,6 @@ class Experiment(NamedTuple):
         results = ("accuracy", "flushed", "skipped_steps", "final_scale")
         return {
             "version": 1,
-            "framework": settings.framework,
             "dtype": "float16",
             "policy": policy_to_dict(settings.policy),
             "loss_weight": settings.weight,

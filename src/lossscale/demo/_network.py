@@ -1,7 +1,10 @@
-"""The demo's task for every framework: scikit-learn's bundled digits, and a perceptron that classifies them."""
+"""The demo's task: scikit-learn's bundled digits, and a perceptron that classifies them, with its backward pass.
+
+In float16 a product sums what is stored in float16 in float32 and rounds once, as tensor cores do.
+"""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +13,9 @@ from sklearn.datasets import load_digits
 
 _TRAINING_IMAGES = 1347
 WIDTHS = (64, 64, 32, 10)
-LEARNING_RATE = 3e-3
 PARAMETERS = 2 * (len(WIDTHS) - 1)
 """The number of parameter arrays: each layer's weight and bias in turn."""
+Matrix = NDArray[Any]
 
 
 class Digits(NamedTuple):
@@ -49,13 +52,56 @@ def init_weights(seed: int) -> list[NDArray[np.float32]]:
     return weights
 
 
-def forward(weights: Any, images: Any, dense: Callable[..., Any], relu: Callable[[Any], Any]) -> list[Any]:
-    """Return every layer's output before its rectifier; the last one holds the logits.
-
-    `dense(inputs, weight, bias)` and `relu(outputs)` are the framework's own. In float16, `dense` sums the products of
-    what is stored in float16 in float32 and rounds once, as tensor cores do.
-    """
-    outputs: list[Any] = []
+def forward(weights: list[Matrix], images: Matrix) -> list[Matrix]:
+    """Return every layer's output before its rectifier; the last one holds the logits."""
+    outputs: list[Matrix] = []
     for weight, bias in zip(weights[::2], weights[1::2], strict=True):
-        outputs.append(dense(relu(outputs[-1]) if outputs else images, weight, bias))
+        outputs.append(_dense(_relu(outputs[-1]) if outputs else images, weight, bias))
     return outputs
+
+
+def backward(weights: Any, images: Matrix, outputs: list[Matrix], logits_grad: Matrix, dtype: str) -> list[Matrix]:
+    """Return the gradients of weights and outputs stored in `dtype`: small ones flush to zero, large ones overflow."""
+    inputs, grads, output_grads = [images, *map(_relu, outputs[:-1])], list[Matrix](), [logits_grad.astype(dtype)]
+    for weight, received in zip(weights[-2::-2], reversed(inputs), strict=True):
+        grad = output_grads[-1]
+        grads += [grad.sum(axis=0, dtype=np.float32).astype(dtype), _product(received.T, grad).astype(dtype)]
+        if len(grads) < len(weights):
+            output_grads.append(np.where(received > 0, _product(grad, weight.T), 0.0).astype(dtype))
+    return [*reversed(grads), *reversed(output_grads)]
+
+
+def cross_entropy(logits: Matrix, labels: Matrix) -> tuple[float, Matrix]:
+    """Return the mean cross-entropy and its gradient with respect to `logits`, both in float32."""
+    shifted = logits.astype(np.float32) - logits.max(axis=1, keepdims=True).astype(np.float32)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    grad = np.exp(log_probabilities)
+    grad[rows, labels] -= 1.0
+    return float(-log_probabilities[rows, labels].mean()), grad / np.float32(len(labels))
+
+
+def gradients(
+    weights: list[Matrix], dtype: str, images: Matrix, labels: Matrix, weight: Any, grads_dtype: str | None = None
+) -> tuple[float, list[Matrix]]:
+    """Return the loss, and the gradients of `weight` times it as stored in a dtype.
+
+    The gradients are those of the parameters, then of the layers' outputs.
+    """
+    stored, images = [array.astype(dtype) for array in weights], images.astype(dtype)
+    outputs = forward(stored, images)
+    loss, logits_grad = cross_entropy(outputs[-1], labels)
+    return loss, backward(stored, images, outputs, logits_grad * weight, grads_dtype or dtype)
+
+
+def _dense(inputs: Matrix, weight: Matrix, bias: Matrix) -> Matrix:
+    return (_product(inputs, weight) + bias.astype(np.float32)).astype(weight.dtype)
+
+
+def _relu(outputs: Matrix) -> Matrix:
+    return np.maximum(outputs, outputs.dtype.type(0))
+
+
+def _product(a: Matrix, b: Matrix) -> Matrix:
+    """Return a product summed in float32; NumPy's own float16 product is slow and sums in float16."""
+    return a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)

@@ -1,9 +1,8 @@
-"""Conversion of other tools' configs and checkpoints, in both directions, from one table of data.
+"""Conversion of other tools' configs and checkpoints, from one table of data.
 
 ```python
 policy = from_tool("deepspeed", {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2})
 state = state_from_tool("megatron", {"scale": 65536.0, "growth_tracker": 7, "hysteresis_tracker": 1})
-to_tool("torch", policy)  # raises PolicyError: torch has no hysteresis
 ```
 
 All functions take and return plain dicts; no framework is imported. For each tool a record (`tools()`) maps its keys to
@@ -12,9 +11,9 @@ the settings of this library, and the names in its checkpoints to the counters o
 bugs of the other tool.
 """
 
-from lossscale.dialects._policies import from_tool, to_tool
+from lossscale.dialects._policies import from_tool
 from lossscale.dialects._record import Counter, Form, Key, Reading, Saved, Tool
-from lossscale.dialects._states import guess_tool, policy_in, possible_tools, state_from_tool
+from lossscale.dialects._states import guess_tool, possible_tools, state_from_tool
 from lossscale.dialects._tools import tools
 
 __all__ = [
@@ -26,9 +25,7 @@ __all__ = [
     "Tool",
     "from_tool",
     "guess_tool",
-    "policy_in",
     "possible_tools",
     "state_from_tool",
-    "to_tool",
     "tools",
 ]

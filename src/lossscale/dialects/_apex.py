@@ -1,14 +1,12 @@
-"""apex: `apex.amp`, `apex.fp16_utils`, and the kernel with hysteresis that NeMo uses."""
+"""apex: `apex.amp`, and the keys and counters of its older scaler, which DeepSpeed copied."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from lossscale.dialects import _readings as read
-from lossscale.dialects._counters import count, left, left_to_one, since_overflow
-from lossscale.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
+from lossscale.dialects._counters import count, left_to_one, since_overflow
+from lossscale.dialects._readings import FIXED_BUG, HALVES
 from lossscale.dialects._record import Form, Meaning, Saved, Settings, Tool, key
-from lossscale.dialects._torch import KEYS
 
 
 def _start(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -59,7 +57,7 @@ ITERATIONS = Saved(
     },
 )
 
-STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"}, only_read=True)
+STATIC_SCALER = Form("the static `LossScaler`", (key("scale", read.FIXED, 1.0),), {"kind": "fixed"})
 
 # The first scaler of Megatron-LM and DeepSpeed's are copies of this one with a delayed shift.
 WINDOW_KEYS = (
@@ -70,54 +68,4 @@ WINDOW_KEYS = (
     key("scale_window", read.INTERVAL_MODULO, 1000),
 )
 
-APEX_FP16_UTILS = Tool(
-    name="apex-fp16-utils",
-    title="`apex.fp16_utils.DynamicLossScaler`",
-    version="apex 25.05",
-    forms=(
-        Form(
-            "constructor",
-            WINDOW_KEYS,
-            FLOOR_OF_ONE,
-        ),
-        STATIC_SCALER,
-    ),
-    saved=(dataclasses.replace(ITERATIONS, counters={"growth_tracker": ITERATIONS.counters["growth_tracker"]}),),
-    fixed_bug=FIXED_BUG,
-)
-
-APEX_HYSTERESIS = Tool(
-    name="apex-hysteresis",
-    title="`amp_C.update_scale_hysteresis`",
-    version="apex 25.05; NeMo's `GradScaler` is built on it",
-    forms=(
-        Form(
-            "arguments",
-            # The kernel first subtracts 1 and then backs off unless more than 0 are left, so that 0 and below act as 1:
-            # https://github.com/NVIDIA/apex/blob/79b7f4f256c3/csrc/update_scale_hysteresis.cu
-            (*KEYS, key("hysteresis", read.HYSTERESIS_REACHED, 1)),
-            {**UNBOUNDED, "refill_on_finite": True, "refill_on_backoff": False},
-            ignored=("device", "_growth_tracker", "_hysteresis_tracker"),
-        ),
-    ),
-    saved=(
-        Saved(
-            scale=("scale",),
-            counters={
-                "growth_tracker": count("_growth_tracker", equal=True),
-                "hysteresis_tracker": left("_hysteresis_tracker", optional=True),
-            },
-            title="in NeMo's state dict",
-        ),
-        Saved(
-            scale=("current_scale",),
-            counters={
-                "growth_tracker": count("growth_tracker", equal=True),
-                "hysteresis_tracker": left("hysteresis_tracker"),
-            },
-            title="among the kernel's arguments",
-        ),
-    ),
-)
-
-TOOLS = (APEX, APEX_FP16_UTILS, APEX_HYSTERESIS)
+TOOLS = (APEX,)

@@ -73,9 +73,3 @@ def since_overflow(now: str, last: str, *, optional: bool = False) -> Counter:
     text = "(now − last − 1 − `cooldown`) modulo `growth_interval`"
     names = (tuple(now.split()), tuple(last.split()))
     return Counter(text, names, _clean_steps, needs="growth_interval", optional=optional)
-
-
-def since_change(now: str, last: str, *, optional: bool = False) -> Counter:
-    """Return a counter from the present iteration and that of the last overflow or growth."""
-    names = (tuple(now.split()), tuple(last.split()))
-    return Counter("now − last − 1", names, lambda _, now, last: _between(now, last), optional=optional)

@@ -1,4 +1,4 @@
-"""Keras: Keras 3, `tf.keras.mixed_precision`, and its experimental forerunner."""
+"""Keras: Keras 3, and `tf.keras.mixed_precision`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,6 @@ from lossscale.dialects import _readings as read
 from lossscale.dialects._counters import count
 from lossscale.dialects._readings import FIXED_BUG, FLOOR_OF_ONE, HALVES, UNBOUNDED
 from lossscale.dialects._record import Form, Meaning, NoCounterpartError, Saved, Settings, Tool, key
-from lossscale.dialects._tensorflow import LOSS_SCALE_FORMS, SAVED, loss_scale_object
 
 
 def _fixed(settings: Settings, config: Mapping[str, Any]) -> Meaning:
@@ -41,18 +40,13 @@ KERAS = Tool(
             adjust=_fixed,
         ),
     ),
-    saved=(SAVED,),
+    saved=(
+        Saved(
+            scale=("current_loss_scale", "loss_scale"),
+            counters={"growth_tracker": count("good_steps dynamic_counter")},
+        ),
+    ),
     fixed_bug=FIXED_BUG,
-)
-
-KERAS_EXPERIMENTAL = Tool(
-    name="keras-experimental",
-    title="`tf.keras.mixed_precision.experimental.LossScaleOptimizer`",
-    version="TensorFlow 2.1 to 2.3",
-    forms=LOSS_SCALE_FORMS,
-    saved=(SAVED,),
-    fixed_bug=FIXED_BUG,
-    unwrap=loss_scale_object,
 )
 
 # Keras 3.0 to 3.11 write the arguments of every optimizer into the wrapper's config too, where they have no effect.
@@ -89,4 +83,4 @@ KERAS_3 = Tool(
     saved=(Saved(scale=("dynamic_scale",), counters={"growth_tracker": count("step_counter", equal=True)}),),
 )
 
-TOOLS = (KERAS, KERAS_EXPERIMENTAL, KERAS_3)
+TOOLS = (KERAS, KERAS_3)

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, TolerantScaling
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling
 
-_KINDS = {kind.kind: kind for kind in (NoScaling, FixedScaling, DynamicScaling, TolerantScaling)}
+_KINDS = {kind.kind: kind for kind in (NoScaling, FixedScaling, DynamicScaling)}
 
 
 def adapts(kind: str) -> bool:

@@ -1,9 +1,9 @@
-"""Megatron-LM: its present scaler, and its first one, which DeepSpeed copied."""
+"""Megatron-LM, and the keys of its first scaler, which DeepSpeed copied."""
 
 from lossscale.dialects import _readings as read
-from lossscale.dialects._apex import ITERATIONS, STATIC_SCALER, WINDOW_KEYS
+from lossscale.dialects._apex import WINDOW_KEYS
 from lossscale.dialects._counters import count, left
-from lossscale.dialects._readings import FIXED_BUG, HALVES, UNBOUNDED
+from lossscale.dialects._readings import HALVES, UNBOUNDED
 from lossscale.dialects._record import Form, Saved, Tool, key
 
 SHIFT_KEYS = (
@@ -60,21 +60,4 @@ MEGATRON = Tool(
     within="grad_scaler",
 )
 
-MEGATRON_V1 = Tool(
-    name="megatron-v1",
-    title="`megatron.fp16.loss_scaler.DynamicLossScaler`",
-    version="Megatron-LM 1.0",
-    forms=(
-        Form(
-            "constructor",
-            SHIFT_KEYS,
-            {"refill_on_backoff": False, "max_scale": UNBOUNDED["max_scale"]},
-        ),
-        STATIC_SCALER,
-    ),
-    saved=(ITERATIONS,),
-    fixed_bug=FIXED_BUG,
-    within="loss_scaler",
-)
-
-TOOLS = (MEGATRON, MEGATRON_V1)
+TOOLS = (MEGATRON,)

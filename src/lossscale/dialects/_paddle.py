@@ -1,10 +1,10 @@
-"""PaddlePaddle, eager and static."""
+"""PaddlePaddle, eager."""
 
 from typing import Any
 
 from lossscale.dialects import _readings as read
 from lossscale.dialects._counters import count, used
-from lossscale.dialects._readings import FLOOR_OF_ONE, UNBOUNDED
+from lossscale.dialects._readings import UNBOUNDED
 from lossscale.dialects._record import Form, Saved, Settings, Tool, key
 
 # A finite step and a backoff both set the count of overflows to 0:
@@ -40,35 +40,4 @@ PADDLE = Tool(
     ),
 )
 
-_IGNORED = "optimizer amp_lists use_promote"
-
-PADDLE_STATIC = Tool(
-    name="paddle-static",
-    title="`paddle.static.amp.decorate`",
-    version="PaddlePaddle 3.3, static graphs",
-    forms=(
-        _form(
-            "`decorate`",
-            FLOOR_OF_ONE,
-            f"{_IGNORED} level dtype master_weight master_grad use_amp_guard",
-            *(2.0**16, 2000, 1, 2.0, 0.5),
-        ),
-        _form(
-            "`decorate` of older programs, known by `use_pure_fp16`, `use_fp16_guard` or `use_bf16`",
-            FLOOR_OF_ONE,
-            f"{_IGNORED} use_pure_fp16 use_fp16_guard use_bf16",
-            *(2.0**15, 1000, 2, 2.0, 0.8),
-        ),
-    ),
-    saved=(
-        Saved(
-            scale=("loss_scaling",),
-            counters={
-                "growth_tracker": count("num_good_steps good_steps", equal=True),
-                "hysteresis_tracker": used("num_bad_steps bad_steps"),
-            },
-        ),
-    ),
-)
-
-TOOLS = (PADDLE, PADDLE_STATIC)
+TOOLS = (PADDLE,)

@@ -1,4 +1,4 @@
-"""Conversion of other tools' configs to policies, and of policies to configs if the tool can express them."""
+"""Conversion of other tools' configs to policies."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -8,9 +8,9 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from lossscale.dialects._kinds import SETTINGS, adapts, settings_of
-from lossscale.dialects._record import OMIT, REQUIRED, Form, Key, Meaning, NoCounterpartError, Settings, Tool
+from lossscale.dialects._record import REQUIRED, Form, Key, Meaning, NoCounterpartError, Settings, Tool
 from lossscale.dialects._tools import find_tool
-from lossscale_core import PolicyLike, ScalingPolicy, as_policy, policy_from_dict, policy_to_dict
+from lossscale_core import ScalingPolicy, policy_from_dict
 from lossscale_core.adapters import check_setting, nearest_name, shown
 from lossscale_core.errors import DialectWarning, PolicyError
 
@@ -44,29 +44,6 @@ def from_tool(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
     for bug in bugs if warn else ():
         warnings.warn(bug, DialectWarning, stacklevel=2)
     return policy
-
-
-def to_tool(name: str, policy: PolicyLike) -> dict[str, Any]:
-    """Return the config under which the tool `name` behaves like `policy`.
-
-    Args:
-        name: The name of the tool, one of `tools()`.
-        policy: Anything that `as_policy` accepts.
-
-    Returns:
-        A plain dict of the tool's own names.
-
-    Raises:
-        PolicyError: The tool is unknown, or cannot express the policy; the message names the field.
-    """
-    tool, scaling = find_tool(name, PolicyError), as_policy(policy)
-    refusals = []
-    for form in (form for form in tool.forms if not form.only_read):
-        try:
-            return _written(tool, form, scaling)
-        except NoCounterpartError as refusal:
-            refusals.append(str(refusal))
-    raise PolicyError(f"{name} cannot express this policy: {refusals[0]}; change the field, or stay with this library")
 
 
 def translate(tool: Tool, config: Mapping[str, Any]) -> tuple[ScalingPolicy, list[str]]:
@@ -196,38 +173,3 @@ def _kind_bugs(tool: Tool, kind: str) -> list[str]:
     if kind == "none":
         return ["if it is turned off it applies infinite gradients; NoScaling skips the steps that overflow"]
     return [tool.fixed_bug] if kind == "fixed" and tool.fixed_bug else []
-
-
-def _written(tool: Tool, form: Form, policy: ScalingPolicy) -> dict[str, Any]:
-    """Return the policy in this form. Raises `NoCounterpartError` if the form, read back, is another policy."""
-    wanted = _effective_settings(policy)
-    config = {key.name: key.reading.write(policy_to_dict(policy)) for key in form.keys}
-    missing = [key.name for key in form.keys if key.default is REQUIRED and config[key.name] is OMIT]
-    if missing:
-        raise NoCounterpartError(f"kind={wanted['kind']!r} has no value for {missing[0]}, which the tool requires")
-    config = {name: value for name, value in config.items() if value is not OMIT}
-    # The check is to read it back, since the tool may ignore, cap or round a written value.
-    try:
-        back, bugs = translate(tool, config)
-    except PolicyError as error:
-        raise NoCounterpartError(f"the config written for kind={wanted['kind']!r} is refused: {error}") from None
-    got = _effective_settings(back)
-    for name in dict.fromkeys([*wanted, *got]):
-        if wanted.get(name) != got.get(name):
-            raise NoCounterpartError(f"{name} is {wanted.get(name)!r} here and would be {got.get(name)!r} there")
-    if bugs:
-        raise NoCounterpartError(f"kind={wanted['kind']!r} differs, since {bugs[0]}")
-    return config
-
-
-def _effective_settings(policy: ScalingPolicy) -> Settings:
-    """Return the settings that have an effect; without hysteresis, for example, the refill settings have none."""
-    settings = policy_to_dict(policy)
-    # With a tolerance of 0 every overflow backs off, as in DynamicScaling.
-    if settings["kind"] == "tolerant" and settings["tolerance"] == 0.0:
-        del settings["tolerance"]
-        settings.update(kind="dynamic", hysteresis=1, cooldown=0)
-    if settings.get("hysteresis") == 1:
-        settings.pop("refill_on_finite", None)
-        settings.pop("refill_on_backoff", None)
-    return settings

@@ -2,12 +2,9 @@
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
-from lossscale.dialects._record import OMIT, Meaning, NoCounterpartError, Reading, Settings
+from lossscale.dialects._record import Meaning, NoCounterpartError, Reading
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 
 NEVER = 2**31 - 1
@@ -20,7 +17,7 @@ FIXED_BUG = "applies infinite gradients under a fixed scale; FixedScaling skips 
 
 def number(setting: str) -> Reading:
     """Return the reading of a key that has the same value as this setting."""
-    return Reading(f"`{setting}`", lambda value: Meaning({setting: value}), lambda s: s.get(setting, OMIT))
+    return Reading(f"`{setting}`", lambda value: Meaning({setting: value}))
 
 
 INIT_SCALE = number("init_scale")
@@ -41,20 +38,6 @@ def real(value: Any) -> float:
     return number
 
 
-def _read_tolerance(value: Any) -> Meaning:
-    """Round the tolerance up by one float32 ulp if needed, so that the float32 comparison decides like fairseq's."""
-    share = max(real(value), 0.0)
-    if share <= 1.0:
-        # fairseq compares in float64. A fraction of small counts just below the tolerance may equal it in float32.
-        below = float(Fraction(share).limit_denominator(4096))
-        if below < share and np.float32(below) == np.float32(share):
-            share = float(np.nextafter(np.float32(share), np.float32(2.0)))
-    return Meaning({"tolerance": share})
-
-
-TOLERANCE = Reading("`tolerance`; below 0 is 0", _read_tolerance, lambda s: s.get("tolerance", 0.0))
-
-
 def whole(value: Any) -> int:
     """Return a whole number, such as 1000 or 1000.0, as an int."""
     number = real(value)
@@ -70,16 +53,7 @@ def _read_power(value: Any) -> Meaning:
     return Meaning({"init_scale": 2.0**power})
 
 
-def _write_power(settings: Settings) -> Any:
-    if settings["kind"] in ("fixed", "none"):
-        return OMIT
-    mantissa, exponent = math.frexp(settings["init_scale"])
-    if mantissa != 0.5:
-        raise NoCounterpartError(f"init_scale={settings['init_scale']!r} is not a power of two")
-    return exponent - 1
-
-
-POWER_OF_TWO = Reading("`init_scale` = 2**value", _read_power, _write_power)
+POWER_OF_TWO = Reading("`init_scale` = 2**value", _read_power)
 
 
 def _read_factor(value: Any) -> Meaning:
@@ -89,15 +63,7 @@ def _read_factor(value: Any) -> Meaning:
     return Meaning({"growth_factor": factor, "backoff_factor": 1.0 / factor})
 
 
-def _write_factor(settings: Settings) -> Any:
-    if "growth_factor" not in settings:
-        return OMIT
-    if settings["backoff_factor"] != 1.0 / settings["growth_factor"]:
-        raise NoCounterpartError(f"backoff_factor={settings['backoff_factor']!r} is not 1 / growth_factor")
-    return settings["growth_factor"]
-
-
-FACTOR = Reading("`growth_factor`, and `backoff_factor` = 1 / value", _read_factor, _write_factor)
+FACTOR = Reading("`growth_factor`, and `backoff_factor` = 1 / value", _read_factor)
 
 
 def _read_two(value: Any) -> Meaning:
@@ -106,7 +72,7 @@ def _read_two(value: Any) -> Meaning:
     return Meaning({})
 
 
-ONLY_TWO = Reading("2, or refused as there", _read_two, lambda _: OMIT)
+ONLY_TWO = Reading("2, or refused as there", _read_two)
 
 
 def _read_true(value: Any) -> Meaning:
@@ -115,11 +81,10 @@ def _read_true(value: Any) -> Meaning:
     return Meaning({})
 
 
-ONLY_TRUE = Reading("true, or refused as there", _read_true, lambda _: OMIT)
+ONLY_TRUE = Reading("true, or refused as there", _read_true)
 IGNORED_FACTOR = Reading(
     "nothing, as there: the factors stay 2 and 0.5",
     lambda value: Meaning({}, "" if real(value) == 2.0 else "is ignored there and here: the factors are 2 and 0.5"),
-    lambda _: OMIT,
 )
 
 _NEVER_GROWS = "never grows the scale there, because the count of steps never equals it, nor does it here"
@@ -138,10 +103,7 @@ def _counted(value: Any, bug: str, setting: str, more: int = 0) -> Meaning:
 
 
 def _exactly(setting: str, bug: str, text: str, more: int = 0) -> Reading:
-    def write(settings: Settings) -> Any:
-        return settings[setting] - more if setting in settings else OMIT
-
-    return Reading(text, lambda value: _counted(value, bug, setting, more), write)
+    return Reading(text, lambda value: _counted(value, bug, setting, more))
 
 
 def _at_least(setting: str, rounded: Callable[[float], int], text: str) -> Reading:
@@ -150,7 +112,7 @@ def _at_least(setting: str, rounded: Callable[[float], int], text: str) -> Readi
     def read(value: Any) -> Meaning:
         return Meaning({setting: rounded(min(max(real(value), 1.0), NEVER))})
 
-    return Reading(f"`{setting}`; below 1 is 1{text}", read, lambda s: s.get(setting, OMIT))
+    return Reading(f"`{setting}`; below 1 is 1{text}", read)
 
 
 INTERVAL_EQUAL = _exactly("growth_interval", _NEVER_GROWS, "`growth_interval`; below 1 the scale never grows")
@@ -164,20 +126,17 @@ def _read_apex_window(value: Any) -> Meaning:
     return INTERVAL_EQUAL.read(value)
 
 
-APEX_INTERVAL = Reading(INTERVAL_EQUAL.text, _read_apex_window, INTERVAL_EQUAL.write)
+APEX_INTERVAL = Reading(INTERVAL_EQUAL.text, _read_apex_window)
 INTERVAL_ONE_LATER = _exactly(
     "growth_interval", _NEVER_GROWS, "`growth_interval` = value + 1; below 0 the scale never grows", more=1
 )
-INTERVAL_REACHED = _at_least("growth_interval", math.ceil, "")
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
 INTERVAL_CUT = _at_least("growth_interval", math.floor, ", and a fraction is cut off")
-HYSTERESIS_REACHED = _at_least("hysteresis", math.ceil, "")
 HYSTERESIS_EQUAL = _exactly("hysteresis", _NEVER_BACKS_OFF, "`hysteresis`; below 1 the scale never backs off")
 HYSTERESIS = number("hysteresis")
 INTERVAL_MODULO = Reading(
     "`growth_interval`",
     lambda value: Meaning({"growth_interval": min(whole(value), NEVER)}),
-    lambda s: s.get("growth_interval", OMIT),
 )
 
 
@@ -202,11 +161,10 @@ def _read_positive_bound(value: Any) -> Meaning:
     return _read_bound(value)
 
 
-MIN_SCALE = Reading("`min_scale`; below 2**-126 is 2**-126", _read_bound, number("min_scale").write)
-POSITIVE_MIN_SCALE = Reading("`min_scale`; above 0, below 2**-126 is 2**-126", _read_positive_bound, MIN_SCALE.write)
-FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor, MIN_SCALE.write)
-CEILING = Reading("`max_scale`; None or 0 is 2**126", _read_ceiling, number("max_scale").write)
-MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling, number("max_scale").write)
+MIN_SCALE = Reading("`min_scale`; below 2**-126 is 2**-126", _read_bound)
+POSITIVE_MIN_SCALE = Reading("`min_scale`; above 0, below 2**-126 is 2**-126", _read_positive_bound)
+FLOOR = Reading("`min_scale`; None or 0 is 2**-126", _read_floor)
+MAX_SCALE = Reading("`max_scale`; 2**126 at most", _read_ceiling)
 
 
 def _read_whole_floor(value: Any) -> Meaning:
@@ -215,14 +173,7 @@ def _read_whole_floor(value: Any) -> Meaning:
     return Meaning({"min_scale": float(whole(value))})
 
 
-def _write_whole_floor(settings: Settings) -> Any:
-    floor = settings.get("min_scale", OMIT)
-    if floor is not OMIT and floor != int(floor):
-        raise NoCounterpartError(f"min_scale={floor!r} is not a whole number")
-    return floor if floor is OMIT else int(floor)
-
-
-WHOLE_FLOOR = Reading("`min_scale`, a whole number", _read_whole_floor, _write_whole_floor)
+WHOLE_FLOOR = Reading("`min_scale`, a whole number", _read_whole_floor)
 
 
 def _flag(value: Any) -> bool:
@@ -237,7 +188,6 @@ def _flag(value: Any) -> bool:
 REFILL_ON_FINITE = Reading(
     "`refill_on_finite`",
     lambda value: Meaning({"refill_on_finite": _flag(value)}),
-    lambda s: s.get("refill_on_finite", OMIT),
 )
 
 
@@ -245,8 +195,7 @@ def _read_enabled(value: Any) -> Meaning:
     return Meaning({} if _flag(value) else {"kind": "none"})
 
 
-ENABLED = Reading("false: `NoScaling()`", _read_enabled, lambda _: OMIT)
-ENABLED_IN_WRITING = Reading("false: `NoScaling()`", _read_enabled, lambda s: s["kind"] != "none")
+ENABLED = Reading("false: `NoScaling()`", _read_enabled)
 
 
 def _read_dynamic(value: Any) -> Meaning:
@@ -255,7 +204,7 @@ def _read_dynamic(value: Any) -> Meaning:
     return Meaning({} if value else {"kind": "fixed"})
 
 
-DYNAMIC = Reading("false: `FixedScaling` at the initial scale", _read_dynamic, lambda s: s["kind"] != "fixed")
+DYNAMIC = Reading("false: `FixedScaling` at the initial scale", _read_dynamic)
 
 
 def fixed_unless(*dynamic: Any) -> Reading:
@@ -268,27 +217,17 @@ def fixed_unless(*dynamic: Any) -> Reading:
         number = real(value)
         return Meaning({} if number in dynamic else {"kind": "fixed", "init_scale": number})
 
-    def write(settings: Settings) -> Any:
-        return settings["init_scale"] if settings["kind"] == "fixed" else dynamic[0]
-
     words = " or ".join(repr(word) for word in dynamic)
-    return Reading(f"{words}: dynamic; another number: `FixedScaling(number)`", read, write)
-
-
-def _write_fixed(settings: Settings) -> Any:
-    if settings["kind"] != "fixed":
-        raise NoCounterpartError(f"kind={settings['kind']!r} is not 'fixed'")
-    return settings["init_scale"]
+    return Reading(f"{words}: dynamic; another number: `FixedScaling(number)`", read)
 
 
 FIXED = Reading(
     "`FixedScaling(number)`",
     lambda value: Meaning({"kind": "fixed", "init_scale": real(value)}),
-    _write_fixed,
 )
 
 
 def left_to_the_state(name: str) -> Reading:
     """Return the reading of a counter among the constructor's arguments."""
     bug = f"is part of the state; pass it to state_from_tool, since a policy's run starts with {name}=0"
-    return Reading("left to `state_from_tool`", lambda value: Meaning({}, bug if value else ""), lambda _: OMIT)
+    return Reading("left to `state_from_tool`", lambda value: Meaning({}, bug if value else ""))

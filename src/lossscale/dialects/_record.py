@@ -22,8 +22,6 @@ class _Sentinel:
 
 REQUIRED = _Sentinel("required")
 """The default of a key for which the original has no default."""
-OMIT = _Sentinel("omit")
-"""The result of `Reading.write` for a key that the config leaves out."""
 
 
 class Meaning(NamedTuple):
@@ -36,14 +34,13 @@ class Meaning(NamedTuple):
 # Records hold functions and dicts, which have no useful equality. By identity they can be compared and be keys.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reading:
-    """The translation of one key in both directions, and its description for the table.
+    """The translation of one key, and its description for the table.
 
-    `read` raises `NoCounterpartError` for a value without a counterpart, `write` for settings that it cannot express.
+    `read` raises `NoCounterpartError` for a value without a counterpart.
     """
 
     text: str
     read: Callable[[Any], Meaning]
-    write: Callable[[Settings], Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,12 +54,12 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The name that `to_tool` writes."""
+        """The name that the tool's documentation uses."""
         return self.names[0]
 
 
 def key(names: str, reading: Reading, default: Any = REQUIRED, *, none_is_default: bool = False) -> Key:
-    """Return a key; `names` are separated by spaces, and `to_tool` writes the first."""
+    """Return a key; `names` are separated by spaces."""
     return Key(tuple(names.split()), reading, default, none_is_default)
 
 
@@ -83,8 +80,6 @@ class Form:
     """Patterns of keys that do not concern the loss scale, as in `fnmatch`."""
     adjust: Callable[[Settings, Mapping[str, Any]], Meaning] = _unchanged
     """Returns the final settings if several keys interact, from the settings so far and the config."""
-    only_read: bool = False
-    """Whether `to_tool` never writes this form."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

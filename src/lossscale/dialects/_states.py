@@ -5,24 +5,22 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from lossscale.dialects._kinds import settings_of
-from lossscale.dialects._policies import ONE_VALUE, plain, translate
-from lossscale.dialects._readings import INIT_SCALE, NEVER, UNBOUNDED
-from lossscale.dialects._record import REQUIRED, Counter, NoCounterpartError, Saved, Settings, Tool
+from lossscale.dialects._policies import ONE_VALUE, plain
+from lossscale.dialects._readings import NEVER, UNBOUNDED
+from lossscale.dialects._record import Counter, NoCounterpartError, Saved, Settings, Tool
 from lossscale.dialects._tools import TOOLS, find_tool
 from lossscale_core import (
-    AnyScaleState,
     BaseScaling,
     PolicyLike,
-    ScalingPolicy,
     as_policy,
     policy_from_dict,
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import HostScalar, shown, shown_names
+from lossscale_core.adapters import shown, shown_names
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 # TensorFlow 1 numbers the outputs of a variable (`good_steps:0`), and static Paddle its variables (`good_steps_0`).
@@ -30,15 +28,7 @@ _ENDING = re.compile(r"(:\d+|_\d+)$")
 # tf.train.Checkpoint ends the key of every variable with this: https://www.tensorflow.org/guide/checkpoint
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
-StateT = TypeVar("StateT", bound=AnyScaleState[Any])
 
-
-@overload
-def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: ScalingPolicy[StateT]) -> StateT: ...
-@overload
-def state_from_tool(
-    name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None
-) -> AnyScaleState[HostScalar]: ...
 def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
     """Return the state with which a run continues where another tool's run stopped.
 
@@ -118,34 +108,6 @@ def possible_tools(checkpoint: Any) -> tuple[str, ...]:
             found[tool.name] = _recognised(tool, checkpoint)
     # One name alone, such as `scale`, occurs in dicts that have nothing to do with loss scaling.
     return tuple(name for name, count in found.items() if count == max(found.values()) and count >= 2)
-
-
-def policy_in(name: str, checkpoint: Mapping[str, Any]) -> ScalingPolicy | None:
-    """Return the policy that a tool's checkpoint contains.
-
-    Args:
-        name: The name of the tool, one of `tools()`.
-        checkpoint: The dict that the tool saved.
-
-    Returns:
-        The policy, or None if the checkpoint lacks some of the settings.
-
-    Raises:
-        CheckpointError: The tool is unknown, or the dict is not a checkpoint of the tool.
-        PolicyError: No policy can express a setting.
-    """
-    tool = find_tool(name, CheckpointError)
-    values = _plain_values(tool, checkpoint)
-    config: dict[str, Any] = {}
-    for key in tool.forms[tool.saved_form].keys:
-        saved_as = _find(values, key.names)
-        if key.reading is INIT_SCALE:
-            config[key.name] = _number(tool, values, _layout(tool, values).scale)
-        elif saved_as is not None:
-            config[key.name] = values[saved_as]
-        elif key.default is REQUIRED or key.reading.read(key.default).settings:
-            return None
-    return translate(tool, config)[0]
 
 
 _SCALES = {name for tool in TOOLS.values() for saved in tool.saved for name in saved.scale}

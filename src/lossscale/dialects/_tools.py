@@ -2,29 +2,13 @@
 
 from typing import Any
 
-from lossscale.dialects import (
-    _apex,
-    _colossalai,
-    _deepspeed,
-    _fairseq,
-    _flax,
-    _jmp,
-    _keras,
-    _megatron,
-    _mindspore,
-    _paddle,
-    _tensorflow,
-    _torch,
-)
+from lossscale.dialects import _apex, _deepspeed, _flax, _jmp, _keras, _megatron, _paddle, _torch
 from lossscale.dialects._record import Tool
 from lossscale_core.adapters import nearest_name, shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.
-_MODULES: tuple[Any, ...] = (
-    *(_torch, _apex, _deepspeed, _megatron, _fairseq, _colossalai),
-    *(_keras, _tensorflow, _jmp, _flax, _paddle, _mindspore),
-)
+_MODULES: tuple[Any, ...] = (_torch, _apex, _deepspeed, _megatron, _keras, _jmp, _flax, _paddle)
 TOOLS: dict[str, Tool] = {tool.name: tool for module in _MODULES for tool in module.TOOLS}
 PAGES: dict[str, tuple[Tool, ...]] = {module.__name__.rpartition("._")[2]: module.TOOLS for module in _MODULES}
 """The records of each page in `docs/migrating/`, by the name of the page, which is that of their module."""

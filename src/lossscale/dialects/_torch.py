@@ -1,7 +1,5 @@
 """PyTorch: `torch.amp.GradScaler`, the sharded one of FSDP, and Accelerate's settings of either."""
 
-import dataclasses
-
 from lossscale.dialects import _readings as read
 from lossscale.dialects._counters import count
 from lossscale.dialects._readings import UNBOUNDED
@@ -22,32 +20,10 @@ _SAVED = Saved(scale=("scale",), counters={"growth_tracker": count("_growth_trac
 
 TORCH = Tool(
     name="torch",
-    title="`torch.amp.GradScaler`",
+    title="`torch.amp.GradScaler`, FSDP's `ShardedGradScaler` and `accelerate.GradScalerKwargs`",
     version="PyTorch 2.13",
-    forms=(Form("constructor or state dict", KEYS, UNBOUNDED, ignored=("device", "_growth_tracker")),),
+    forms=(Form("constructor or state dict", KEYS, UNBOUNDED, ignored=("device", "process_group", "_growth_tracker")),),
     saved=(_SAVED,),
 )
 
-TORCH_SHARDED = dataclasses.replace(
-    TORCH,
-    name="torch-sharded",
-    title="`torch.distributed.fsdp.ShardedGradScaler`",
-    forms=(
-        Form(
-            "constructor or state dict",
-            KEYS,
-            UNBOUNDED,
-            ignored=("device", "process_group", "_growth_tracker"),
-        ),
-    ),
-)
-
-ACCELERATE = dataclasses.replace(
-    TORCH,
-    name="accelerate",
-    title="`accelerate.GradScalerKwargs`",
-    version="Accelerate 1.15",
-    forms=(Form("`GradScalerKwargs`, or the state dict in `scaler.pt`", KEYS, UNBOUNDED, ("_growth_tracker",)),),
-)
-
-TOOLS = (TORCH, TORCH_SHARDED, ACCELERATE)
+TOOLS = (TORCH,)

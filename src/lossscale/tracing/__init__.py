@@ -14,22 +14,16 @@ _VARIABLE = "LOSSSCALE_RUN"
 _SITE = Path(__file__).parent / "site"
 
 
-def environment(
-    policy: dict[str, Any] | None, trace: Path | None, plant: list[int] | None = None, findings: Path | None = None
-) -> dict[str, str]:
+def environment(policy: dict[str, Any] | None, trace: Path | None) -> dict[str, str]:
     """Return environment variables with which Python processes use this library's scaler instead of torch's.
 
     Args:
         policy: A policy as a dict; None keeps the settings that the script gives to its scaler.
         trace: The file to write a row per update to; None writes none.
-        plant: The numbers of the updates with losses that are made infinite; the first update has the number 0.
-        findings: The folder to which each scaler writes what it found, as JSON; None writes nothing.
-
     """
     # Launchers such as torchrun pass on their environment, but neither hooks nor options of the interpreter.
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    run: dict[str, Any] = {"policy": policy, "trace": None if trace is None else str(trace.absolute())}
-    run.update(plant=plant or [], findings=None if findings is None else str(findings.absolute()))
+    run = {"policy": policy, "trace": None if trace is None else str(trace.absolute())}
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), _VARIABLE: json.dumps(run)}
 
 

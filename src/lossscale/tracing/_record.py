@@ -9,9 +9,6 @@ from typing import Any, TextIO
 
 import torch
 
-from lossscale.tracing._moved import Followers
-from lossscale.tracing._plant import Plan, write_findings
-
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm")
 _MOST_WAITING = 100
 
@@ -19,7 +16,7 @@ _MOST_WAITING = 100
 class Record:
     """A scaler's steps so far; the rows of the last ones wait while a device holds their values."""
 
-    def __init__(self, scaler: Any, trace: Path | None, planted: tuple[list[int], Path] | None = None) -> None:
+    def __init__(self, scaler: Any, trace: Path | None) -> None:
         self.norm: Any = None
         """The norm of the unscaled gradients since the last update, if it is known."""
         self._scaler, self._trace = scaler, trace
@@ -27,18 +24,8 @@ class Record:
         self._process = os.getpid()
         self._rows: list[tuple[Any, ...]] = []
         self._steps = 0
-        self._followers = Followers(scaler)
-        self._findings = planted[1] if planted else None
-        self.plan = Plan(scaler, planted[0]) if planted else None
-        """The planned overflows of a run that writes a page of results."""
         # Scripts do not say when they are done; the rows that wait and the summary come when the process ends.
         atexit.register(self.finish)
-
-    def begin_step(self) -> None:
-        """Record the objects that changed since the last step; called before the first loss of a step is scaled."""
-        self._followers.begin_step()
-        if self.plan is not None:
-            self.plan.begin_step()
 
     def end_step(self, info: Any) -> None:
         """Record an update. Synchronises with a device every hundred steps at most."""
@@ -46,25 +33,19 @@ class Record:
         overflowed = info.overflowed
         self._rows.append((self._steps, info.loss_scale_used, info.applied, overflowed, info.spiked, self.norm))
         self._steps, self.norm = self._steps + 1, None
-        self._followers.end_step(overflowed)
-        if self.plan is not None:
-            self.plan.end_step(info)
         is_on_host = not isinstance(overflowed, torch.Tensor) or overflowed.is_cpu
         if is_on_host or len(self._rows) >= _MOST_WAITING:
             self._write_rows()
 
     def finish(self) -> None:
-        """Write the rows that wait, and print the diagnosis and what moved to stderr."""
+        """Write the rows that wait, and print the diagnosis to stderr."""
         if self._process != os.getpid():
             return  # a process that was forked, and has made no update
         self._write_rows()
         if self._file is not None:
             with contextlib.suppress(OSError):  # for example a full disk, which `_write_rows` has reported
                 self._file.close()
-        for line in (self._scaler.diagnose(), *self._followers.summary()):
-            _print_line(line)
-        if self.plan is not None and self._findings is not None:
-            write_findings(self._findings, self.plan, *_rank())
+        _print_line(self._scaler.diagnose())
 
     def _leave_parents_rows(self) -> None:
         """Let a process that was forked open a trace of its own, and leave the rows that wait to its parent."""

@@ -16,11 +16,10 @@ from lossscale_core import policy_from_dict
 _OF_TORCH = torch.amp.GradScaler
 
 
-def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: list[int], findings: str | None) -> None:
+def replace_scalers(policy: dict[str, Any] | None, trace: str | None) -> None:
     """Replace the scalers under every name that scripts import, and watch the norms of gradients."""
     TracedScaler.policy_of_run = None if policy is None else policy_from_dict(policy)
     TracedScaler.trace_of_run = None if trace is None else Path(trace)
-    TracedScaler.planted_in_run = None if findings is None else (plant, Path(findings))
     for scaler, modules in (
         (TracedScaler, (torch, torch.amp, torch.amp.grad_scaler, lossscale_torch)),
         (CudaScaler, (torch.cuda.amp, torch.cuda.amp.grad_scaler)),
@@ -31,8 +30,6 @@ def replace_scalers(policy: dict[str, Any] | None, trace: str | None, plant: lis
     clip = _reporting_norm(torch.nn.utils.clip_grad_norm_)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         vars(module)["clip_grad_norm_"] = clip
-    if findings is not None:
-        _watch_for_a_page()
     if torch.distributed.is_available():
         # Else DDP imports it, and its functions have the process group of that time as a default: the group's threads
         # would be left when the process ends, and one that frees a tensor then would abort it.
@@ -50,37 +47,6 @@ def replace_sharded_scaler(module: ModuleType, execute_module: Callable[[ModuleT
     finally:
         names["GradScaler"] = TracedScaler
     vars(module)["ShardedGradScaler"] = sharded(vars(module)["ShardedGradScaler"])
-
-
-def _watch_for_a_page() -> None:
-    """Note each clip, each `torch.save` and each `torch.load`, before it runs."""
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            vars(module)[name] = _noting_clip(vars(module)[name])
-    save, load = torch.save, torch.load
-
-    @functools.wraps(save)
-    def noting_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        TracedScaler.note_save(obj, f)
-        save(obj, f, *args, **kwargs)
-
-    @functools.wraps(load)
-    def noting_load(f: Any, *args: Any, **kwargs: Any) -> Any:
-        TracedScaler.note_load(f)
-        return load(f, *args, **kwargs)
-
-    for module in (torch, torch.serialization):
-        vars(module).update(save=noting_save, load=noting_load)
-
-
-def _noting_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def noting_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
-        TracedScaler.note_clip([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-        return clip(parameters, *args, **kwargs)
-
-    return noting_clip
 
 
 def _reporting_norm(clip: Callable[..., Any]) -> Callable[..., Any]:

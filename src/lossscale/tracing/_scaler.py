@@ -1,16 +1,12 @@
 """The library's scaler with the constructors of torch's, which records each update."""
 
-import atexit
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from lossscale.tracing._plant import Plan
 from lossscale.tracing._record import Record
-from lossscale_core.adapters import tree
 from lossscale_torch import GradScaler, StepInfo
 
 if TYPE_CHECKING:
@@ -21,21 +17,11 @@ if TYPE_CHECKING:
 _RECORDS: "dict[TracedScaler, Record]" = {}
 
 
-@atexit.register  # before those of the records, so that it runs after them
-def _release() -> None:
-    """Drop what the plans hold: a parameter of DDP that outlives the interpreter keeps threads of its process group."""
-    Plan.made.clear()
-    for record in _RECORDS.values():
-        record.plan = None
-
-
 class TracedScaler(GradScaler):
     """`lossscale_torch.GradScaler`, as a script makes it, under the policy of the run if there is one."""
 
     policy_of_run: ClassVar[Any] = None
     trace_of_run: "ClassVar[Path | None]" = None
-    planted_in_run: "ClassVar[tuple[list[int], Path] | None]" = None
-    loaded_in_run: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -58,35 +44,9 @@ class TracedScaler(GradScaler):
         # Before a limit on overflows in a row may end the run.
         self._observers.append(_record_update)
 
-    @torch.compiler.disable
-    def scale(self, outputs: Any) -> Any:
-        """Return `outputs` times the loss scale, and record the objects that changed since the last step."""
-        if not self._enabled:
-            return super().scale(outputs)
-        self._record.begin_step()
-        scaled, plan = super().scale(outputs), self._record.plan
-        if plan is None or not isinstance(outputs, torch.Tensor | dict | list | tuple):
-            return scaled  # of an iterator, this method scales each tensor
-        return tree.map_leaves(plan.multiply, outputs, scaled)
-
     def _clip(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._record.norm = norm = super()._clip(*args, **kwargs)
         return norm
-
-    def _open(self, optimizer: Any, caller: str) -> Any:
-        record, plan = super()._open(optimizer, caller), self._record.plan
-        if plan is not None:
-            plan.meet(optimizer)
-            if plan.is_silent and record["stage"] is OptState.READY:
-                plan.look(optimizer)
-        return record
-
-    @torch.compiler.disable
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step, unless the losses of this step were multiplied by zero."""
-        if self._enabled and self._record.plan is not None and self._record.plan.is_silent:
-            return self.skip(optimizer)
-        return super().step(optimizer, *args, **kwargs)
 
     @staticmethod
     def note_norm(norm: Any) -> None:
@@ -95,38 +55,11 @@ class TracedScaler(GradScaler):
             if any(state["stage"] is not OptState.READY for state in scaler._records.values()):
                 record.norm = norm
 
-    @staticmethod
-    def note_clip(parameters: list[Any]) -> None:
-        """Note a clip before it runs, for the page of this run."""
-        for scaler, record in _RECORDS.items():
-            if record.plan is not None:
-                stages = {key: state["stage"] for key, state in scaler._records.items()}
-                unscaled = {key for key, stage in stages.items() if stage is OptState.UNSCALED}
-                record.plan.note_clip(parameters, unscaled)
-
-    @staticmethod
-    def note_save(content: Any, file: Any) -> None:
-        """Note what `torch.save` is about to write, for the page of this run."""
-        for record in _RECORDS.values():
-            if record.plan is not None and record.plan.is_enabled:
-                record.plan.note_save(content, _path_of(file))
-
-    @staticmethod
-    def note_load(file: Any) -> None:
-        """Note what `torch.load` is about to read, for the page of this run; a scaler may be made afterwards."""
-        TracedScaler.loaded_in_run.append(_path_of(file))
-
     @property
     def _record(self) -> Record:
         if self not in _RECORDS:  # a copy
-            _RECORDS[self] = Record(self, self.trace_of_run, self.planted_in_run)
+            _RECORDS[self] = Record(self, self.trace_of_run)
         return _RECORDS[self]
-
-
-def _path_of(file: Any) -> str:
-    """Return the path of a file that `torch.save` or `torch.load` gets; of a buffer nothing."""
-    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", "")
-    return os.path.abspath(path) if isinstance(path, str | os.PathLike) and path else ""
 
 
 def _record_update(scaler: TracedScaler, info: StepInfo) -> None:

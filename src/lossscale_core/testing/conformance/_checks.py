@@ -97,11 +97,6 @@ def _interface_checks(adapter: Adapter) -> Iterator[Check]:
     eager = Trial(adapter, Way("eager"))
     for rule in (_steps.states_are_placed, _steps.a_saved_state_continues, _steps.a_host_flag_picks_a_side):
         yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
-    if adapter.attach is not None:
-        for dtype in adapter.dtypes:
-            if "complex" not in dtype:
-                run = functools.partial(_scaling.an_attached_loss_is_scaled, eager, dtype)
-                yield Check("an_attached_loss_is_scaled", dtype, adapter, run)
 
 
 def _checks_of(adapter: Adapter, way: Way, scenarios: Mapping[str, Scenario]) -> Iterator[Check]:

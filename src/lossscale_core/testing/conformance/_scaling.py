@@ -82,20 +82,6 @@ def gradients_keep_their_structure(trial: Trial) -> None:
     trial.expect("an empty leaf, unscaled,", unscaled["counts"][1][1], np.zeros(0), LIFTED.get(dtype, dtype))
 
 
-def an_attached_loss_is_scaled(trial: Trial, dtype: str) -> None:
-    """Attach adds the gradients of an inner loss of any shape, times the loss scale, exactly and in their own dtype."""
-    differentiate: Any = trial.adapter.attach
-    values = np.array([1.0, -0.5, 2.0])
-    for scale in (1.0, 2.0**8, 2.0**10 if dtype == "float16" else 2.0**16):
-        for inner, gradient, what in (
-            (lambda x: x * x * 3.0, 6.0 * values, "3 * x * x"),
-            (lambda x: x * 0.0, 0.0, "0"),
-        ):
-            found = differentiate(lambda y: y * y, inner, trial.array(values, dtype), scale)
-            named = f"a {dtype} gradient of y * y with {what} attached to y, scaled by {scale:g},"
-            trial.expect(named, found, scale * (2.0 * values + gradient), dtype)
-
-
 def _fraction(dtype: str) -> float:
     """Return a number that needs all digits of a dtype wider than float32, or a few digits for a narrower one."""
     return 1.0 / 3.0 if dtype in ("float64", "complex128") else 0.375

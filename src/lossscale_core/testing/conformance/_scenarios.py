@@ -4,7 +4,7 @@ import random
 from typing import NamedTuple
 
 from lossscale_core._base import KINDS, ScalingPolicy
-from lossscale_core._policy import LIBRARY_KINDS, DynamicScaling, TolerantScaling
+from lossscale_core._policy import LIBRARY_KINDS, DynamicScaling
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, rules_of
 
 
@@ -52,6 +52,5 @@ SCENARIOS = {
         DynamicScaling(growth_interval=3, hysteresis=3, refill_on_finite=False, refill_on_backoff=True), _flags(8, 0.7)
     ),
     "cooldown": Scenario(DynamicScaling(growth_interval=3, cooldown=2, min_scale=2.0**10), _flags(9, 0.8)),
-    "tolerant of many": Scenario(TolerantScaling(growth_interval=3, tolerance=0.25), _flags(10, 0.7)),
 }
 """A run of each kind of policy, and runs that cover the other branches; all factors are powers of two."""

@@ -1,0 +1,85 @@
+"""The example of a policy with a state of its own keeps its rule, on the host and on arrays."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lossscale_core import as_policy, policy_to_dict, state_from_dict, state_to_dict
+from lossscale_core._policy import KINDS
+from lossscale_core.errors import PolicyError
+from lossscale_core.testing import conformance, simulate
+from tests.conformance.core_backends import CORE
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tolerant_policy.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Return the example as a module; afterwards its kind is unknown again."""
+    spec = importlib.util.spec_from_file_location("tolerant_policy", EXAMPLE)
+    module = sys.modules["tolerant_policy"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["tolerant_policy"], KINDS["tolerant"]
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "overflows", "scales"),
+    [
+        (0.0, "0010", [8, 8, 4, 4]),
+        (0.5, "0010010", [8, 8, 8, 8, 8, 8, 8]),
+        (0.5, "001100", [8, 8, 8, 4, 4, 4]),
+        (1.0, "01111", [8, 8, 8, 8, 8]),
+    ],
+)
+def test_the_share_of_overflows_decides(example, tolerance, overflows, scales):
+    policy = example.TolerantScaling(init_scale=8.0, tolerance=tolerance)
+    assert simulate(policy, [each == "0" for each in overflows]).loss_scale_after.tolist() == scales
+
+
+def test_growth_forgets_the_steps_and_not_the_overflows(example):
+    """As in fairseq: after growth the share may exceed 1."""
+    policy = example.TolerantScaling(init_scale=8.0, growth_interval=2, tolerance=0.9)
+    trace = simulate(policy, [True, False, True, True, False])
+    assert trace.loss_scale_after.tolist() == [8, 8, 8, 16, 8]
+    assert trace.overflows_since_backoff.tolist() == [0, 1, 1, 1, 0]
+
+
+def test_it_stays_within_its_bounds(example):
+    policy = example.TolerantScaling(init_scale=2.0, growth_interval=1, max_scale=4.0, tolerance=0.0)
+    assert simulate(policy, [True, True, False, False, False]).loss_scale_after.tolist() == [4, 4, 2, 1, 1]
+
+
+def test_it_is_a_policy_of_the_library(example):
+    policy = as_policy({"kind": "tolerant", "tolerance": 0.25})
+    assert policy == example.TolerantScaling(tolerance=0.25)
+    assert policy_to_dict(policy)["tolerance"] == 0.25
+    state = policy.update(policy.init_state(), np.False_)
+    assert state_from_dict(state_to_dict(state, policy), policy) == state
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1.5])
+def test_a_tolerance_that_is_no_share_is_refused(example, tolerance):
+    with pytest.raises(PolicyError, match="from 0 to 1"):
+        example.TolerantScaling(tolerance=tolerance)
+
+
+@pytest.mark.parametrize("adapter", CORE, ids=str)
+def test_it_runs_on_arrays_as_on_the_host(example, adapter):
+    rng = np.random.default_rng(10)
+    scenario = conformance.Scenario(
+        example.TolerantScaling(growth_interval=3, tolerance=0.25), (rng.random(200) < 0.7).tolist()
+    )
+    for check in conformance.checks(adapter, scenarios={"tolerant": scenario}):
+        if check.rule == "states_are_the_hosts":
+            check()
+
+
+def test_it_runs_as_a_program(example, capsys):
+    example.main()
+    assert capsys.readouterr().out == (
+        "DynamicScaling ends with a loss scale of 1\nTolerantScaling ends with a loss scale of 65536\n"
+    )
