@@ -1,8 +1,5 @@
 """What the site's build adds to the Markdown files, which read well in the repository without it."""
 
-import ast
-import base64
-import json
 import posixpath
 import re
 import tomllib
@@ -17,13 +14,11 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
-PROGRAMS = {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))}
-NOTEBOOKS = {
-    f"examples/notebooks/{path.name}": f"examples/{path.stem}.md"
-    for path in sorted(ROOT.glob("examples/notebooks/*.ipynb"))
+PROGRAMS = {
+    str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/**/*.[pi]*"))
 }
-PAGES = DOCUMENTS | PROGRAMS | NOTEBOOKS
-"""Files outside docs/ that are pages of the site, too: links to them lead to those pages."""
+PAGES = DOCUMENTS | PROGRAMS
+"""Files outside docs/ that the site has, too, programs as they are: links to them stay within the site."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
 _LOADED = re.compile(rf"""<(?:script|img|iframe|source|link\b(?![^>]*rel="(?:canonical|prev|next)"))\b{_ELSEWHERE}""")
@@ -66,9 +61,9 @@ def _link_to_repository(config: Any, repository: str) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made of files outside docs/."""
+    """Add the files outside docs/."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=_as_page(source, (ROOT / source).read_text())))
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
@@ -90,37 +85,8 @@ def _tool_of(path: Path) -> str:
     return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# Coming from ")
 
 
-def _as_page(source: str, text: str) -> str:
-    """Return a program as its docstring and its code, a notebook as its cells, and any other file as it is."""
-    if source.endswith(".ipynb"):
-        cells = json.loads(text)["cells"]
-        shown = json.loads((ROOT / f"docs/_site/notebooks/{Path(source).stem}.json").read_text(encoding="utf-8"))
-        title, *parts = map(_as_markdown, cells, shown)
-        return "\n\n".join([title, f"The notebook is `{source}` in the repository.", *parts])
-    if not source.endswith(".py"):
-        return text
-    docstring = ast.get_docstring(ast.parse(text)) or ""
-    title, _, story = docstring.partition(": ")
-    code = text.split('"""', 2)[2].lstrip()
-    return f'# {title}\n\n{story[:1].upper()}{story[1:]}\n\n```python title="{source}"\n{code}```\n'
-
-
-def _as_markdown(cell: dict[str, Any], shown: dict[str, str]) -> str:
-    """Return a cell of a notebook, with the text that it prints and the picture that it draws."""
-    text = "".join(cell["source"])
-    if cell["cell_type"] == "markdown":
-        return text
-    printed = f"\n\n```text\n{shown['text']}\n```" if shown["text"] else ""
-    svg = base64.b64encode(shown["svg"].encode()).decode()
-    pictures = {"svg+xml": svg, "png": shown["png"]}
-    drawn = "".join(
-        f"\n\n![The picture of this cell](data:image/{kind};base64,{data})" for kind, data in pictures.items() if data
-    )
-    return f"```python\n{text}\n```{printed}{drawn}"
-
-
 def _target(link: str, src_uri: str) -> str:
-    """Return a relative link, made to lead to the page of a file outside docs/ where it has one."""
+    """Return a relative link, made to lead to the file of the site where a file outside docs/ is in it."""
     folder = posixpath.dirname(src_uri)
     outside = posixpath.normpath(posixpath.join("docs", folder, link))
     return posixpath.relpath(PAGES[outside], folder or ".") if outside in PAGES else link

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lossscale.dialects import Form, Saved, Tool, from_tool
+from lossscale.dialects import from_tool
+from lossscale.dialects._record import Form, Saved, Tool
 from lossscale.dialects._tools import PAGES
 from lossscale_core import policy_to_dict
 from lossscale_core.adapters import shown_number, write_whole
@@ -13,9 +14,8 @@ DOCS = Path(__file__).parents[1]
 MARK = "<!-- drawn by python docs/_site/migrating_tables.py -->\n"
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "jmp": {"loss_scale": 2.0**15},
-    "tf-contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 2000},
 }
-"""Example configs for the tools that have a setting without a default."""
+"""An example config for the tool that has a setting without a default."""
 
 
 _KEY_BY_KEY = '<a id="key-by-key"></a>The page of each tool lists its keys with their defaults, and its checkpoints.'
@@ -27,7 +27,7 @@ def tables(page: str = "") -> str:
         sections = [f"### {tool.name}\n\n{_tables_of(tool)}\n" for tool in PAGES[page]]
         return "\n".join(["\n## Keys and checkpoints\n", *sections])
     without = " and ".join(f"`{name}`" for name in _EXAMPLES)
-    note = f"{without} have no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
+    note = f"{without} has no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
     return f"\n## Every tool at a glance\n\n{_overview()}\n\n{note}\n"
 
 
@@ -69,7 +69,7 @@ def _defaults(tool: Tool, page: str) -> str:
 
 
 def _falls(policy: dict[str, Any]) -> str:
-    if policy["kind"] == "tolerant" or policy["hysteresis"] == 1:
+    if policy["hysteresis"] == 1:
         return "each"
     start = "growth" if not policy["refill_on_backoff"] else "a change"
     later = "" if policy["refill_on_backoff"] else ", then each"

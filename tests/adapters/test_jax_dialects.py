@@ -12,7 +12,7 @@ from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale.dialects import from_tool, state_from_tool, to_tool
+from lossscale.dialects import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
@@ -102,28 +102,6 @@ def test_the_fields_of_a_scaler_are_a_config():
     policy = from_tool("jmp", vars(jmp.DynamicLossScale(jnp.float32(8.0))))
     assert (policy.init_scale, policy.growth_interval) == (8.0, 2000)
     np.testing.assert_array_equal(policy.init_state().loss_scale, np.float32(8.0))
-
-
-@pytest.mark.parametrize("config", [{}, {"minimum_scale": 1.0, "growth_interval": 3}])
-def test_what_is_written_makes_a_dynamic_scale(config):
-    """flax's class takes it, and its floor holds."""
-    policy = from_tool("flax", config)
-    scaler = DynamicScale(**to_tool("flax", policy)).replace(scale=jnp.float32(2.0 * policy.min_scale))
-    for _ in range(3):
-        scaler, *_ = scaler.value_and_grad(lambda x: x * jnp.inf)(jnp.float32(1.0))
-    assert float(scaler.scale) == policy.min_scale
-
-
-@pytest.mark.parametrize("min_scale", [SMALLEST_SCALE, 1.0, 4.0])
-def test_what_is_written_makes_a_dynamic_loss_scale(min_scale):
-    """jmp's class takes it, and its floor holds."""
-    policy = from_tool("jmp", {"loss_scale": 2.0 * min_scale, "min_loss_scale": min_scale, "period": 3})
-    written = to_tool("jmp", policy)
-    scaler = jmp.DynamicLossScale(**{k: jnp.float32(v) if "scale" in k else v for k, v in written.items()})
-    for _ in range(3):
-        scaler = scaler.adjust(jnp.asarray(False))
-    assert float(scaler.loss_scale) == min_scale
-    assert scaler.period == 3
 
 
 @pytest.mark.parametrize("place", [jnp.asarray, lambda value: jnp.asarray([value])])

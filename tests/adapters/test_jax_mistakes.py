@@ -75,10 +75,9 @@ def test_a_pair_may_be_a_list():
     [
         lambda state: diagnose(POLICY, state),
         lambda state: ScaleWatch().log(POLICY, state),
-        lambda state: ScaleWatch().check(POLICY, state),
         lambda state: check_overflow_streak(POLICY, state),
     ],
-    ids=["diagnose", "log", "check", "streak"],
+    ids=["diagnose", "log", "streak"],
 )
 def test_reading_a_state_while_a_step_is_compiled(read):
     """The state has no value yet; outside, on the state that comes back, the same call works."""

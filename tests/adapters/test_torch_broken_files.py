@@ -1,10 +1,7 @@
-"""Files of torch and state dicts that are made to hang, to fill the memory or to end in a traceback."""
+"""State dicts with any value in any place, and files that users have."""
 
 import json
-import os
-import time
 import warnings
-import zipfile
 from decimal import Decimal
 
 import numpy as np
@@ -15,7 +12,6 @@ from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointError
 from lossscale_torch import GradScaler
 from tests.command.commanding import run
-from tests.command.test_pickles import refused_soon
 
 LONGEST = 3000
 
@@ -41,48 +37,6 @@ OURS = {
     "overflow_streak": 0,
 }
 TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
-FILES = {
-    "torch's, an expanded tensor": lambda: {**TORCHS, "scale": _expanded()},
-    "ours, an expanded tensor": lambda: {**OURS, "loss_scale": _expanded()},
-    "an expanded tensor as a version": lambda: {**OURS, "version": _expanded()},
-    "an expanded tensor as a key": lambda: {_expanded(): 1, "scale": 8.0},
-    "two expanded tensors as keys alone": lambda: {_expanded(): 1, _expanded(): 2},
-    "expanded tensors in a set": lambda: {**OURS, "loss_scale": {_expanded(), _expanded()}},
-    "ours, a meta tensor": lambda: {**OURS, "loss_scale": torch.zeros((), device="meta")},
-    "ours, meta counts": lambda: {**OURS, "steps": torch.zeros((), device="meta", dtype=torch.int32)},
-    "torch's, a meta tensor": lambda: {**TORCHS, "scale": torch.zeros((), device="meta")},
-    "bytes": lambda: {**OURS, "loss_scale": bytearray(2**20)},
-    "a storage": lambda: {**OURS, "loss_scale": torch.zeros(2_000_000).untyped_storage()},
-    "an array as a kind": lambda: {**OURS, "policy": {"kind": torch.ones(3)}},
-    "an expanded tensor as a kind": lambda: {**OURS, "policy": {"kind": _expanded()}},
-    "sparse": lambda: {**OURS, "loss_scale": torch.ones(3).to_sparse()},
-    "shared tuples": lambda: {**OURS, "loss_scale": _shared(30)},
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_torch_is_refused_soon(tmp_path, name):
-    """Whatever stands in the place of a number."""
-    torch.save(FILES[name](), tmp_path / "f.pt")
-    refused_soon(tmp_path, "checkpoint", "show", "f.pt")
-
-
-@pytest.mark.parametrize("way", ["deflated", "overlapping"])
-def test_a_file_that_grows_when_it_is_read_is_refused(tmp_path, way):
-    """torch stores its tensors uncompressed, and each of them once."""
-    torch.save({**TORCHS, "model": torch.zeros(100_000_000 if way == "deflated" else 1000)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as zipped:
-        parts = {name: zipped.read(name) for name in zipped.namelist()}
-    kind = zipfile.ZIP_DEFLATED if way == "deflated" else zipfile.ZIP_STORED
-    with zipfile.ZipFile(tmp_path / "f.pt", "w", kind) as zipped:
-        for name, content in parts.items():
-            zipped.writestr(name, content)
-        if way == "overlapping":
-            zipped.infolist()[-1].file_size = zipped.infolist()[-1].compress_size = 2**31
-    said = refused_soon(tmp_path, "checkpoint", "show", "f.pt")
-    assert ("compressed" if way == "deflated" else "larger than the file") in said
-
-
 BAD = {
     "10**400": 10**400,
     "-10**400": -(10**400),
@@ -136,9 +90,7 @@ def test_a_bad_state_dict_leaves_the_scaler_as_it_was(bad, follows):
             "policy": lambda name=name: {**ours, "policy": {**ours["policy"], name: BAD[bad]}},
             "whole": lambda: BAD[bad],
         }[place]()
-        start = time.perf_counter()
         said = _loaded(scaler, saved)
-        assert time.perf_counter() - start < 1.0, (place, name)
         assert all(len(each) < LONGEST and "\n" not in each for each in said), (place, name, said)
         if said[:1] == ["refused"]:
             assert repr(scaler.state_dict()) == before, (place, name)
@@ -183,11 +135,3 @@ def test_files_that_users_have_are_read(tmp_path):
     done = run("checkpoint", "show", "f.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the scaler of torch at 'scaler'" in done.stdout
-
-
-def test_a_named_pipe_among_event_files_is_refused(tmp_path):
-    """TensorBoard would wait for its writer."""
-    (tmp_path / "runs").mkdir()
-    os.mkfifo(tmp_path / "runs/events.out.tfevents.1")
-    done = run("plot", "runs", "-o", "f.svg", cwd=tmp_path)
-    assert (done.returncode, "is not a regular file" in done.stderr) == (2, True)

@@ -53,7 +53,9 @@ def test_no_example_is_left_out():
     assert {path.stem for path in EXAMPLES.glob("torch_*.py")} == PROGRAMS
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[tk]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted([*EXAMPLES.glob("torch_*.py"), *EXAMPLES.glob("keras_*.py")]), ids=lambda path: path.stem
+)
 def test_an_example_fits_a_screen(path):
     """It has 80 lines or fewer."""
     assert len(path.read_text().splitlines()) <= 80

@@ -493,7 +493,7 @@ def test_what_the_host_knows_is_plain_numbers():
     scaler.step(optimizer)
     info = scaler.update()
     assert info.applied is True
-    assert json.loads(json.dumps(info)) == [True, 1024.0, 1024.0, 0, False, False, False, False]
+    assert json.loads(json.dumps(info)) == [True, 1024.0, 1024.0, 0, False, False]
     assert json.loads(json.dumps(scaler.metrics()))["applied_steps"] == 1
     assert {type(number) for number in scaler.metrics().values()} == {int, float}
 
@@ -524,7 +524,7 @@ def test_what_a_cpu_knows_is_plain_numbers_whatever_the_optimizer(fused):
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
-    assert scaler.update() == (True, 1024.0, 2048.0, 0, False, False, False, False)
+    assert scaler.update() == (True, 1024.0, 2048.0, 0, False, False)
     assert scaler.last_step.applied is True
 
 

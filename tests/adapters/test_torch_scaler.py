@@ -891,7 +891,7 @@ def test_a_policy_that_counts_in_python_numbers():
     scaler = GradScaler("cpu", policy=Counting())
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
-    assert scaler.update() == (True, 8.0, 8.0, 0, False, False, False, False)
+    assert scaler.update() == (True, 8.0, 8.0, 0, False, False)
 
 
 class Twisted(DynamicScaling):

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lossscale.dialects import from_tool, tools
+from lossscale.dialects import from_tool
+from lossscale.dialects._tools import TOOLS
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -209,7 +210,7 @@ def test_the_help_of_from_says_where_the_tools_are_listed():
     for command in (("checkpoint", "show"), ("checkpoint", "convert")):
         assert "lossscale policy convert --help" in " ".join(_succeed(*command, "--help").split())
     listed = "".join(_succeed("policy", "convert", "--help").split())  # a line may end at the hyphen of a name
-    assert all(tool.name in listed for tool in tools())
+    assert all(name in listed for name in TOOLS)
 
 
 COMMANDS = [
@@ -258,7 +259,7 @@ def test_policy_convert_reads_toml_and_says_warnings(tmp_path):
 def test_policy_convert_lists_every_tool():
     """The help names all that `from_tool` knows."""
     printed = " ".join(_succeed("policy", "convert", "--help").replace("-\n  ", "-").split())
-    assert all(tool.name in printed for tool in tools())
+    assert all(name in printed for name in TOOLS)
 
 
 def test_checkpoint_convert_makes_a_state_of_ours(tmp_path):

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lossscale.dialects import guess_tool, state_from_tool, tools
+from lossscale.dialects import guess_tool, state_from_tool
+from lossscale.dialects._tools import TOOLS
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from tests.command.commanding import refused, run
 
@@ -53,10 +54,10 @@ def test_state_from_tool_and_guess_tool_raise_checkpoint_errors(saved):
     assert len(_guess({**saved, "zzz": 1})) < LONGEST
 
 
-@pytest.mark.parametrize("name", [tool.name for tool in tools()])
+@pytest.mark.parametrize("name", TOOLS)
 def test_no_value_of_a_known_key_raises_another_error(name):
     """Every key of every tool's checkpoint takes any value, or refuses it as a `CheckpointError`."""
-    tool = next(tool for tool in tools() if tool.name == name)
+    tool = TOOLS[name]
     keys = {key for saved in tool.saved for key in saved.scale}
     keys |= {
         key for saved in tool.saved for counter in saved.counters.values() for names in counter.names for key in names

@@ -15,9 +15,10 @@ import lossscale_core
 import lossscale_jax
 import lossscale_tf
 import lossscale_torch
-from lossscale_core import DynamicScaling, TolerantScaling, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, state_to_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning, ScaleStateError
 from tests.conformance.travelling import WRAPPERS, Sgd
+from tests.core.own_policies import AdditiveScaling
 
 POLICY = DynamicScaling(growth_interval=100, hysteresis=2, max_overflow_streak=50)
 SAVED = json.loads(json.dumps(state_to_dict(POLICY.update(POLICY.init_state(), False), POLICY)))
@@ -55,10 +56,10 @@ def test_another_policy_is_reported_field_by_field(take_over):
 
 @EVERYWHERE
 def test_another_kind_of_policy_is_reported(take_over):
-    """The scale continues, and the trackers that were not saved begin."""
-    with pytest.warns(CheckpointWarning, match=r"kind was 'dynamic' and is 'tolerant'.*steps_since_change starts at"):
-        after = take_over(SAVED, TolerantScaling())(True)
-    assert after["steps_since_change"] == 1.0
+    """Of the state, the counts of steps continue."""
+    with pytest.warns(CheckpointWarning, match="kind was 'dynamic' and is 'fixed'"):
+        after = take_over(SAVED, FixedScaling(8.0))(True)
+    assert after["steps"] == 2
 
 
 @EVERYWHERE
@@ -163,10 +164,10 @@ def test_jax_loads_a_state_however_deep():
     assert state_to_dict(lossscale_jax.get_scale_state(loaded), POLICY) == SAVED
     assert [value.dtype for value in lossscale_jax.get_scale_state(loaded)] == [np.float32] + [np.int32] * 5
     with (
-        pytest.raises(ScaleStateError, match=r"holds 6 numbers of a scale state, and TolerantScaling.* keeps 8"),
+        pytest.raises(ScaleStateError, match=r"holds 6 numbers of a scale state, and AdditiveScaling.* keeps 7"),
         pytest.warns(CheckpointWarning),
     ):
-        lossscale_jax.load_scale_state(nested, SAVED, TolerantScaling())
+        lossscale_jax.load_scale_state(nested, SAVED, AdditiveScaling())
 
 
 def test_numpy_refuses_a_checkpoint_without_scale_state():

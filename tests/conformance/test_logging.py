@@ -31,7 +31,6 @@ from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
 from lossscale_torch import GradScaler
 from tests.adapters.jax_reading import READERS
-from tests.command import commanding
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 PAGE = Path(__file__).parents[2] / "docs/logging.md"
@@ -339,17 +338,6 @@ def test_a_logger_writes_what_the_loop_saw(loop, logger):
         assert math.isfinite(norm) == bool(handed["applied"][step])
         lossy = logger == "MLflow" and math.isinf(norm)
         assert written["grad_norm"][step] == pytest.approx(sys.float_info.max if lossy else norm, nan_ok=True, rel=1e-6)
-
-
-@pytest.mark.parametrize(("logger", "trace"), [("TensorBoard", "runs"), ("clu", "runs"), ("A CSV file", "scale.csv")])
-def test_what_is_logged_can_be_drawn(logger, trace, tmp_path):
-    """`lossscale plot` finds the scale, the overflows and the norm in what PyTorch's and TensorFlow's writers write."""
-    _logged(logger, _with_jax)
-    done = commanding.run("plot", trace, "-o", "scale.svg", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    counts = "4 rows of 31 steps: 2 overflowed, 50.0% of the rows skipped; 9.7% of all steps overflowed"
-    assert done.stdout == f"{counts}\nwrote scale.svg\n"
-    assert "gradient norm" in (tmp_path / "scale.svg").read_text()
 
 
 def test_lightning_logs_what_the_scaler_did():

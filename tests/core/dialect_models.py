@@ -120,11 +120,12 @@ class Flax(Counted):
         return {"fin_steps": self.count, "scale": self.scale}
 
 
-class TensorFlow(Counted):
+class Keras(Counted):
     """Grows as soon as the count reaches the interval, or is past it."""
 
-    def __init__(self, initial_loss_scale=2.0**15, increment_period=2000, multiplier=2.0):
-        super().__init__(initial_loss_scale, multiplier, 1 / multiplier, increment_period, 1.0)
+    def __init__(self, dynamic=True, initial_scale=None, dynamic_growth_steps=None):
+        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        super().__init__(initial_scale or 2.0**15, 2.0, 0.5, interval, 1.0)
 
     def is_due(self):
         return self.count >= self.interval
@@ -133,19 +134,14 @@ class TensorFlow(Counted):
         return {"opt/loss_scale/current_loss_scale": self.scale, "opt/loss_scale/good_steps": self.count}
 
 
-class Keras(TensorFlow):
-    def __init__(self, dynamic=True, initial_scale=None, dynamic_growth_steps=None):
-        super().__init__(initial_scale or 2.0**15, 2000 if dynamic_growth_steps is None else dynamic_growth_steps)
-
-
 class Paddle(Counted):
     """Falls on every so-many-th overflow of a row."""
 
     def __init__(
         self, init_loss_scaling=65536.0, incr_ratio=2.0, decr_ratio=0.5, incr_every_n_steps=2000,
-        decr_every_n_nan_or_inf=1, floor=0.0,
+        decr_every_n_nan_or_inf=1,
     ):  # fmt: skip
-        super().__init__(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, floor)
+        super().__init__(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps)
         self.allowed, self.bad = decr_every_n_nan_or_inf, 0
 
     def overflowed(self):
@@ -162,85 +158,41 @@ class Paddle(Counted):
         return {"scale": [self.scale], **settings, "incr_count": self.count, "decr_count": self.bad}
 
 
-class Iterations:
-    """The scale grows on every window-th iteration after the last overflow; iterations are numbered, not counted."""
+class DeepSpeed:
+    """Iterations are numbered; the scale grows on every window-th after the last overflow, counting one step fewer.
 
-    late = 0
-
-    def __init__(self, scale, factor, window, floor, first=0):
-        self.scale, self.factor, self.window, self.floor = scale, factor, window, floor
-        self.now, self.last = first, first - 1
-
-    def step(self, overflow):
-        since = self.now - self.last - self.late
-        if overflow:
-            self.overflowed()
-            self.last = self.now
-        else:
-            self.was_finite()
-            if since > 0 and since % self.window == 0:
-                self.scale *= self.factor
-                self.grown()
-        self.now += 1
-
-    def overflowed(self):
-        self.fall()
-
-    def fall(self):
-        self.scale = max(self.scale / self.factor, self.floor)
-
-    def was_finite(self):
-        pass
-
-    def grown(self):
-        pass
-
-    def saved(self):
-        settings = {"scale_factor": self.factor, "scale_window": self.window}
-        return {"cur_scale": self.scale, "cur_iter": self.now, "last_overflow_iter": self.last, **settings}
-
-
-class MegatronV1(Iterations):
-    """Falls where one tolerated overflow is left; it stays left until growth, or a finite step, restores them."""
-
-    def __init__(
-        self, init_scale=2.0**32, scale_factor=2.0, scale_window=1000, min_scale=1, delayed_shift=1,
-        consecutive_hysteresis=False,
-    ):  # fmt: skip
-        super().__init__(init_scale, scale_factor, scale_window, min_scale)
-        self.allowed = self.left = delayed_shift
-        self.restores_at_once = consecutive_hysteresis
-
-    def overflowed(self):
-        if self.left == 1:
-            self.fall()
-        else:
-            self.left -= 1
-
-    def was_finite(self):
-        if self.restores_at_once:
-            self.left = self.allowed
-
-    def grown(self):
-        self.left = self.allowed
-
-    def saved(self):
-        shifts = {"delayed_shift": self.allowed, "consecutive_hysteresis": self.restores_at_once}
-        return {**super().saved(), **shifts, "cur_hysteresis": self.left}
-
-
-class DeepSpeedBlock(MegatronV1):
-    """Counts one finite step fewer."""
-
-    late = 1
+    It falls where one tolerated overflow is left; it stays left until growth, or a finite step, restores them.
+    """
 
     def __init__(
         self, initial_scale_power=16, loss_scale_window=1000, hysteresis=2, consecutive_hysteresis=False,
         min_loss_scale=1, loss_scale=0, enabled=True,
     ):  # fmt: skip
-        super().__init__(
-            2.0**initial_scale_power, 2.0, loss_scale_window, min_loss_scale, hysteresis, consecutive_hysteresis
-        )
+        self.scale, self.window, self.floor = 2.0**initial_scale_power, loss_scale_window, min_loss_scale
+        self.allowed = self.left = hysteresis
+        self.restores_at_once = consecutive_hysteresis
+        self.now, self.last = 0, -1
+
+    def step(self, overflow):
+        since = self.now - self.last - 1
+        if overflow and self.left != 1:
+            self.left -= 1
+        elif overflow:
+            self.scale = max(self.scale / 2.0, self.floor)
+        elif self.restores_at_once:
+            self.left = self.allowed
+        if overflow:
+            self.last = self.now
+        elif since > 0 and since % self.window == 0:
+            self.scale *= 2.0
+            self.left = self.allowed
+        self.now += 1
+
+    def saved(self):
+        settings = {"scale_factor": 2.0, "scale_window": self.window}
+        shifts = {"delayed_shift": self.allowed, "consecutive_hysteresis": self.restores_at_once}
+        counts = {"cur_scale": self.scale, "cur_iter": self.now, "last_overflow_iter": self.last}
+        return {**counts, **settings, **shifts, "cur_hysteresis": self.left}
 
 
 def _configs(required=(), **strategies):
@@ -255,15 +207,6 @@ _FACTOR, _WINDOW = st.sampled_from([2.0, 2, 4.0, 3.0]), st.integers(1, 9)
 _NEVER_TOO = st.integers(-1, 9)
 _FLOOR = st.sampled_from([None, 0, 1.0, 0.25, 4.0])
 _TORCH = {"init_scale": _SCALE, "growth_factor": _UP, "backoff_factor": _DOWN}
-_SHIFTS = {"min_scale": st.sampled_from([1, 0.25, 4.0]), "consecutive_hysteresis": st.booleans()}
-_PADDLE = {
-    "init_loss_scaling": _SCALE,
-    "incr_ratio": _UP,
-    "decr_ratio": _DOWN,
-    "incr_every_n_steps": _NEVER_TOO,
-    "decr_every_n_nan_or_inf": st.integers(0, 4),
-}
-_TENSORFLOW = _configs(["increment_period"], initial_loss_scale=_SCALE, increment_period=_NEVER_TOO, multiplier=_FACTOR)
 
 DRAWN = {
     "torch": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
@@ -280,7 +223,7 @@ DRAWN = {
         ),
     ),
     "deepspeed": (
-        DeepSpeedBlock,
+        DeepSpeed,
         _configs(
             ["loss_scale_window"],
             initial_scale_power=st.integers(0, 20),
@@ -335,7 +278,17 @@ DRAWN = {
             minimum_scale=st.sampled_from([None, 2.0**-126, 1.0]),
         ),
     ),
-    "paddle": (Paddle, _configs(["incr_every_n_steps"], **_PADDLE)),
+    "paddle": (
+        Paddle,
+        _configs(
+            ["incr_every_n_steps"],
+            init_loss_scaling=_SCALE,
+            incr_ratio=_UP,
+            decr_ratio=_DOWN,
+            incr_every_n_steps=_NEVER_TOO,
+            decr_every_n_nan_or_inf=st.integers(0, 4),
+        ),
+    ),
 }
 
 PLACED = [

@@ -10,14 +10,12 @@ ADAPTERS = {
     "lossscale_jax": {"jax", "optax"},
     "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
     "lossscale_keras": {"keras", "jax", "torch", "tensorflow", "numpy"},
-    "lossscale_mlx": {"mlx"},
 }
 """The packages that each adapter imports in addition to the core."""
 
 PLAN = {
     "lossscale_core": """
         _finite:
-        _range_picture:
         _range_records:
         errors:
         _messages:
@@ -30,25 +28,23 @@ PLAN = {
         _arrays: _finite _mistakes _state _messages _tree
         _base: _arrays _settings _state errors
         _guard: _arrays _mistakes _settings _state errors _messages
-        _diagnosis: _base _guard _mistakes _nonfinite _settings _state _messages
+        _diagnosis: _base _guard _mistakes _settings _state _messages
         _policy: _arrays _base _mistakes _settings _state _messages
-        _schema: _base _settings
         _strategies: _base _settings
         _config: _base _policy _settings errors _files _messages
-        _nonfinite: _arrays _base _config _state errors
         _range_search: _policy _range_records _settings
-        _checkpoint: _base _config _guard _nonfinite _policy _settings _state errors _messages
-        _placement: _arrays _base _config _policy _state
+        _checkpoint: _base _config _guard _policy _settings _state errors _messages
+        _placement: _arrays _config
         _range_unscaled:
         _ranges: _range_records _range_unscaled
-        _range: _range_picture _range_records _range_search _range_unscaled _files
-        _watch: _base _config _diagnosis _settings _state errors _messages
-        _report: _base _config _diagnosis _guard _nonfinite _settings _state _watch errors _messages
+        _range: _range_records _range_search _range_unscaled
+        _watch: _base _config _diagnosis _state _messages
+        _report: _base _config _diagnosis _guard _settings _state errors _messages
         testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
         adapters: _checkpoint _files _guard _messages _range _range_records _range_unscaled _ranges _report _settings
-            _state _tree
-        __init__: _arrays _base _checkpoint _config _gradient_range _guard _nonfinite _placement _policy _report
-            _schema _state _watch adapters errors testing
+            _tree
+        __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
+            adapters errors testing
     """,
     "lossscale_core.testing": """
         _simulation:
@@ -167,49 +163,28 @@ PLAN = {
         _logger: _optimizer
         __init__: _logger _optimizer _report _verbs
     """,
-    "lossscale_mlx": """
-        _verbs:
-        _norm: _verbs
-        _report: _verbs
-        _restore:
-        _optimizer: _norm _restore _verbs
-        __init__: _optimizer _report _verbs
-    """,
     "lossscale": """
         __init__: (dialects)
-        _certificate:
-        _certify_loop: _certificate
-        _install:
-        _tried:
+        _versions:
         demo:
         dialects:
         tracing:
-        __main__: _install (cli)
+        __main__: _versions (cli)
         checkpoint_files: dialects
-        cli: _certificate _install _tried checkpoint_files demo dialects tracing (_certify_loop)
+        cli: _versions checkpoint_files demo dialects tracing
     """,
     "lossscale.cli": """
         _run_file:
         _shared:
         _trace_file:
         _pictures: _run_file
-        certify: _shared
         checkpoint: _shared
         demo: _shared (_pictures)
         plot: _run_file _shared (_pictures)
         policy: _shared
-        _planted:
-        run_script: _planted _shared
+        run_script: _shared
         simulate: _shared _trace_file (_pictures)
-        report: _shared checkpoint
-        __init__: _shared certify checkpoint demo plot policy report run_script simulate
-    """,
-    "lossscale.checkpoint_files": """
-        _search:
-        _torch_files:
-        _unpickle:
-        __init__: _search _torch_files
-        _reader: _search _torch_files _unpickle
+        __init__: _shared checkpoint demo plot policy run_script simulate
     """,
     "lossscale.dialects": """
         _kinds:
@@ -217,36 +192,24 @@ PLAN = {
         _readings: _record
         _counters: _readings _record
         *: _counters _readings _record
-        _apex: _counters _readings _record _torch
-        _keras: _counters _readings _record _tensorflow
         _megatron: _apex _counters _readings _record
         _deepspeed: _apex _megatron _readings _record
         _tools: * _apex _deepspeed _keras _megatron _record
         _policies: _kinds _record _tools
         _states: _kinds _policies _readings _record _tools
-        __init__: _policies _record _states _tools
+        __init__: _policies _states
     """,
     "lossscale.demo": """
         _network:
-        _tensorflow: _network
-        _torch: _network
         _training: _network
-        _verbs: _network
         _experiment: _network _training
-        _jax: _network _verbs
-        _numpy: _network _verbs
         __init__: _experiment _training
     """,
     "lossscale.tracing": """
         __init__: (_replace)
         site: (__init__)
-        _digests:
-        _followers: _digests
-        _moved: _followers
-        _snapshots: _digests _followers
-        _plant: _digests _followers _snapshots
-        _record: _moved _plant
-        _scaler: _plant _record
+        _record:
+        _scaler: _record
         _replace: _scaler
     """,
 }

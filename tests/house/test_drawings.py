@@ -13,8 +13,8 @@ from lossscale_core.testing import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
-DRAWINGS = sorted({*(DOCS / "images").glob("*.svg")} - {DOCS / "images/logo.svg", DOCS / "images/range.svg"})
-"""Those that are drawn by hand: `RangeReport.plot` has drawn range.svg, and the logo is an icon."""
+DRAWINGS = sorted({*(DOCS / "images").glob("*.svg")} - {DOCS / "images/logo.svg"})
+"""All but the logo, which is an icon."""
 NOT_DRAWN = {"init_scale", "max_overflow_streak"}
 """The settings that take no part in an update."""
 

@@ -21,16 +21,15 @@ REQUIRED_BY_TESTS = {
     "testing": {"hypothesis"},
     "_state": {"typing_extensions"},
 }  # or types
-REQUIRED_BY_PICTURES = {"_range_picture": {"matplotlib"}}
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 
 COMMAND = {
-    "demo": {"numpy", "sklearn", "threadpoolctl", *ADAPTERS}.union(*ADAPTERS.values()),
+    "checkpoint_files": {"numpy", "torch"},
+    "demo": {"numpy", "sklearn", "threadpoolctl"},
     "tracing": {"torch", "lossscale_torch"},
-    "_certify_loop": {"torch", "lossscale_torch"},
     "dialects": {"numpy"},
-    "cli": {"click", "matplotlib", "numpy", "rich", "tensorboard"},
+    "cli": {"click", "matplotlib", "numpy", "rich"},
 }
 """The imports of the parts of the command in addition to the core; the other parts have none."""
 
@@ -147,9 +146,8 @@ def test_torchs_step_does_not_import_what_is_built_on_it():
 
 @pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
 def test_the_core_needs_numpy_and_array_api_compat_only(path):
-    """No adapter and no framework is imported, not within a function either; some need more to test or to draw."""
-    module = _module_of(path, "lossscale_core")
-    more = REQUIRED_BY_TESTS.get(module, set()) | REQUIRED_BY_PICTURES.get(module, set())
+    """No adapter and no framework is imported, not within a function either; some need more to test."""
+    more = REQUIRED_BY_TESTS.get(_module_of(path, "lossscale_core"), set())
     assert _outside(path, "lossscale_core") <= CORE_REQUIRES | more
 
 
@@ -184,7 +182,7 @@ def test_nothing_imports_the_command(folder):
         assert "lossscale" not in {name.partition(".")[0] for name in _imports(path)}, path
 
 
-POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "TolerantScaling", "ScalingPolicy"}
+POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "ScalingPolicy"}
 
 
 def _is_policy(node: ast.expr) -> bool:

@@ -28,7 +28,7 @@ def from_tool(name: str, config: Mapping[str, Any], *, warn: bool = True) -> Sca
     differences.
 
     Args:
-        name: The name of the tool, one of `tools()`.
+        name: The name of the tool, such as `"torch"`; `docs/migrating.md` lists all.
         config: The tool's own names: the keywords of its constructor, or the block of its config file. Keys left out
             take the tool's defaults. The dict is not changed.
         warn: Whether to warn (`DialectWarning`) if the original does something wrong under this config. A replacement

@@ -36,7 +36,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
     checkpoint that differ from the policy's, and the counts that exceed the policy's limits.
 
     Args:
-        name: The name of the tool, one of `tools()`.
+        name: The name of the tool, such as `"torch"`; `docs/migrating.md` lists all.
         checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
             arrays of one element, and names may be paths of variables.
         policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_tool` returns.
@@ -78,7 +78,7 @@ def guess_tool(checkpoint: Any) -> str:
         checkpoint: The dict that a tool saved.
 
     Returns:
-        The name of the tool; if several tools save the same names with the same meaning, the first of `tools()`.
+        The name of the tool; if several tools save the same names with the same meaning, one of them.
 
     Raises:
         CheckpointError: No tool saves these names, or several do with different meanings.

@@ -2,25 +2,16 @@
 
 from typing import Any
 
-from lossscale.dialects import _apex, _deepspeed, _flax, _jmp, _keras, _megatron, _paddle, _torch
+from lossscale.dialects import _apex, _deepspeed, _jax, _keras, _megatron, _paddle, _torch
 from lossscale.dialects._record import Tool
 from lossscale_core.adapters import nearest_name, shown
 
 # Static imports, so that tools such as PyInstaller find the modules. Of tools that save the same names, the first is
 # guessed.
-_MODULES: tuple[Any, ...] = (_torch, _apex, _deepspeed, _megatron, _keras, _jmp, _flax, _paddle)
+_MODULES: tuple[Any, ...] = (_torch, _apex, _deepspeed, _megatron, _keras, _jax, _paddle)
 TOOLS: dict[str, Tool] = {tool.name: tool for module in _MODULES for tool in module.TOOLS}
 PAGES: dict[str, tuple[Tool, ...]] = {module.__name__.rpartition("._")[2]: module.TOOLS for module in _MODULES}
 """The records of each page in `docs/migrating/`, by the name of the page, which is that of their module."""
-
-
-def tools() -> tuple[Tool, ...]:
-    """Return the records of all tools; conversions, warnings and tables are made from them.
-
-    Returns:
-        The records, in the order in which `guess_tool` prefers them.
-    """
-    return tuple(TOOLS.values())
 
 
 def find_tool(name: Any, error: type[Exception]) -> Tool:

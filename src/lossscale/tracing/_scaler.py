@@ -44,6 +44,12 @@ class TracedScaler(GradScaler):
         # Before a limit on overflows in a row may end the run.
         self._observers.append(_record_update)
 
+    @torch.compiler.disable
+    def scale(self, outputs: Any) -> Any:
+        """Return `outputs` times the loss scale; a copy of a scaler begins its record here."""
+        _ = self._record
+        return super().scale(outputs)
+
     def _clip(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._record.norm = norm = super()._clip(*args, **kwargs)
         return norm
