@@ -2,7 +2,7 @@
 
 A policy (`DynamicScaling()`) is a frozen config, and a state is a small NamedTuple of scalars. The loss scale changes
 only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `lossscale_jax`, `lossscale_tf` and
-`lossscale_mlx` have functions of the same names for arrays on their framework's devices.
+`lossscale_keras` have functions of the same names for arrays on their framework's devices.
 """
 
 import typing as _typing

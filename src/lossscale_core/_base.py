@@ -40,7 +40,7 @@ class ScalingPolicy(Protocol[StateT]):
 
 
 KINDS: dict[str, type["BaseScaling"]] = {}
-"""The policy classes by their kind; configs, the JSON Schema and the test strategies use this table."""
+"""The policy classes by their kind; configs and the test strategies use this table."""
 
 
 class BaseScaling:
@@ -48,9 +48,8 @@ class BaseScaling:
 
     A policy of your own needs `init_state` and `update` only, and no base class. It may derive from this class as a
     frozen dataclass with a `kind` of its own. Then the library also reads and writes it as a dict or file, saves it in
-    checkpoints, includes it in the JSON Schema and generates it in `lossscale_core.testing.policies`. The fields are
-    the settings, each a `float`, `int` or `bool`. A field that has the name of a setting of the library's policies
-    follows the same rule.
+    checkpoints and generates it in `lossscale_core.testing.policies`. The fields are the settings, each a `float`,
+    `int` or `bool`. A field that has the name of a setting of the library's policies follows the same rule.
     """
 
     __slots__ = ()

@@ -89,7 +89,7 @@ def _code_with(words):
 
 def test_the_loops_of_the_page_train():
     """Each on its backend; a bad batch is skipped."""
-    words = {"torch": "model.zero_grad()", "tensorflow": "GradientTape", "jax": "def scaled_loss"}[BACKEND]
+    words = {"torch": "model.zero_grad()", "tensorflow": ".apply(tape.gradient", "jax": "def scaled_loss"}[BACKEND]
     code = compile(_code_with(words), "docs/keras.md", "exec")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))

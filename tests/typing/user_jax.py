@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from lossscale_core import DynamicScaling, ScaleState, TolerantScaleState, TolerantScaling, state_to_dict, step_info
+from lossscale_core import DynamicScaling, ScaleState, state_to_dict, step_info
 from lossscale_core.adapters import GradientReport
 from lossscale_jax import (
     LossScaledState,
     LossScaledTransformation,
     ScaledGradients,
     all_finite,
-    attach,
     get_scale_state,
     init_state,
     load_scale_state,
@@ -100,8 +99,6 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
     """Train by `value_and_grad` and the verbs."""
     state = init_state(POLICY)
     assert_type(state, ScaleState)
-    assert_type(attach(batch.inputs, jnp.float32(0.1), state), jax.Array)
-    assert_type(attach(params, 0.1, state), Params)
     out = value_and_grad(loss)(state, params, batch)
     assert_type(out, ScaledGradients[jax.Array, None, Params])
     assert_type(out.grads_finite, jax.Array)
@@ -121,8 +118,8 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
 
 def use_the_verbs(grads: dict[str, jax.Array], losses: tuple[jax.Array, jax.Array]) -> list[GradientReport]:
     """Keep what goes in where it comes out."""
-    state = init_state(TolerantScaling(), device=jax.devices()[0])
-    assert_type(state, TolerantScaleState)
+    state = init_state(DynamicScaling(), device=jax.devices()[0])
+    assert_type(state, ScaleState)
     assert_type(scale(1.0, state), jax.Array)
     assert_type(scale(losses, state), tuple[jax.Array, jax.Array])
     assert_type(unscale(grads, state), dict[str, jax.Array])

@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 
 import lossscale_torch
-from lossscale_core import DynamicScaling, ScaleState, TolerantScaleState, TolerantScaling
+from lossscale_core import DynamicScaling, ScaleState
 from lossscale_torch import GradScaler, StepInfo
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> StepInfo:
     """Take one step with the drop-in."""
-    scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500), on_nonfinite_update="skip")
+    scaler = GradScaler("cpu", policy=DynamicScaling(growth_interval=500))
     prediction: Tensor = model(x)
     prediction = assert_type(scaler.attach(prediction, prediction.square()), Tensor)
     loss = assert_type(scaler.scale((prediction - y).square().mean()), Tensor)
     loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types here
     norm = assert_type(scaler.unscale_and_clip_(optimizer, max_norm=1.0), Tensor)
-    assert_type(scaler.clip_and_step(optimizer, max_norm=float(norm)), Tensor)
+    scaler.step(optimizer)
+    print(float(norm))
     info = assert_type(scaler.update(), StepInfo)
     assert_type(info.applied_of(optimizer), bool | Tensor)
     assert_type(scaler.get_scale(), float)
@@ -30,7 +31,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
 def by_hand(params: list[Tensor], loss: Tensor) -> list[Tensor]:
     """Take one step with the verbs."""
     state = assert_type(lossscale_torch.init_state("dynamic", device="cpu"), ScaleState)
-    assert_type(lossscale_torch.init_state(TolerantScaling(tolerance=0.1)), TolerantScaleState)
     assert_type(lossscale_torch.scale(loss, state), Tensor)
     grads = assert_type(lossscale_torch.unscale([param.clone() for param in params], state), list[Tensor])
     finite = assert_type(lossscale_torch.all_finite(grads), Tensor)
@@ -41,6 +41,6 @@ def by_hand(params: list[Tensor], loss: Tensor) -> list[Tensor]:
 
 def wrong(scaler: GradScaler) -> None:
     """Make the mistakes that a checker finds."""
-    GradScaler("cpu", on_nonfinite_loss="stay")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    GradScaler("cpu", max_grad_norm=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     _ = scaler.update().aplied  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    scaler.clip_and_step("optimizer", 1.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    scaler.unscale_and_clip_("optimizer", 1.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
