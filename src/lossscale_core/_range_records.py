@@ -195,11 +195,6 @@ def by_module(records: Iterable[OperationRange]) -> dict[str, list[OperationRang
     return modules
 
 
-def sum_exponents(records: Iterable[OperationRange]) -> Counter[int]:
-    """Return the number of elements of each exponent in all records together."""
-    return sum((Counter(record.exponents) for record in records), Counter())
-
-
 def to_plain(record: OperationRange) -> dict[str, Any]:
     """Return a record as values for JSON, which has no integer keys."""
     return record._asdict() | {"exponents": sorted(record.exponents.items())}
@@ -208,7 +203,3 @@ def to_plain(record: OperationRange) -> dict[str, Any]:
 def from_plain(plain: dict[str, Any]) -> OperationRange:
     """Return the record that `to_plain` converted."""
     return OperationRange(**plain | {"exponents": dict(plain["exponents"])})
-
-
-for _public in (OperationRange, NonfiniteInput):
-    _public.__module__ = "lossscale_core"  # a pickle stores it, and the private module may change
