@@ -26,8 +26,7 @@ def tables(page: str = "") -> str:
     if page:
         sections = [f"### {tool.name}\n\n{_tables_of(tool)}\n" for tool in PAGES[page]]
         return "\n".join(["\n## Keys and checkpoints\n", *sections])
-    without = " and ".join(f"`{name}`" for name in _EXAMPLES)
-    note = f"{without} has no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
+    note = f"`jmp` has no default for the first scale; the table shows an example. {_KEY_BY_KEY}"
     return f"\n## Every tool at a glance\n\n{_overview()}\n\n{note}\n"
 
 

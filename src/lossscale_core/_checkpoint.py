@@ -59,7 +59,7 @@ def state_to_dict(
     return saved
 
 
-def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> ScaleState[HostScalar]:
     """Return the saved state as host scalars, which every framework's `asarray` accepts.
 
     Under the policy with which the state was saved, every field is restored unchanged. Under another policy a
@@ -94,7 +94,8 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         how = "the saved state is changed" if policy is None else "the state continues under another policy"
         # The warning points at the line that called this function.
         warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
-    return start._replace(**fields)
+    state: ScaleState[HostScalar] = start._replace(**fields)
+    return state
 
 
 def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:

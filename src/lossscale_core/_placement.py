@@ -4,9 +4,10 @@ from typing import Any
 
 from lossscale_core._arrays import Namespace
 from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._state import ScaleState
 
 
-def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> Any:
+def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> ScaleState:
     """Return the state before the first step under `policy`.
 
     Does not synchronise with the host.
@@ -23,8 +24,9 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
     Raises:
         PolicyError: `policy` is not a policy.
     """
-    state: Any = as_policy(policy).init_state()
-    if xp is None:
-        return state
-    # The dtype comes from the namespace: torch.asarray, for example, refuses the dtypes of NumPy.
-    return state._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in state)
+    host: Any = as_policy(policy).init_state()
+    state: ScaleState = host
+    if xp is not None:
+        # The dtype comes from the namespace: torch.asarray, for example, refuses the dtypes of NumPy.
+        state = host._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in host)
+    return state

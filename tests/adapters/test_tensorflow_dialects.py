@@ -109,15 +109,20 @@ def _keras_policy(**arguments):
     return lossscale_tf.LossScaleOptimizer(keras.optimizers.SGD(), **arguments).policy
 
 
-@pytest.mark.parametrize("interval", [1, 3, 0, -2, 2.5, 7.0, float("inf"), 10**10])
+@pytest.mark.parametrize("interval", [1, 3, 0, -2, 7.0, float("inf"), 10**10])
 def test_the_drop_ins_take_an_interval_alike(interval):
     """One meaning for `tf.compat.v1`, `tf.contrib`, Keras and the dialect, whichever way the number comes."""
     policy = from_tool("keras", {"dynamic_growth_steps": interval})
     assert _keras_policy(dynamic_growth_steps=interval) == policy
     assert v1.DynamicLossScale(increment_period=interval).growth_interval == policy.growth_interval
-    if interval != 2.5:  # which `tf.contrib` rounds up
-        contrib = v1.ExponentialUpdateLossScaleManager(8.0, interval, interval)
-        assert contrib.growth_interval == contrib.hysteresis == policy.growth_interval
+    contrib = v1.ExponentialUpdateLossScaleManager(8.0, interval, interval)
+    assert contrib.growth_interval == contrib.hysteresis == policy.growth_interval
+
+
+def test_a_fraction_of_an_interval():
+    """Keras cuts it off; `tf.contrib` counts to it, so that it is rounded up."""
+    assert _keras_policy(dynamic_growth_steps=2.5).growth_interval == 2
+    assert v1.ExponentialUpdateLossScaleManager(8.0, 2.5).growth_interval == 3
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ PLAN = {
         _config: _base _policy _settings errors _files _messages
         _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
-        _placement: _arrays _config
+        _placement: _arrays _config _state
         _range_unscaled:
         _ranges: _range_records _range_unscaled
         _range: _range_records _range_search _range_unscaled

@@ -58,6 +58,7 @@ def start() -> list[Any]:
 def train(params: Params, grads: Params) -> Params:
     """Take a step with the five verbs on NumPy."""
     policy = DynamicScaling(growth_interval=100)
+    assert_type(init_state(policy), ScaleState)
     state = policy.init_state()
     assert_type(state, HostState)
     assert_type(scale(0.5, state), np.floating[Any])
@@ -89,9 +90,8 @@ def choose_policies(path: str, any_policy: ScalingPolicy) -> list[ScalingPolicy]
 
 def go_on(saved: dict[str, Any], checkpoint: dict[str, Any]) -> HostState:
     """Restore states of this library and of another tool."""
-    of_ours: HostState = state_from_dict(saved, DynamicScaling())
-    of_torch: HostState = dialects.state_from_tool("torch", checkpoint, DynamicScaling())
-    return of_ours if of_ours.steps else of_torch
+    assert_type(dialects.state_from_tool("torch", checkpoint), ScaleState)
+    return state_from_dict(saved, DynamicScaling())
 
 
 def simulate() -> float:
@@ -131,9 +131,9 @@ def use_own_policy() -> str:
     """Pass a policy of the user's own in place of the library's."""
     policy = OwnPolicy()
     assert_type(as_policy(policy), OwnPolicy)
-    state: OwnState = state_from_dict(state_to_dict(policy.init_state()), policy)
+    saved = state_to_dict(policy.init_state(), policy)
     choose_policies("policy.toml", policy)
-    return diagnose(policy, init_state(policy)) + str(policy.update(state, True).own)
+    return diagnose(policy, state_from_dict(saved, policy))
 
 
 def make_mistakes(state: ScaleState) -> None:

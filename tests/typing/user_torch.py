@@ -17,9 +17,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     prediction = assert_type(scaler.attach(prediction, prediction.square()), Tensor)
     loss = assert_type(scaler.scale((prediction - y).square().mean()), Tensor)
     loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types here
-    norm = assert_type(scaler.unscale_and_clip_(optimizer, max_norm=1.0), Tensor)
+    assert_type(scaler.unscale_and_clip_(optimizer, max_norm=1.0), Tensor)
     scaler.step(optimizer)
-    print(float(norm))
     info = assert_type(scaler.update(), StepInfo)
     assert_type(info.applied_of(optimizer), bool | Tensor)
     assert_type(scaler.get_scale(), float)

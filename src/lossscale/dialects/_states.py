@@ -15,6 +15,7 @@ from lossscale.dialects._tools import TOOLS, find_tool
 from lossscale_core import (
     BaseScaling,
     PolicyLike,
+    ScaleState,
     as_policy,
     policy_from_dict,
     state_from_dict,
@@ -23,13 +24,12 @@ from lossscale_core import (
 from lossscale_core.adapters import shown, shown_names
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
-# TensorFlow 1 numbers the outputs of a variable (`good_steps:0`), and static Paddle its variables (`good_steps_0`).
-_ENDING = re.compile(r"(:\d+|_\d+)$")
+_OUTPUT = re.compile(r":\d+$")  # TensorFlow 1 numbers the outputs of a variable: `good_steps:0`
 # tf.train.Checkpoint ends the key of every variable with this: https://www.tensorflow.org/guide/checkpoint
 _TENSORFLOW_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
-def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> Any:
+def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> ScaleState:
     """Return the state with which a run continues where another tool's run stopped.
 
     No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
@@ -181,7 +181,7 @@ def _without_underscores(tool: Tool, values: dict[str, Any]) -> dict[str, Any]:
 
 def _last_part(name: str) -> str:
     """Return the name of a variable without its path and the suffix of the framework."""
-    return _ENDING.sub("", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
+    return _OUTPUT.sub("", name.removesuffix(_TENSORFLOW_SUFFIX).rpartition("/")[2])
 
 
 def _layout(tool: Tool, values: Mapping[str, Any]) -> Saved:
