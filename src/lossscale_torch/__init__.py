@@ -13,11 +13,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lossscale_core.adapters import GradientReport, OperationRange, OverflowReport, RangeReport
+from lossscale_torch import hooks
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._step_info import StepInfo
+from lossscale_torch._state import StepInfo
 from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
-from lossscale_torch.range import range_report
+
+range_report = None
 
 __all__ = [
     "GradScaler",
@@ -27,6 +29,7 @@ __all__ = [
     "RangeReport",
     "StepInfo",
     "all_finite",
+    "hooks",
     "init_state",
     "overflow_report",
     "range_report",

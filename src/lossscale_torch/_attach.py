@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lossscale_torch._gradients import is_dtensor, lifted
 from lossscale_torch._versions import not_compiled
+from lossscale_torch.hooks import Hook
 
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
 
@@ -54,24 +55,32 @@ class _Mark:
     """An object in the graph of an attached loss; it counts the loss if the graph is freed without a backward pass."""
 
     def __init__(self, scaler: Any) -> None:
-        self._scaler, self.has_run = scaler, False
-        if _warn_of_lost not in scaler._observers:
-            scaler._observers.append(_warn_of_lost)
+        self.has_run = False
+        self._lost = next((hook for hook in scaler._hooks if isinstance(hook, _Lost)), None) or _Lost()
+        if self._lost not in scaler._hooks:
+            scaler._hooks.append(self._lost)
 
     def __del__(self) -> None:
         if not self.has_run:
-            self._scaler._lost_losses += 1
+            self._lost.losses += 1
 
 
-def _warn_of_lost(scaler: Any, _: object) -> None:
-    """Warn at an update if attached losses got no backward pass since the last one."""
-    if scaler._lost_losses:
-        scaler._lost_losses = 0
-        warnings.warn(
-            "a loss was attached and got no backward pass, so it trains nothing; continue with what attach returned, "
-            "x = scaler.attach(x, aux_loss), and run an evaluation under torch.no_grad()",
-            stacklevel=3,  # past this function and `GradScaler.update`
-        )
+class _Lost(Hook):
+    """Warns at an update if attached losses got no backward pass since the last one."""
+
+    losses = 0
+
+    def after_update(self, scaler: Any, info: object) -> None:
+        if self.losses:
+            self.losses = 0
+            warnings.warn(
+                "a loss was attached and got no backward pass, so it trains nothing; continue with what attach "
+                "returned, x = scaler.attach(x, aux_loss), and run an evaluation under torch.no_grad()",
+                stacklevel=4,  # past this function, `_end_step` and `update`
+            )
+
+    def __reduce__(self) -> Any:
+        return _Lost, ()  # the original warns of its losses
 
 
 @contextlib.contextmanager
@@ -87,14 +96,15 @@ def attached_with(scale: Tensor) -> Iterator[None]:
 def _scale_of(scaler: Any, loss: Tensor) -> Tensor:
     if not scaler._enabled:
         return torch.ones((), device=loss.device)
-    if scaler._state.tensors is None:
+    if vars(scaler)["_scale"] is None:
         _place(scaler, loss.device)
-    return scaler._state.tensors.loss_scale
+    scale: Tensor = scaler._scale
+    return scale
 
 
 @not_compiled
 def _place(scaler: Any, device: torch.device) -> None:
-    scaler.place_on(device)
+    scaler._lazy_init_scale_growth_tracker(device)
 
 
 def _require_floats(value: Any, name: str) -> None:

@@ -1,9 +1,11 @@
-"""Saving and restoring a scaler's state, and comparing it between ranks."""
+"""The policy that the constructor or a checkpoint asks for, and saved states: torch's five keys beside the core's."""
 
+import dataclasses
+import functools
+import inspect
 import math
-import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 from lossscale_core import (
     BaseScaling,
     DynamicScaling,
-    PolicyLike,
     ScalingPolicy,
     as_policy,
     policy_from_dict,
@@ -22,142 +23,39 @@ from lossscale_core import (
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
-_NEW_SCALE = (
-    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
-)
-
-_TORCH_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-_NEVER = 2**31 - 1
-_FACTORS = ("scale", "growth_factor", "backoff_factor")
-LIBRARY_KINDS = ("none", "fixed", "dynamic")
-"""The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_SETTINGS = {field.name for field in dataclasses.fields(DynamicScaling)}
+_NEVER = 2**31 - 1
+_KINDS = ("none", "fixed", "dynamic")
+"""The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 
 
-def plain_state(saved: Any) -> dict[str, Any]:
-    """Return a saved state with plain numbers under torch's keys.
+def settings_explained(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the `__init__` of a scaler with a `TypeError` that shows where a policy's settings go."""
+    known = inspect.signature(init).parameters
 
-    Raises `CheckpointError` for what is not a dict or not a number, and torch's `RuntimeError` for an empty dict.
-    """
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{shown(saved)} is not a saved state; pass a dict that state_dict() made")
-    if len(saved) == 0:
-        raise RuntimeError(
-            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-        )
-    plain = {name: _item(saved[name]) for name in _TORCHS_KEYS if name in saved}
-    for name, value in plain.items():
-        # An array is not compared, since that may take any time.
-        if not _is_number(value) or (isinstance(value, int) and not _is_finite(value)):
-            rule = "a positive finite number" if name in _FACTORS else "a number"
-            raise CheckpointError(
-                f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint"
+    @functools.wraps(init)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrong = {name: kwargs[name] for name in kwargs if name in _SETTINGS and name not in known}
+        if wrong:
+            settings = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
+            device = shown(args[0] if args else kwargs.get("device", "cuda"))
+            raise TypeError(
+                f"GradScaler has no argument {next(iter(wrong))}, which is a setting of a policy; write "
+                f"GradScaler({device}, policy=DynamicScaling({settings}))"
             )
-    return {**saved, **plain}
+        init(self, *args, **kwargs)
+
+    return explained
 
 
-def _item(value: Any) -> Any:
-    """Return the number in an array of shape `()`, or any other value unchanged."""
-    try:
-        return value.item() if getattr(value, "shape", None) == () else value
-    except RuntimeError:  # a tensor of the meta device has none
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold."""
-    return _is_number(value) and abs(value) <= sys.float_info.max
-
-
-def saved_policy(saved: Mapping[str, Any], policy: ScalingPolicy) -> ScalingPolicy:
-    """Return the policy of a checkpoint: the saved policy if it has one, else torch's rule with its settings."""
-    if "policy" not in saved and "version" in saved:
-        return policy
-    try:
-        if "policy" in saved:
-            return policy_from_dict(saved["policy"])
-        growth = _factor(saved, "growth_factor", 1.0 + 2.0**-23, 2.0**126)
-        backoff = _factor(saved, "backoff_factor", 2.0**-126, 1.0 - 2.0**-24)
-        return _torch_policy(2.0**16, growth, backoff, saved["growth_interval"], enabled=True)
-    except PolicyError as error:
-        raise CheckpointError(f"the saved policy is refused: {error}") from error
-
-
-def _factor(saved: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """Return a saved factor, moved within bounds with a warning; no warning for 1, which torch's setters accept."""
-    value = saved[name]
-    if value == 1.0 and value is not True:
-        return min(max(1.0, low), high)
-    return _within(name, value, low, high, stacklevel=5)
-
-
-def _within(name: str, value: Any, low: float, high: float, stacklevel: int = 4) -> float:
-    """Return a saved number, moved within bounds with a warning; raise an error unless it is positive and finite."""
-    if not (_is_number(value) and 0.0 < value < math.inf):
-        raise CheckpointError(
-            f"{name}={shown(value)} of the saved state must be a positive finite number; restore an earlier checkpoint"
-        )
-    within = float(min(max(value, low), high))
-    if within != value:
-        note = f"{name} of the saved state was {shown_number(value)} and becomes {shown_number(within)}"
-        warnings.warn(note, CheckpointWarning, stacklevel=stacklevel)  # at the call of `load_state_dict`
-    return within
-
-
-def saved_state(saved: Mapping[str, Any], policy: ScalingPolicy) -> Any:
-    """Return the state in a checkpoint, of ours, of torch's scaler or of another framework, as host scalars."""
-    if "version" in saved:
-        return state_from_dict(saved, policy)
-    scale = _within("scale", saved["scale"], SMALLEST_SCALE, LARGEST_SCALE)
-    fields = {"loss_scale": scale, "growth_tracker": saved["_growth_tracker"]}
-    return state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
-
-
-def warn_if_resumed(optimizer: Any, state: Any, stacklevel: int = 3) -> None:
-    """Warn if an optimizer continues and its scaler does not; called before the first step of a new scaler."""
-    start = state.peek()
-    scales = BaseScaling.of(state.policy).scales_losses  # otherwise nothing is lost
-    if scales and start is not None and start.steps == 0 and _has_stepped(optimizer):
-        scale = shown_number(float(start.loss_scale))
-        warnings.warn(
-            f"the optimizer has taken steps before, but its scaler starts over with a loss scale of {scale}; to "
-            "continue from a checkpoint, save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
-            CheckpointWarning,
-            stacklevel=stacklevel,  # past this function and `GradScaler.step`
-        )
-
-
-def _has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer's state shows a step; do not wait for a count on a device.
-
-    The states differ: most optimizers have a count "step" for each parameter, MADGRAD has one count with another name
-    for all parameters, and SGD with momentum has none.
-    """
-    state = getattr(optimizer, "state", None)
-    if not isinstance(state, Mapping):
-        return False
-    of_parameters = [each for each in state.values() if isinstance(each, Mapping)]
-    counts = [each["step"] for each in of_parameters if each.get("step") is not None]
-    counts += [value for name, value in state.items() if isinstance(name, str) and not isinstance(value, Mapping)]
-    return any(map(_is_positive, counts)) if counts else any(of_parameters)
-
-
-def _is_positive(count: Any) -> bool:
-    if isinstance(count, torch.Tensor):
-        return not count.is_cpu or bool((count > 0).any())
-    return isinstance(count, int | float) and count > 0
-
-
-def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int], enabled: bool) -> ScalingPolicy:
+def policy_of(policy: Any, torchs: tuple[Any, ...]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is None:
-        return _torch_policy(*torchs, enabled)
-    if torchs != tuple(_TORCH_DEFAULTS.values()):
-        given = zip(_TORCH_DEFAULTS.items(), torchs, strict=True)
+        return _torchs_rule(*torchs)
+    if torchs != tuple(_DEFAULTS.values()):
+        given = zip(_DEFAULTS.items(), torchs, strict=True)
         settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
         raise PolicyError(
             f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
@@ -166,20 +64,17 @@ def policy_of(policy: PolicyLike | None, torchs: tuple[float, float, float, int]
     return as_policy(policy)
 
 
-def _torch_policy(
-    init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any, enabled: bool
-) -> ScalingPolicy:
-    """Return torch's dynamic rule, with torch's assertions and messages; every positive scale is accepted."""
-    if enabled and _is_real(growth_factor) and growth_factor <= 1.0:
-        raise AssertionError("The growth factor must be > 1.0.")
-    if enabled and _is_real(backoff_factor) and backoff_factor >= 1.0:
-        raise AssertionError("The backoff factor must be < 1.0.")
-    if not enabled:
-        return DynamicScaling()
-    if not (_is_real(init_scale) or isinstance(init_scale, str)):
-        raise PolicyError(f"init_scale={shown(init_scale)} must be a number; pass 2.0**16, or a policy as policy=")
-    if _is_real(init_scale) and init_scale > 0:
-        init_scale = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)
+def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> ScalingPolicy:
+    """Return torch's dynamic rule; every positive finite scale is accepted."""
+    if not isinstance(init_scale, Real | str) or init_scale == math.inf:
+        rule = "finite" if init_scale == math.inf else "a number"
+        raise PolicyError(f"init_scale={shown(init_scale)} must be {rule}; pass 2.0**16, or a policy as policy=")
+    if isinstance(init_scale, Real) and init_scale > 0:
+        within = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)  # type: ignore[type-var]  # Real has an order
+        if within != init_scale:
+            note = f"init_scale={shown(init_scale)} is beyond what float32 can unscale by, and becomes {shown_number(within)}"
+            warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
+        init_scale = within
     return DynamicScaling(
         init_scale=init_scale,
         growth_factor=growth_factor,
@@ -190,25 +85,93 @@ def _torch_policy(
     )
 
 
-def _is_real(value: Any) -> bool:
-    """Return whether a value is a number, including NumPy's; for other values the policy raises an error."""
-    return isinstance(value, Real)
-
-
-def reachable_interval(interval: float) -> int:
+def reachable_interval(interval: Any) -> Any:
     """Return a growth interval for a policy: the largest int32 for an interval that torch's kernel never reaches.
 
     The kernel counts steps from 1 and compares with ==, so that it never reaches 0, a fraction or a huge number:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
-    if not _is_number(interval) or math.isnan(interval):
-        return interval  # type: ignore[return-value]  # the policy raises the error
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or math.isnan(interval):
+        return interval  # the policy raises the error
     return int(interval) if 1 <= interval < _NEVER and interval == int(interval) else _NEVER
 
 
-def given_interval(interval: float, policy: ScalingPolicy) -> float | None:
-    """Return the given growth interval if the policy cannot hold it, else None."""
-    return None if BaseScaling.of(policy).growth_interval == interval else interval
+def saved(policy: ScalingPolicy, state: Any) -> dict[str, Any]:
+    """Return a state of host scalars as plain values: torch's five keys, and those of `state_to_dict`."""
+    members, ours = BaseScaling.of(policy), state_to_dict(state, policy)
+    if ours.get("policy", {}).get("kind") not in _KINDS:
+        return ours  # torch's scaler would continue by another rule
+    return {
+        "scale": float(state.loss_scale),
+        "growth_factor": members.growth_factor,
+        "backoff_factor": members.backoff_factor,
+        "growth_interval": members.growth_interval,
+        "_growth_tracker": int(state.growth_tracker),
+        **ours,
+    }
+
+
+def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingPolicy, Any]:
+    """Return the policy and the state, host scalars, in a checkpoint of ours, of torch's or of another framework.
+
+    Without a policy in the checkpoint, or unless the scaler `follows` it, the policy is the scaler's.
+    """
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{shown(given)} is not a saved state; pass a dict that state_dict() made")
+    if len(given) == 0:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+        )
+    if "version" not in given:
+        return _torchs_state({name: _plain(name, given[name]) for name in _TORCHS_KEYS}, policy, follows)
+    if follows and "policy" in given:
+        try:
+            policy = policy_from_dict(given["policy"])
+        except PolicyError as error:
+            raise CheckpointError(f"the saved policy is refused: {error}") from error
+    return policy, state_from_dict(given, policy)
+
+
+def _torchs_state(given: dict[str, Any], policy: ScalingPolicy, follows: bool) -> tuple[ScalingPolicy, Any]:
+    """Return the policy and the state in a checkpoint of torch's scaler."""
+    if follows:
+        try:
+            policy = DynamicScaling(
+                growth_factor=_within("growth_factor", given, 1.0 + 2.0**-23, 2.0**126),
+                backoff_factor=_within("backoff_factor", given, 2.0**-126, 1.0 - 2.0**-24),
+                growth_interval=reachable_interval(given["growth_interval"]),
+                min_scale=SMALLEST_SCALE,
+                max_scale=LARGEST_SCALE,
+            )
+        except PolicyError as error:
+            raise CheckpointError(f"the saved policy is refused: {error}") from error
+    scale = _within("scale", given, SMALLEST_SCALE, LARGEST_SCALE)
+    fields = {"loss_scale": scale, "growth_tracker": given["_growth_tracker"]}
+    return policy, state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
+
+
+def _plain(name: str, value: Any) -> float:
+    """Return a saved number, also from an array of shape `()`."""
+    if getattr(value, "shape", None) == () and not getattr(value, "is_meta", False):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 2.0**1000:
+        rule = "a number" if name in _TORCHS_KEYS[3:] else "a positive finite number"
+        raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
+    return value
+
+
+def _within(name: str, given: dict[str, Any], low: float, high: float) -> float:
+    """Return a saved number, moved within bounds with a warning; none for a factor of 1, which torch's setters accept."""
+    value = given[name]
+    if not 0.0 < value < math.inf:
+        raise CheckpointError(
+            f"{name}={shown(value)} of the saved state must be a positive finite number; restore an earlier checkpoint"
+        )
+    within = float(min(max(value, low), high))
+    if within != value and value != 1.0:
+        note = f"{name} of the saved state was {shown_number(value)} and becomes {shown_number(within)}"
+        warnings.warn(note, CheckpointWarning, stacklevel=5)  # at the call of `load_state_dict`
+    return within
 
 
 def require_scale(new_scale: Any, device_type: Any) -> None:
@@ -224,5 +187,6 @@ def require_scale(new_scale: Any, device_type: Any) -> None:
     else:
         given = repr(new_scale)
     raise AssertionError(
-        f"{_NEW_SCALE} It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+        "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+        f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."
     )

@@ -1,130 +1,133 @@
-"""Clipping by the norm of all gradients together, in the same multiplication as unscaling."""
+"""Unscaling and clipping by the norm of all gradients together: one read and one multiplication where that suffices."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lossscale_core.adapters import check_setting
-from lossscale_torch._gradients import Gradients, is_dtensor, params_of
-from lossscale_torch._norm import can_stay_on_device, has_float64, norm_on_device, sharded_norm, unscaled_norm
-from lossscale_torch._ranks import groups_over, meshes_of
-from lossscale_torch._state import LossScale
+from lossscale_torch._gradients import Gradients, is_dtensor, lifted, params_of
+from lossscale_torch._optimizers import Fused, kind_of
+from lossscale_torch._ranks import groups_of
+from lossscale_torch._state import UNSCALED, combined, is_being_recorded
+
+_SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
+_HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
 
-class Clipping(NamedTuple):
-    """The arguments of `torch.nn.utils.clip_grad_norm_`."""
-
-    max_norm: float
-    """The largest norm after clipping; with infinity the norm is only measured."""
-    norm_type: float = 2.0
-
-    def apply_torchs(self, optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
-        """Clip gradients that are unscaled already, as torch does; return their norm over all ranks."""
-        params = [param for optimizer in optimizers for param in params_of(optimizer)]
-        grads = [param.grad for param in params if param.grad is not None]
-        norm: Any = torch.nn.utils.get_total_norm(grads, self.norm_type)
-        norm = norm.full_tensor() if is_dtensor(norm) else norm
-        if self.max_norm < math.inf:
-            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-        return norm
-
-
-MEASURING = Clipping(math.inf)
-
-
-class Clipped(NamedTuple):
-    """The outcome of clipping in one read."""
-
-    norm: Tensor
-    """The norm of the unscaled gradients before clipping, shape `()`."""
-    value: float | None
-    """The norm as a number, if it is known on the host."""
-    found: dict[Any, Tensor]
-    """1.0 if a gradient was not finite, so that all are unchanged, else 0.0; empty without gradients."""
-    has_gradients: bool
-    """Whether there were gradients on this rank."""
-    known_to: Sequence[Any] = ()
-    """The process groups with ranks that have computed the same norm."""
-
-
-def clipping(max_norm: Any, norm_type: float) -> Clipping:
-    """Return the arguments of clipping; raise `PolicyError` for a norm that gradients cannot be clipped to."""
-    is_number = getattr(max_norm, "shape", None) == () or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
-    value = max_norm.item() if is_number else max_norm
-    if type(value) is not float or not value >= 0.0:
-        value = check_setting("max_norm", value)
-    return Clipping(float(value), float(norm_type))
+def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) -> Tensor:
+    """Unscale and clip; return the norm before clipping. If it is not finite, the step will be skipped."""
+    if not optimizers:
+        raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
+    max_norm, norm_type = _max_norm(max_norm), float(norm_type)
+    if not scaler.is_enabled():
+        return _clip_as_torch(optimizers, max_norm, norm_type)
+    records = [scaler._open(each, "unscale_and_clip_") for each in optimizers]
+    norm = _clip_in_one_read(scaler, optimizers, records, max_norm, norm_type) if scaler._unscales_as_torch() else None
+    if norm is None:
+        norm = _clip_in_two_passes(scaler, optimizers, records, max_norm, norm_type)
+    for record in records:
+        record["norm"] = norm
+    return norm
 
 
 @torch.no_grad()
-def unscale_and_clip(
-    optimizers: list[Any], scale: LossScale, how: Clipping, allow_half: bool, on_host: bool
-) -> Clipped | None:
-    """Unscale and clip with one read; return None and change nothing if one read is not enough.
-
-    One read is not enough if the norm does not show whether the gradients are finite, or shows it only on the host and
-    `on_host` is False.
-    """
-    gradients = Gradients(optimizers, allow_half)  # raises errors before a gradient is unscaled
-    meshes = meshes_of(optimizers)
-    if meshes:
-        return _clip_shards(gradients, optimizers, meshes, scale, how, on_host)
+def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm: float, order: float) -> Tensor | None:
+    """Return None, and change nothing, where the norm does not show whether the gradients are finite."""
+    gradients = Gradients(optimizers, scaler._half_gradients)  # raises errors before a gradient is unscaled
+    groups = groups_of(optimizers)
     # The largest part of a complex number is not its magnitude.
-    if how.norm_type != 2.0 and (how.norm_type != math.inf or gradients.are_complex):
+    if order != 2.0 and (order != math.inf or gradients.are_complex):
         return None
-    if on_host:
-        norm, loss_scale = unscaled_norm(gradients, scale, how.norm_type)
-        return _clip_on_host(gradients, how, norm, loss_scale, scale.tensor)
-    if not can_stay_on_device(gradients.dtypes, scale.tensor.device):
-        return None
-    return _clip_on_device(gradients, how, norm_on_device(gradients, scale, how.norm_type), scale.tensor)
-
-
-def _clip_shards(
-    gradients: Gradients,
-    optimizers: list[Any],
-    meshes: list[Any],
-    scale: LossScale,
-    how: Clipping,
-    on_host: bool,
-) -> Clipped | None:
-    """Do as `unscale_and_clip` does, by the norm over all ranks, with the same result on each rank."""
-    params: list[Any] = [param for optimizer in optimizers for param in params_of(optimizer)]
-    are_complex = any(param.is_complex() for param in params)
-    device = scale.tensor.device
-    can_stay = can_stay_on_device({param.dtype.to_real() for param in params}, device)
-    if how.norm_type != 2.0 and (how.norm_type != math.inf or are_complex):
-        return None
-    if not has_float64(device) or not (on_host or can_stay):
-        return None
-    norm = sharded_norm(gradients, params, meshes, scale, how.norm_type, can_stay and device.type != "cpu")
-    if on_host:
-        value, loss_scale = torch.stack([norm, scale.tensor.double()]).tolist()
-        clipped = _clip_on_host(gradients, how, value, loss_scale, scale.tensor)
-    else:
-        clipped = _clip_on_device(gradients, how, norm, scale.tensor)
-    flag = (~torch.isfinite(norm)).float()  # also known on a rank without gradients
-    known_to = [group for mesh in meshes for group in groups_over(mesh)]
-    return clipped._replace(found={device: flag}, known_to=known_to)
-
-
-def _clip_on_host(gradients: Gradients, how: Clipping, norm: float, loss_scale: float, scale: Tensor) -> Clipped:
-    finite = math.isfinite(norm)
-    if finite:
-        factor = min(1.0, how.max_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        gradients.multiply_(factor / loss_scale)
-    found = {scale.device: torch.full_like(scale, float(not finite))} if gradients.buckets else {}
+    scale, device = scaler._scale, scaler._scale.device
     is_double = any(bucket[0].dtype is torch.float64 for bucket in gradients.buckets)
-    result = torch.full_like(scale, norm, dtype=torch.float64 if is_double else torch.float32)
-    return Clipped(result, norm, found, bool(found))
+    stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
+    if (groups and not _are_shards(optimizers, groups)) or ((stays or groups) and device.type not in _HAVE_FLOAT64):
+        return None
+    if stays and is_double:
+        return None  # no wider dtype has room for the squares
+    is_wide = bool(stays or groups)
+    scaled = gradients.wide_norm(order, device) if is_wide else gradients.norm(order, device)
+    if groups:
+        scaled = _norm_over(groups[0], scaled, order)
+    if stays:
+        norm, flag, factor = _factor_on_device(scaled / scale, scale, max_norm)
+    else:
+        value, loss_scale = scaler._readings.read([scaled, scale], device)  # the one wait of a step
+        is_finite = math.isfinite(value)
+        if not (is_finite and value >= _SMALL) and (is_double or not is_wide):
+            return None
+        value /= loss_scale
+        norm, flag = torch.full_like(scale, value, dtype=scaled.dtype), torch.full_like(scale, float(not is_finite))
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_
+        factor = min(1.0, max_norm / (value + 1e-6)) / loss_scale if is_finite else 1.0
+    gradients.multiply_(factor)
+    norm = norm if is_double else norm.float()
+    for optimizer, record in zip(optimizers, records, strict=True):
+        if groups or any(param.grad is not None for param in params_of(optimizer)):
+            record["found_inf_per_device"] = {device: flag.clone()}
+            record["stage"], record["known_to"] = UNSCALED, groups
+            if not stays:
+                scaler._readings.note(record["found_inf_per_device"][device], float(not is_finite))
+                scaler._readings.note(norm, value)
+    return norm
 
 
-def _clip_on_device(gradients: Gradients, how: Clipping, norm: Tensor, scale: Tensor) -> Clipped:
+def _factor_on_device(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm, the flag and the factor of gradients whose norm, in float64, the host does not read."""
     finite = torch.isfinite(norm)
-    factor = (how.max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients.multiply_(torch.where(finite, factor / scale, 1.0).float())
-    found = {scale.device: (~finite).float()} if gradients.buckets else {}
-    return Clipped(norm.float(), None, found, bool(found))
+    factor = torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale, 1.0)
+    return norm, (~finite).float(), factor.float()
+
+
+def _are_shards(optimizers: list[Any], groups: list[Any]) -> bool:
+    """Return whether each parameter is a different shard on each rank of the one group."""
+    return len(groups) == 1 and all(
+        is_dtensor(param)
+        and all(each.is_shard() or param.device_mesh.size(dim) == 1 for dim, each in enumerate(param.placements))
+        for optimizer in optimizers
+        for param in params_of(optimizer)
+    )
+
+
+def _norm_over(group: Any, norm: Tensor, order: float) -> Tensor:
+    """Return the norm over the ranks of a group from that of each; all ranks get the same bits."""
+    is_finite = torch.isfinite(norm)
+    row = torch.stack([torch.where(is_finite, norm**2 if order == 2.0 else norm, 0.0), (~is_finite).to(norm.dtype)])
+    operation = torch.distributed.ReduceOp.SUM if order == 2.0 else torch.distributed.ReduceOp.MAX
+    torch.distributed.all_reduce(row, op=operation, group=group)
+    total, not_finite = row.unbind()
+    return torch.where(not_finite == 0.0, total.sqrt() if order == 2.0 else total, math.nan)
+
+
+def _clip_in_two_passes(scaler: Any, optimizers: list[Any], records: Any, max_norm: float, order: float) -> Tensor:
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = _clip_as_torch(optimizers, max_norm, order)
+    if len(optimizers) > 1:  # one norm of all of them, and so one decision
+        device = scaler._scale.device
+        flag = combined((f for each in records for f in each["found_inf_per_device"].values()), device)
+        for record in records:
+            if record["found_inf_per_device"]:
+                record["found_inf_per_device"] = {device: flag.clone()}
+    return norm
+
+
+def _clip_as_torch(optimizers: list[Any], max_norm: float, order: float) -> Tensor:
+    """Clip gradients that are unscaled already, as torch does; return their norm over all ranks."""
+    params = [param for each in optimizers for param in params_of(each)]
+    # An empty tensor has no infinity norm.
+    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    norm: Any = torch.nn.utils.get_total_norm(grads, order)
+    norm = norm.full_tensor() if is_dtensor(norm) else norm
+    if max_norm < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return lifted(norm)
+
+
+def _max_norm(value: Any) -> float:
+    """Return the number to clip to; raise `PolicyError` for one that gradients cannot be clipped to."""
+    is_number = getattr(value, "shape", None) == () or (isinstance(value, Tensor) and value.numel() == 1)
+    value = value.item() if is_number else value
+    return float(value if type(value) is float and value >= 0.0 else check_setting("max_norm", value))

@@ -1,48 +1,69 @@
-"""`GradScaler`: scaling, unscaling, checking, clipping, stepping and updating, in the order of a step.
+"""`GradScaler`: torch's own, with any policy in the place of its rule, the outcome of each step, and hooks.
 
-`scale` multiplies a loss by one persistent tensor. `unscale_` divides an optimizer's gradients by the scale of their
-loss and stores the flag of their check; `unscale_and_clip_` does both in the read and the multiplication of the clip.
-`step` checks unchecked gradients, and steps the optimizer or skips it. `update` changes the scale by all flags.
+Three things are true, each in one place: torch's two tensors (`_scale`, `_growth_tracker`), torch's records of flags
+(`_per_optimizer_states`), and the policy.
 """
 
-import math
+import contextlib
+import copy
+import dataclasses
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from lossscale_core import PolicyLike, SpikeGuard, diagnose, metrics, state_to_dict
-from lossscale_core.adapters import explain_arguments, shown, tree
-from lossscale_core.errors import CallOrderError
-from lossscale_torch._attach import attach
-from lossscale_torch._checkpoint import given_interval, policy_of, require_scale, warn_if_resumed
-from lossscale_torch._clip import MEASURING, Clipping, clipping, unscale_and_clip
-from lossscale_torch._gradients import Gradients, grads_of, is_dtensor, lifted, moved
-from lossscale_torch._guard import Guards
-from lossscale_torch._members import (
-    READY,
-    SPIKE,
-    STEPPED,
-    UNSCALED,
-    Member,
-    Record,
-    found_inf,
-    kind_of,
-    takes_factor,
+from lossscale_core import (
+    BaseScaling,
+    DynamicScaling,
+    PolicyLike,
+    ScalingPolicy,
+    SpikeGuard,
+    diagnose,
+    metrics,
+    state_to_dict,
 )
-from lossscale_torch._ranks import Ranks, require_same_on_ranks
-from lossscale_torch._state import HostState, as_flag, is_being_recorded, is_readable, number
-from lossscale_torch._step_info import StepInfo, with_optimizers
-from lossscale_torch._torch_names import TorchNames, device_type_of
-from lossscale_torch._types import Tree
+from lossscale_core.adapters import check_setting, explain_arguments, shown, tree
+from lossscale_core.errors import CallOrderError, PolicyError
+from lossscale_torch import _state
+from lossscale_torch._attach import attach
+from lossscale_torch._checkpoint import (
+    policy_of,
+    reachable_interval,
+    require_scale,
+    restored,
+    saved,
+    settings_explained,
+)
+from lossscale_torch._clip import clip
+from lossscale_torch._gradients import Gradients, lifted, moved
+from lossscale_torch._optimizers import kind_of
+from lossscale_torch._state import READY, STEPPED, UNSCALED, Flags, Placed, Readings, StepInfo, is_any_set
 from lossscale_torch._versions import not_compiled
-from lossscale_torch._waiting import Waiting
-from lossscale_torch._watch import Watch
+from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
+
+Outputs = TypeVar("Outputs")
+"""A tensor, or a nested structure or iterable of them, which is returned with the same structure."""
 
 
-class GradScaler(TorchNames):
+def _setting(name: str) -> Any:
+    """Return torch's attribute of a setting: that of the policy, which is replaced by assignment."""
+
+    def get(self: Any) -> Any:
+        return getattr(BaseScaling.of(self.policy), name)
+
+    def change(self: Any, value: Any) -> None:
+        if "policy" in vars(self):  # torch's constructor sets what the policy says
+            self._change_policy(name, value)
+
+    return property(get, change)
+
+
+class GradScaler(torch.amp.GradScaler):
     """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
@@ -69,12 +90,12 @@ class GradScaler(TorchNames):
             over a device mesh this is automatic.
         half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
             they are refused.
-        guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before. The clip
-            measures the norm, or `unscale_` or `step` without a clip. A spike leaves the loss scale and its counters
-            unchanged.
+        guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before; the loss
+            scale and its counters stay.
         protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
-            For a `torch.optim.swa_utils.AveragedModel`, `update_parameters` does nothing after a skipped step. The
-            hooks end with the scaler; a copy or a pickle of it protects nothing.
+        updates_per_step: How many calls of `update` end a step, for loops that make one after each of several
+            optimizers that share a loss, as Accelerate does; until the last, scale and records stay.
+        hooks: Objects of `lossscale_torch.hooks.Hook`, called at each step before those of the arguments above.
 
     Raises:
         PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
@@ -83,6 +104,12 @@ class GradScaler(TorchNames):
 
     """
 
+    policy: ScalingPolicy
+    """The scaling policy, frozen; torch's setters replace it."""
+    last_step: StepInfo | None = None
+    """The outcome of the last `update`, for code in which a framework calls `update`; None before the first."""
+
+    @settings_explained
     @explain_arguments
     def __init__(
         self,
@@ -97,32 +124,36 @@ class GradScaler(TorchNames):
         process_group: Any = None,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
-        protect: Iterable[torch.nn.Module] = (),
+        protect: torch.nn.Module | Iterable[torch.nn.Module] = (),
+        updates_per_step: int = 1,
+        hooks: Sequence[Hook] = (),
     ) -> None:
-        self._device, self._enabled = device_type_of(device, enabled)
-        self._follows_checkpoint = policy is None
+        enabled = _can_be_enabled(device, enabled)
         torchs = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._state: Any = HostState(policy_of(policy, torchs, self._enabled))
-        if policy is None:
-            self._interval_as_given = given_interval(growth_interval, self.policy)
-        self._begun_with = (number(self._state.read().loss_scale), 0)
-        self._members: dict[int, Member] = {}
-        self._records: Any = defaultdict(Record.fresh)
-        self._flags_are_shared = False  # whether other code has access to the flags, and may set one at any time
-        self._waiting, self._ranks = Waiting(), Ranks(process_group)
-        self._guards = Guards(guard, self._members)
+        with contextlib.suppress(TypeError):  # of a factor that is no number, which the policy names
+            super().__init__(device, *(torchs if policy is None else ()), enabled=enabled)
+        self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
+        self._follows_checkpoint = policy is None
+        self._state: Any = self.policy.init_state()  # host scalars, or `Placed` on a device
+        self._init_scale, self._init_growth_tracker = self._state[0].item(), self._state[1].item()
+        self._scale = self._growth_tracker = None
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._readings = Readings()
         self._half_gradients = half_gradients
-        self._has_begun = self._had_no_gradients = False
-        self._last: StepInfo | None = None
+        self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
+        self._has_loss = self._is_told = False  # of a loss since the last update, and of the warning about none
+        more = [*hooks, *([Guard(guard)] if guard is not None else [])]
+        self._can_veto = bool(more)
+        self._needs_norm = any(each.needs_norm for each in more)
         self._watch = Watch()
-        self._observers: list[Callable[[Any, StepInfo], None]] = []
-        if protect and self._enabled:
-            from lossscale_torch._rescue import protect_modules
+        self._hooks = [*more, SameOnRanks(process_group), Resumption(), self._watch]
+        if protect and enabled:
+            self._hooks.append(Protect(protect))
 
-            protect_modules(self, protect)
+    # A step, in its order.
 
     @not_compiled
-    def scale(self, outputs: Tree) -> Tree:
+    def scale(self, outputs: Outputs) -> Outputs:  # type: ignore[override]  # torch's has an overload for each type
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
         float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
@@ -136,26 +167,349 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._state.tensors is None:
+            if vars(self)["_scale"] is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            self._waiting.count_loss(outputs.requires_grad, self._members, self._records)
-            if is_being_recorded():
-                self._waiting.is_over = True
-            # autograd saves this tensor, and refuses a backward pass after the scale was written.
-            scale = self._state.tensors.loss_scale
+            if _state.is_being_recorded():
+                self._is_told = True  # later steps may follow a replay
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
-            return loss * (scale if scale.is_cpu and loss.is_cpu else moved(scale, loss.device))  # type: ignore[return-value]
-        if isinstance(outputs, dict | list | tuple):
-            return cast(Tree, tree.map_leaves(self._scale_leaf, outputs))
+            return loss * moved(self._scale, loss.device)  # type: ignore[return-value]
+        if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
+            return cast(Outputs, tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return cast(Tree, map(self.scale, outputs))  # lazily, as torch's own scaler does
+            return cast(Outputs, map(self.scale, outputs))  # lazily, as torch's own scaler does
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors. It is {shown(outputs)}; pass the loss as a tensor, "
             "before .item()"
         )
 
-    def _scale_leaf(self, leaf: Any) -> Any:
-        return GradScaler.scale(self, leaf)  # a subclass's `scale` is called once for the whole structure
+    @not_compiled
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the loss scale, in place, and record whether they are finite.
+
+        For an optimizer without gradients nothing happens. Does not synchronise.
+
+        Raises:
+            RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
+            ValueError: For float16 gradients without `half_gradients`.
+            TypeError: For what is not an optimizer, and for gradients in a layout such as CSR.
+
+        """
+        if self._enabled:
+            record, scale = self._open(optimizer, "unscale_"), self._scale
+            flag = torch.zeros_like(scale)
+            found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
+            record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
+            if self._needs_norm and found:
+                record["norm"] = total_norm([optimizer], scale.device)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
+    ) -> dict[torch.device, Tensor]:
+        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
+
+    @not_compiled
+    def unscale_and_clip_(
+        self,
+        optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
+
+        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. It takes two passes, as these do, for norms
+        of other orders than 2 and infinity, for a norm that is not finite or tiny, for parameters on several meshes
+        or replicated over one, and if `unscale_` was replaced. Synchronises with the host once for an ordinary
+        optimizer; for a fused one on a CUDA device not at all. The norm of parameters on device meshes is that of all
+        ranks, and every rank of a mesh must make this call. A disabled scaler only clips.
+
+        Args:
+            optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
+                one of them skips all of them.
+            max_norm: The largest norm after clipping, in units of the unscaled gradients.
+            norm_type: The order of the norm.
+
+        Returns:
+            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is. If it
+            is not finite, the step will be skipped.
+
+        Raises:
+            PolicyError: For a `max_norm` that is not a number from 0, infinity included.
+            ValueError: For an empty list.
+            TypeError: For what is not an optimizer.
+
+        """
+        return clip(self, list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer], max_norm, norm_type)
+
+    @not_compiled
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
+
+        Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
+        skips the step. An optimizer without gradients steps, and nothing changes. Synchronises with the host once; for
+        a fused optimizer not at all.
+
+        Returns:
+            The result of the optimizer; None if the step was skipped.
+
+        Raises:
+            RuntimeError: For a closure, and when called twice between two updates.
+            TypeError: For what is not an optimizer.
+
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or (args and args[0] is not None):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        record, kind = self._open(optimizer, "step"), kind_of(optimizer)
+        if record["stage"] is READY and kind.check:
+            getattr(self, "unscale_" if self._needs_norm else kind.check)(optimizer)
+        for hook in [*self._hooks]:
+            hook.before_step(self, optimizer, record)
+        result = kind.take(self, optimizer, record, args, kwargs)
+        record["stage"] = STEPPED
+        for hook in self._hooks:
+            hook.after_step(self, optimizer, record)
+        return result
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
+        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
+        if not readings.know(flags):  # Ctrl-C may come while this waits
+            readings.read([*flags, self._scale], self._scale.device)
+        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
+        return optimizer.step(*args, **kwargs) if applied else None
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Record whether the gradients are finite; do not change them."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Skip an optimizer's step for your own reasons; call it instead of `step`.
+
+        `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
+        checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
+        synchronise. Raises `RuntimeError` after `step`.
+        """
+        record = self._open(optimizer, "skip") if self._enabled else self._per_optimizer_states[id(optimizer)]
+        record["stage"], record["applied"] = STEPPED, False
+
+    @not_compiled
+    def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
+        """Update the loss scale after the steps since the last update, and return their outcome.
+
+        After a fused optimizer on a device the fields of the result stay there until they are read, so this does not
+        synchronise.
+
+        Args:
+            new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
+            end_of_step: With `updates_per_step`, end the step at this update, since no optimizer will follow.
+
+        Returns:
+            A `StepInfo`: `applied` is True if every optimizer's step was applied; `applied_of(optimizer)` says it for
+            one optimizer.
+
+        Raises:
+            AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
+                `new_scale` that is not a positive number.
+            OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
+            SpikeStreakError: When the guard's `max_streak` is reached and this is known on the host.
+
+        """
+        records = self._per_optimizer_states
+        if not self._enabled:
+            return self._end_disabled()
+        if vars(self)["_scale"] is None:
+            self._check_scale_growth_tracker("update")
+        flags = Flags.of(records.values())
+        if new_scale is not None:
+            require_scale(new_scale, self._device)
+        elif not flags.overflows and not any(each["stage"] is not READY for each in records.values()):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._updates += 1
+        is_whole = end_of_step or self._updates >= self._updates_per_step
+        info = self._advance(flags, stays=not (is_whole and flags.overflows and new_scale is None))
+        if new_scale is not None:
+            info = info._replace(loss_scale_after=self._set_scale(new_scale))
+        self.last_step = info = _state.with_optimizers(info, records, self._readings)
+        if is_whole:
+            self._end_step(info, had_no_gradients=not flags.overflows and any(info.by_optimizer.values()))
+        return info
+
+    # What belongs to a step.
+
+    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
+        """Return the record of an optimizer's step; raise torch's errors if it was unscaled or stepped before."""
+        if vars(self)["_scale"] is None:
+            self._check_scale_growth_tracker(caller)
+        if not (self._has_loss or self._is_told or self.last_step is None):
+            self._tell_of_no_loss()
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
+                "pass the torch.optim.Optimizer of these parameters"
+            )
+        record = self._per_optimizer_states[id(optimizer)]
+        unscales = caller.startswith("unscale_")
+        if record["stage"] is UNSCALED and unscales:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if record["stage"] is STEPPED:
+            is_late, is_double = (
+                "unscale_() is being called after step().",
+                "step() has already been called since the last update().",
+            )
+            what = is_late if unscales else is_double
+            if self._updates:
+                raise CallOrderError(
+                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; call "
+                    "it once for each optimizer, or end the step by update(end_of_step=True)"
+                )
+            raise RuntimeError(what)
+        return record
+
+    def _tell_of_no_loss(self) -> None:
+        self._is_told = True
+        warnings.warn(
+            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
+            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
+            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
+            stacklevel=4,  # past this function, `_open` and `step`
+        )
+
+    def _unscales_as_torch(self) -> bool:
+        """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
+        return not any(
+            getattr(type(self), name) is not vars(GradScaler)[name] or name in vars(self)
+            for name in ("unscale_", "_unscale_grads_")
+        )
+
+    def _advance(self, flags: Flags, stays: bool) -> StepInfo:
+        """Let the policy move the scale: on the host if it can tell each flag, else on the device, from then on."""
+        scale, readings = vars(self)["_scale"], self._readings
+        if not isinstance(self._state, Placed):
+            if readings.know([scale, *flags.overflows, *flags.vetoes]):
+                return self._advance_on_host(flags.on_host(readings), stays)
+            self._state = _state.placed(self._state, self.policy, scale.device)
+            self._growth_tracker = moved(self._growth_tracker, scale.device)
+            self._keep_tracker_reachable()
+        if stays:
+            return _state.stay_on_device(self._live(), flags)
+        return _state.advance_on_device(self.policy, self._state, self._live(), flags)
+
+    def _advance_on_host(self, found: tuple[bool, bool, bool], stays: bool) -> StepInfo:
+        before, scale = self._live(), vars(self)["_scale"]
+        if stays:
+            return _state.stay_on_host(before, *found)
+        self._state, info = _state.advance_on_host(self.policy, before, *found)
+        if self._state is not before:
+            self._growth_tracker.fill_(self._state.growth_tracker.item())
+        if info.loss_scale_after != info.loss_scale_used:  # autograd then refuses a late backward pass
+            scale.fill_(info.loss_scale_after)
+            self._readings.note(scale, info.loss_scale_after)
+        return info
+
+    def _set_scale(self, new_scale: float | Tensor) -> Any:
+        """Set the scale within the policy's bounds, and return it where it is."""
+        scale, members = vars(self)["_scale"], BaseScaling.of(self.policy)
+        if isinstance(new_scale, Tensor):
+            scale.copy_(new_scale.detach().reshape(()).float().clamp(members.min_scale, members.max_scale))
+        else:
+            within = min(max(float(new_scale), members.min_scale), members.max_scale)
+            scale.fill_(within)
+            self._readings.note(scale, within)
+        return scale.clone() if isinstance(self._state, Placed) else self._readings.value(scale)
+
+    def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._has_loss, self._updates = False, 0
+        self._watch.without_gradients = self._watch.without_gradients + 1 if had_no_gradients else 0
+        for hook in self._hooks:
+            hook.after_update(self, info)
+        self._readings.forget()
+
+    def _end_disabled(self) -> StepInfo:
+        """Return the outcome of a step that only `skip` can have left out."""
+        skipped = dict.fromkeys(self._per_optimizer_states, False)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self.last_step = info = StepInfo(not skipped, 1.0, 1.0, 0)
+        info.by_optimizer, info.of_others = skipped, True
+        return info
+
+    # Where the state is.
+
+    @property
+    def _scale(self) -> Tensor | None:
+        self._has_loss = True  # other code may multiply a loss by it
+        scale: Tensor | None = vars(self)["_scale"]
+        return scale
+
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        vars(self)["_scale"] = None if value is None else value.detach().float().reshape(())
+
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
+
+    def _change_policy(self, name: str, value: Any) -> None:
+        if name not in BaseScaling.of(self.policy).settings():
+            raise PolicyError(f"{self.policy!r} has no {name}; make the scaler with another policy")
+        value = reachable_interval(value) if name == "growth_interval" else value
+        self.policy = dataclasses.replace(self.policy, **{name: value})  # type: ignore[type-var]  # it has settings
+        self._keep_tracker_reachable()
+
+    def _keep_tracker_reachable(self) -> None:
+        """Keep the growth tracker on a device below the interval: torch's kernel compares the two with ==."""
+        if isinstance(self._state, Placed):
+            self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
+
+    def _live(self) -> Any:
+        """Return the policy's state where it is; its first two fields are torch's own. Host scalars may be waited for."""
+        state, scale = self._state, vars(self)["_scale"]
+        if isinstance(state, Placed):
+            return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
+        if scale is None:
+            first = self._init_scale, self._init_growth_tracker
+        else:
+            if not self._growth_tracker.is_cpu:
+                self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts
+            first = self._readings.value(scale), self._growth_tracker.item()
+        if state[:2] == first:  # which is faster than to make the same scalars again
+            return state
+        return state._make((np.float32(first[0]), np.int32(first[1]), *state[2:]))
+
+    def _state_on_host(self) -> Any:
+        live = self._live()
+        return _state.to_host(live, self.policy) if isinstance(self._state, Placed) else live
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        """Make scale and tracker on a device; on a device of the same type as before, do nothing."""
+        scale = vars(self)["_scale"]
+        if scale is not None:
+            if scale.device.type == torch.device(dev).type:
+                return
+            self._take(self._state_on_host())
+        with torch.inference_mode(False):  # they outlive a validation loop that may be running
+            super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
+
+    def _take(self, state: Any) -> None:
+        """Begin with a state of host scalars, and without tensors."""
+        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
+        self._state, self._scale, self._growth_tracker = state, None, None
+
+    def place_on(self, device: torch.device | str) -> None:
+        """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
+
+        Call it in a process that steps and updates but never scales a loss, such as a stage of a pipeline that receives
+        its gradients from the last stage.
+        """
+        self._is_told = True
+        if self._enabled and vars(self)["_scale"] is None:
+            self._lazy_init_scale_growth_tracker(device)
+
+    # Between steps.
 
     def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
         """Return `x`; its backward pass adds the gradients of `aux_loss` times the loss scale.
@@ -186,469 +540,32 @@ class GradScaler(TorchNames):
         """
         return attach(self, x, aux_loss)
 
-    @not_compiled
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the loss scale, in place, and note whether they are finite.
-
-        For an optimizer without gradients nothing happens. Does not synchronise, unless a guard measures the norm of an
-        ordinary optimizer's gradients.
-
-        Raises:
-            RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
-            ValueError: For float16 gradients without `half_gradients`.
-
-        """
-        if self._enabled:
-            record = self._open_to_unscale(optimizer, "unscale_")
-            if self._guards.guard is None:
-                self._unscale(optimizer, record)
-            else:
-                self._unscale_and_check_spike(optimizer, record)
-
-    def _unscale(self, optimizer: Any, record: Record) -> None:
-        scale: Any = record.scale
-        flag = torch.zeros_like(scale.tensor)
-        # A subclass may write to the factor, which other steps share.
-        inverse = scale.inverse() if self._is_ours("_unscale_grads_") else scale.inverse().clone()
-        found = self._unscale_grads_(optimizer, inverse, flag, self._half_gradients)
-        record.take(self._ranks.combine(optimizer, found, flag.device))
-        if not found:
-            record.had_none = True
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
-    ) -> dict[torch.device, Tensor]:
-        return Gradients([optimizer], allow_fp16).unscale_(inv_scale, found_inf)
-
-    def _unscale_and_check_spike(self, optimizer: Any, record: Record) -> None:
-        """Unscale, and let the guard check the norm, which comes from the same read if possible."""
-        if self._clip_in_one_read([optimizer], [record], MEASURING) is None:
-            self._unscale(optimizer, record)
-            self._check_spike([optimizer], MEASURING.apply_torchs([optimizer]))
-
-    @not_compiled
-    def unscale_and_clip_(
-        self,
-        optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
-        max_norm: float,
-        norm_type: float = 2.0,
-    ) -> Tensor:
-        """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
-
-        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is finite if and only if the
-        gradients are; if it is not, the gradients stay unchanged and the step will be skipped. Norms of other orders
-        than 2 and infinity use torch's own functions after `unscale_`. Synchronises with the host once for an ordinary
-        optimizer; for a fused one on a CUDA device not at all. The norm of parameters on device
-        meshes is that of all ranks; norm and decision take one collective for each mesh, and every rank of the mesh
-        must make this call. A disabled scaler only clips.
-
-        Args:
-            optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
-                one of them skips all of them.
-            max_norm: The largest norm after clipping, in units of the unscaled gradients.
-            norm_type: The order of the norm.
-
-        Returns:
-            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is.
-
-        Raises:
-            PolicyError: For a `max_norm` that is not a number from 0, infinity included.
-            ValueError: For an empty list.
-            TypeError: For what is not an optimizer.
-
-        """
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
-        return self._clip(optimizers, clipping(max_norm, norm_type))
-
-    def _clip(self, optimizers: list[Any], how: Clipping) -> Tensor:
-        if not self._enabled:
-            return how.apply_torchs(optimizers)
-        records = [self._open_to_unscale(each, "unscale_and_clip_") for each in optimizers]
-        if self._is_ours("unscale_"):
-            norm = self._clip_in_one_read(optimizers, records, how)
-            if norm is not None:
-                return norm
-        if self._is_ours("_unscale_grads_"):
-            Gradients(optimizers, self._half_gradients)  # raises errors before a gradient is unscaled
-        for optimizer, record in zip(optimizers, records, strict=True):
-            if self._is_ours("unscale_") or record.is_kept:
-                self._unscale(optimizer, record)
-            else:
-                self.unscale_(optimizer)
-        if len(optimizers) > 1:  # one norm of all of them, and so one decision
-            device = self._state.tensors.loss_scale.device
-            overflow = found_inf([flag for each in records for flag in each.overflow_flags], device)
-            for record in (each for each in records if each.flags):
-                spike = {SPIKE: found[SPIKE]} if SPIKE in (found := record["found_inf_per_device"]) else {}
-                record["found_inf_per_device"] = {device: overflow.clone(), **spike}
-                record.discard_decision()
-        norm = how.apply_torchs(optimizers)
-        self._check_spike(optimizers, norm)
-        return lifted(norm)
-
-    def _clip_in_one_read(self, optimizers: list[Any], records: list[Record], how: Clipping) -> Tensor | None:
-        """Unscale and clip by the norm from the check; return None if one read is not enough."""
-        scale: Any = records[0].scale
-        if not self._is_ours("_unscale_grads_") or any(each.scale.tensor is not scale.tensor for each in records[1:]):  # type: ignore[union-attr]
-            return None
-        is_replayed = self._guards.guard is not None and is_being_recorded()  # a guard checks again at each replay
-        on_host = (scale.tensor.is_cpu and not is_replayed) or not all(map(takes_factor, optimizers))
-        clipped = unscale_and_clip(optimizers, scale, how, self._half_gradients, on_host)
-        if clipped is None:
-            return None
-        member = self._members[id(optimizers[0])]
-        spiked = self._guards.is_spike(member, clipped.norm if clipped.value is None else clipped.value)
-        for optimizer, record in zip(optimizers, records, strict=True):
-            # Of several optimizers, one without gradients has nothing to count; on a mesh other ranks may have some.
-            is_empty = len(optimizers) > 1 and not clipped.known_to and not grads_of(optimizer)
-            found = {} if is_empty else {key: flag.clone() for key, flag in clipped.found.items()}
-            if self._guards.guard is not None and found:
-                found[SPIKE] = as_flag(spiked, clipped.norm.device)
-            combined = self._ranks.combine(optimizer, found, scale.tensor.device, clipped.known_to)
-            is_known = combined is found and clipped.value is not None and isinstance(spiked, bool)
-            finite = math.isfinite(clipped.value) and not spiked if is_known else None  # type: ignore[arg-type]
-            record.take(combined, finite)
-            record.had_none = not clipped.has_gradients or is_empty
-            record.is_left_scaled = clipped.value is not None and not math.isfinite(clipped.value)
-            record.spiked = is_known and spiked is True
-            record.has_checked_norm = True
-        return clipped.norm
-
-    def _check_spike(self, optimizers: list[Any], norm: Tensor) -> None:
-        """Let the guard check the norm of gradients that were checked for overflow, unless it has done so."""
-        records = [self._records[id(optimizer)] for optimizer in optimizers]
-        if self._guards.guard is None or all(record.has_checked_norm for record in records):
-            return
-        norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
-        spiked = self._guards.is_spike(self._members[id(optimizers[0])], norm)
-        # Finite gradients can have an infinite norm, and torch's clip would turn them into zeros. Such a norm is a
-        # spike even during the guard's warm-up. The guard does not count it among its norms.
-        spiked = spiked | (bool(torch.isinf(norm)) if isinstance(spiked, bool) else torch.isinf(norm))
-        device = self._state.tensors.loss_scale.device
-        for optimizer, record in zip(optimizers, records, strict=True):
-            if not record.flags:  # it has no gradients
-                continue
-            found = {**record["found_inf_per_device"], SPIKE: as_flag(spiked, device)}
-            record["found_inf_per_device"] = self._ranks.combine(optimizer, found, device)
-            record.discard_decision()
-            record.has_checked_norm = True
-
-    @not_compiled
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
-
-        Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
-        skips the step. An optimizer without gradients steps, and nothing changes. Synchronises with the host once; for
-        a fused optimizer not at all.
-
-        Returns:
-            The result of the optimizer; None if the step was skipped.
-
-        Raises:
-            RuntimeError: For a closure, and when called twice between two updates.
-            CallOrderError: If it is unknown which loss scale multiplied the loss of the gradients.
-            TypeError: For what is not an optimizer.
-
-        """
-        if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or (args and args[0] is not None):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        record = self._open(optimizer, "step")
-        if record["stage"] is STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        kind = kind_of(optimizer)
-        if record["stage"] is READY and kind.check:
-            getattr(self, kind.check)(optimizer)
-            record = self._records[id(optimizer)]
-        if record.had_none and record["stage"] is UNSCALED and any(grad.numel() for grad in grads_of(optimizer)):
-            raise CallOrderError(
-                "this rank had no gradients when it decided with the others, and has some now; call unscale_() on an "
-                "optimizer after backward()"
-            )
-        if not self._has_begun:
-            warn_if_resumed(optimizer, self._state)
-        if not self._is_ours("_maybe_opt_step"):
-            self._flags_are_shared = True
-        result = kind.apply(self, optimizer, record, args, kwargs)
-        if record.applied is None:  # a subclass has replaced `_maybe_opt_step`, and has decided by the flags
-            record.discard_decision()
-            record.applied = record.may_step()
-        record["stage"] = STEPPED
-        self._has_begun = self._has_begun or self._waiting.has_graph
-        return result
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        record = optimizer_state
-        if self._flags_are_shared:
-            record.discard_decision()
-        record.applied = record.may_step()
-        if self._state.is_handed_out:
-            self._state.refresh()  # the step, or its clip, has waited for the device
-        return optimizer.step(*args, **kwargs) if record.applied else None
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Record whether the gradients are finite, also after a fused optimizer unscales them; do not change them."""
-        record = self._open(optimizer, "_check_inf_per_device")
-        scale = cast(Any, record.scale)
-        found = Gradients([optimizer]).found_inf()
-        record["found_inf_per_device"] = self._ranks.combine(optimizer, found, scale.tensor.device)
-        record.discard_decision()
-        self._flags_are_shared = True
-        return record["found_inf_per_device"]
-
-    def _check_fused(self, optimizer: Any) -> None:
-        """Check the gradients of a fused optimizer, which will unscale them; a guard also checks their norm."""
-        if self._guards.guard is None:
-            was_shared = self._flags_are_shared
-            self._check_inf_per_device(optimizer)
-            self._flags_are_shared = was_shared or not self._is_ours("_check_inf_per_device")
-        elif self._is_ours("unscale_"):
-            self._unscale_and_check_spike(optimizer, self._records[id(optimizer)])
-        else:
-            self.unscale_(optimizer)
-
-    def _flag_for_kernel(self, record: Record) -> Tensor:
-        """Return the flag for a fused optimizer's kernel: 1.0 or 0.0."""
-        flag = self._exact_flag([record])
-        if flag is None:
-            flag = found_inf(record.flags, self._state.tensors.loss_scale.device)
-        return flag
-
-    def skip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Skip an optimizer's step for your own reasons; call it instead of `step`.
-
-        `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
-        checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
-        synchronise. Raises `RuntimeError` after `step`.
-        """
-        if not self._enabled:
-            self._records[id(optimizer)].applied = False
-            return
-        record = self._open(optimizer, "skip")
-        if record["stage"] is STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        record.applied, record["stage"] = False, STEPPED
-
-    @not_compiled
-    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
-        """Update the loss scale after the steps since the last update, and return their outcome.
-
-        Optimizers that are updated one by one after one loss count as one step. After a fused optimizer on a device
-        the fields of the result stay there until they are read, so this does not synchronise; a `new_scale` on a device
-        is waited for if the state is on the host.
-
-        Args:
-            new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
-
-        Returns:
-            A `StepInfo`: `applied` is True if every optimizer's step was applied; `applied_of(optimizer)` says it for
-            one optimizer.
-
-        Raises:
-            AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
-                `new_scale` that is not a positive number.
-            OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
-            SpikeStreakError: When the guard's `max_streak` is reached and this is known on the host.
-
-        """
-        if not self._enabled:
-            flags, self._records = dict.fromkeys(self._records, False), defaultdict(Record.fresh)
-            self._last = with_optimizers(StepInfo(True, 1.0, 1.0, 0), flags, True)
-            return self._last
-        if self._state.tensors is None:
-            self._require_placed("update")
-        if new_scale is not None:
-            require_scale(new_scale, self._device)
-        counted = self._counted()
-        if not counted and new_scale is None and not any(each["stage"] is not READY for each in self._records.values()):
-            raise AssertionError("No inf checks were recorded prior to update.")
-        self._has_begun = self._has_begun or bool(counted)
-        self._had_no_gradients = not counted and any(
-            each["stage"] is STEPPED and not each["found_inf_per_device"] and Record.of(each).applied is not False
-            for each in self._records.values()
-        )
-        overflowed, spiked = self._outcome(counted)
-        if not self._waiting.continues(counted):
-            self._state.begin_step()
-        if new_scale is not None:
-            info = self._state.update_to(new_scale, overflowed, spiked)
-        else:
-            info = self._state.update(overflowed, spiked) if counted else self._state.stay()
-        self._last = info = with_optimizers(info, self._end(info))
-        for observe in self._observers:
-            observe(self, info)
-        self._watch(self, info)
-        return info
-
-    def _counted(self) -> list[Record]:
-        """Return the records with flags that count for the loss scale."""
-        return [Record.of(each) for each in self._records.values() if each["found_inf_per_device"]]
-
-    def _outcome(self, records: list[Record]) -> tuple[bool | Tensor, bool | Tensor]:
-        """Return whether a gradient was not finite, and whether finite ones were refused as a spike.
-
-        Bools if they are known on the host or can be read on a CPU; else flags on the device, to which the state moves.
-        """
-        is_recorded = is_being_recorded()
-        if self._state.is_known():
-            overflowed = spiked = False
-            for record in records:
-                if self._flags_are_shared:
-                    record.discard_decision()
-                if record.finite is None:
-                    if is_recorded or not all(map(is_readable, record.flags)):
-                        break
-                    record.may_step()
-                if not record.finite:
-                    overflowed, spiked = overflowed or not record.spiked, spiked or record.spiked
-            else:
-                return overflowed, spiked
-        self._waiting.is_over = self._waiting.is_over or is_recorded
-        self._state = self._state.on_device(has_spikes=self._guards.guard is not None)
-        if (flag := self._exact_flag(records)) is not None:
-            return flag, False
-        device = self._state.tensors.loss_scale.device
-        overflow = found_inf([flag for record in records for flag in record.overflow_flags], device)
-        spikes = [found[SPIKE] for record in records if SPIKE in (found := record["found_inf_per_device"])]
-        return overflow, found_inf(spikes, device) if spikes else False
-
-    def _exact_flag(self, records: list[Record]) -> Tensor | None:
-        """Return the only flag of some records if it is on the device of the loss scale, and 0.0 or 1.0."""
-        flags = [flag for record in records for flag in record.flags]
-        if len(flags) != 1 or self._flags_are_shared or not self._is_ours("_unscale_grads_"):
-            return None
-        return flags[0] if flags[0].device == self._state.tensors.loss_scale.device else None
-
-    def _end(self, info: StepInfo) -> dict[int, Any]:
-        """Forget the records at an update; return for each optimizer that was stepped whether its step was applied."""
-        self._waiting.end(self._members, self._records, info.loss_scale_used)
-        applied = {}
-        for key, record in self._records.items():
-            if record["stage"] is STEPPED and key in self._members:
-                applied[key] = Record.of(record).outcome()
-        if self._flags_are_shared:
-            self._records, self._flags_are_shared = defaultdict(Record.fresh), False  # others may use the old dict
-        else:
-            self._records.clear()
-        return applied
-
-    def _open(self, optimizer: Any, caller: str) -> Record:
-        """Return the record of an optimizer's step; while it is ready, with the present scale of its gradients."""
-        key = id(optimizer)
-        record = self._records.get(key)
-        if type(record) is not Record or key not in self._members:
-            record = self._records[key] = self._admit(optimizer, record, caller)
-        if record["stage"] is READY:
-            if self._waiting.has_loss:  # then no optimizer waits
-                record.scale = self._state.present()
-            else:
-                record = self._waiting.open(self._members[key], optimizer, record, self._state.present())
-                self._records[key] = record
-        return record
-
-    def _admit(self, optimizer: Any, record: Any, caller: str) -> Record:
-        """Return a record for an optimizer that is used for the first time, or first since an update."""
-        if self._state.tensors is None:
-            self._require_placed(caller)
-        key = id(optimizer)
-        if key not in self._members:
-            require_optimizer(optimizer, caller)
-            self._members[key] = Member(optimizer, self)
-            # The record of a deleted optimizer with the same id: its flags still count at the next update, under a key
-            # of no optimizer.
-            if type(record) is Record and record.scale is not None:
-                self._records[-key], record = record, None
-        return Record.fresh() if record is None else Record.of(record)
-
-    def _open_to_unscale(self, optimizer: Any, caller: str) -> Record:
-        """Return the record of an optimizer, or raise torch's error if it was unscaled or stepped."""
-        record = self._open(optimizer, caller)
-        if record["stage"] is UNSCALED and not record.is_kept:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if record["stage"] is STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        return record
-
-    def _is_ours(self, name: str) -> bool:
-        """Return whether a method is that of this class, not of a subclass, and not assigned to this scaler."""
-        return getattr(type(self), name) is getattr(GradScaler, name) and name not in self.__dict__
-
-    @not_compiled
-    def minimize(
-        self,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]],
-        *,
-        retries: int = 0,
-        max_norm: float | None = None,
-    ) -> StepInfo:
-        """Take a whole step: scale the loss, differentiate, unscale, clip, step and update; retry an overflow.
-
-        After an overflow the policy lowers the loss scale, the random state of torch and the buffers of modules are
-        restored, and `loss_fn` runs again. So the applied step is that of a run at the lower scale. Each try is one
-        update of the policy. A policy that does not adapt never retries. If the step is not applied, parameters,
-        optimizer and buffers are unchanged. Synchronises with the host as `step` does, and with `retries` once for each
-        try, also for a fused optimizer.
-
-        Args:
-            optimizer: Any optimizer. If its `step` needs a closure, as for LBFGS, it receives the unscaled loss. The
-                gradients of its parameters are computed again; those from before the call are dropped.
-            loss_fn: Returns the loss, a tensor with one element, without scaling it. Or a list of such functions, one
-                for each micro-batch: their gradients are added up, and a micro-batch that overflows is retried alone.
-            retries: The largest number of times to run a loss again.
-            max_norm: The largest norm of the unscaled gradients, as in `unscale_and_clip_`; None does not clip.
-
-        Returns:
-            A `StepInfo` of the last try, as from `update`.
-
-        Raises:
-            CallOrderError: If the optimizer was unscaled or stepped since the last update.
-            SyncError: For a retry under `no_sync()` without `process_group`.
-            OverflowStreakError: When the last try reaches the policy's `max_overflow_streak` and the host knows.
-            TypeError: For a `loss_fn` that is not a function or a list of them, or does not return a tensor.
-            PolicyError: For `retries` that are not a whole number from 0, and for a `max_norm` that is not a number
-                from 0, infinity included.
-
-        """
-        from lossscale_torch._rescue import minimize
-
-        require_optimizer(optimizer, "minimize")
-        return minimize(self, optimizer, loss_fn, retries, max_norm)
-
-    @property
-    def last_step(self) -> StepInfo | None:
-        """The `StepInfo` of the last `update`, for code in which a framework calls `update`; None before the first."""
-        return self._last
-
-    def place_on(self, device: torch.device | str) -> None:
-        """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
-
-        Call it in a process that steps and updates but never scales a loss, such as a stage of a pipeline that receives
-        its gradients from the last stage.
-        """
-        if self._enabled and self._state.tensors is None:
-            self._lazy_init_scale_growth_tracker(device)
-
     def metrics(self) -> dict[str, Any]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`.
 
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
-        numbers = metrics(self._state.snapshot(), guard=self._guards.first())
-        return {name: number(value) for name, value in numbers.items()}
+        guard = next((hook.first() for hook in self._hooks if isinstance(hook, Guard)), None)
+        scale = vars(self)["_scale"]
+        if isinstance(self._state, Placed):
+            state = _state.copies(self._live())
+        elif scale is None or self._readings.know([scale, self._growth_tracker]):
+            state = self._live()
+        else:
+            state = self._state._make((scale.clone(), self._growth_tracker.clone(), *self._state[2:]))
+        numbers = metrics(state, guard=guard)
+        return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
 
     def diagnose(self) -> str:
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        state = self._state.read()
-        self._watch.after_read(self)
-        answer = diagnose(self.policy, state, guard=self._guards.worst())
-        if self._had_no_gradients:
+        state = self._state_on_host()
+        self._watch.log(self.policy, state)
+        guards = [each for hook in self._hooks if isinstance(hook, Guard) for each in hook.states()]
+        worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
+        answer = diagnose(self.policy, state, guard=worst)
+        if self._watch.without_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
             )
@@ -661,16 +578,77 @@ class GradScaler(TorchNames):
         take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises with the
         host.
         """
-        self._ranks.check_member()
-        state, group = self._state.read(), self._ranks.process_group
-        guards = self._guards.saved(state) if group is None else {}  # the ranks of a group have different norms
-        require_same_on_ranks({**state_to_dict(state, self.policy), **guards}, group)
+        ranks = next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
+        ranks.require_same(state_to_dict(self._state_on_host(), self.policy))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.
+
+        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Under a
+        policy of your own torch's keys are left out, since its scaler would continue by another rule. Empty when
+        disabled. Synchronises with the host.
+        """
+        if not self._enabled:
+            return {}
+        state = self._state_on_host()
+        self._watch.log(self.policy, state)
+        entries = saved(self.policy, state)
+        for hook in self._hooks:
+            entries.update(hook.state_dict())
+        return entries
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
+
+        A scaler without `policy=` takes over the checkpoint's factors and interval, as torch does. A scaler with
+        `policy=` keeps its policy, and a `CheckpointWarning` names each difference. A state on a device is written in
+        place, so that a recorded graph continues from it.
+
+        Raises:
+            RuntimeError: torch's, for an empty dict.
+            KeyError: For a missing key.
+            CheckpointError: For a newer version, and for a value that no state can hold.
+
+        """
+        if not self._enabled:
+            return
+        self.policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
+        for hook in [*self._hooks]:
+            hook.load_state_dict(state_dict)
+        scale = vars(self)["_scale"]
+        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
+        if isinstance(self._state, Placed):
+            self._state = self._state.for_policy(state, self.policy)
+            _state.write(self._live(), state)
+            self._keep_tracker_reachable()
+            return
+        self._state = state
+        if scale is not None:
+            _state.fill(scale, self._init_scale)
+            _state.fill(self._growth_tracker, self._init_growth_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # raises within a step
+        own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch})
+        fresh = {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state), "_readings": Readings()}
+        return {**state, **own, **fresh, "_state": self._state_on_host()}
 
 
-def require_optimizer(optimizer: Any, caller: str) -> None:
-    """Raise `TypeError` for an object without parameter groups."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
-            "pass the torch.optim.Optimizer of these parameters"
+def _can_be_enabled(device: Any, enabled: bool) -> bool:
+    """Return whether a scaler for a device type is enabled; without CUDA torch disables one for it."""
+    if not isinstance(device, str | torch.device):
+        meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
+        raise TypeError(f"device={device!r} must name a device type; write GradScaler('cuda', {meant})")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is not a device type of torch; it takes the type of the device that computes the loss; "
+            "pass 'cuda', 'cpu', 'mps' or 'xpu'"
+        ) from error
+    if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+        warnings.warn(
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=5
         )
+        return False
+    return enabled

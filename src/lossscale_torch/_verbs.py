@@ -1,15 +1,25 @@
 """The five verbs on tensors: `init_state`, `scale`, `all_finite`, `unscale`, `select`."""
 
-from typing import Any, cast, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
 from lossscale_core.adapters import tree
-from lossscale_torch._gradients import buckets, found_inf_in, lifted, moved, values_of
+from lossscale_torch._gradients import buckets, check_and_multiply_, lifted, moved, values_of
 from lossscale_torch._ranks import reduce_max
-from lossscale_torch._types import HasLossScale, Tree
+
+Tree = TypeVar("Tree")
+"""A tensor, a number, or a nested structure of them, which is returned with the same structure."""
+
+
+class HasLossScale(Protocol):
+    """The part of a policy's state that scaling and unscaling need."""
+
+    @property
+    def loss_scale(self) -> Any:
+        """float32, shape `()`."""
 
 
 def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState:
@@ -65,7 +75,9 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     device = local[0].device if local else None
     found = torch.zeros((), dtype=torch.float32, device=device)
     for bucket in buckets(local):
-        found = torch.maximum(found, moved(found_inf_in(bucket), found.device))
+        flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
+        check_and_multiply_(bucket, torch.ones_like(flag), flag)
+        found = torch.maximum(found, moved(flag, found.device))
     if process_group is not None:
         reduce_max(found, [process_group])
     return found == 0

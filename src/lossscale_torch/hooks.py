@@ -1,0 +1,411 @@
+"""What hangs on a step: objects that can veto it before it is taken, and that see its outcome.
+
+`GradScaler(hooks=[...])` takes hooks of your own; `guard=`, `protect=` and `process_group=` each add one of these.
+"""
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lossscale_core import BaseScaling, GuardState, ScaleWatch, SpikeGuard
+from lossscale_core.adapters import (
+    check_guard,
+    check_overflow_streak,
+    check_spike_streak,
+    guard_state_from_dict,
+    shown_number,
+)
+from lossscale_core.errors import CheckpointWarning
+from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
+from lossscale_torch._optimizers import Fused, kind_of
+from lossscale_torch._ranks import groups_of, reduce_max, require_member, require_same_on_ranks
+from lossscale_torch._state import SPIKE, StepInfo, combined, fill, unrecorded
+from lossscale_torch._versions import not_compiled
+
+__all__ = ["Guard", "Hook", "Protect", "Resumption", "SameOnRanks", "Watch"]
+
+_EVERY = 32  # checking the state on the host takes about as long as its update
+_MANY = 20
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Hook:
+    """The base of hooks; each method does nothing.
+
+    A record is torch's: `record["found_inf_per_device"]` holds a flag for each device, float32 of shape `()`, that is
+    0.0 if the gradients there are finite. A hook vetoes a step by a flag of its own under a text instead of a device:
+    1.0 skips the step, and the loss scale stays. It needs no synchronisation if it computes the flag on the device.
+    """
+
+    needs_norm = False
+    """Whether `record["norm"]` must hold the 2-norm of the unscaled gradients: shape `()`, where the loss scale is.
+
+    A fused optimizer's gradients are then unscaled before its step.
+    """
+
+    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """See gradients that are checked, before the optimizer is stepped or skipped."""
+
+    def after_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """See an optimizer that was stepped or skipped."""
+
+    def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """See the outcome of a whole step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return entries for the scaler's state dict, plain values under names of your own."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a scaler's state dict, which may lack the entries."""
+
+
+class Guard(Hook):
+    """Skips a step with a gradient norm far above the norms before; each optimizer has norms of its own.
+
+    The norm is that of the unscaled gradients before they are clipped. A state stays on the host
+    while the norms are known there; the first that is not moves it to the device.
+    """
+
+    needs_norm = True
+
+    def __init__(self, rule: SpikeGuard) -> None:
+        check_guard(rule)
+        self.rule = rule
+        self._states: dict[int, Any] = {}  # by the ids of optimizers; one in the place of another continues its norms
+        self._norms: dict[int, float] = {}  # the last on the host, for an error message
+        self._loaded: list[Any] = []
+
+    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """Veto the step if its norm is a spike. Synchronises for an ordinary optimizer."""
+        found = record["found_inf_per_device"]
+        if "norm" not in record:  # there are no gradients
+            return
+        norm, readings, scale = record["norm"], scaler._readings, scaler._scale
+        key = id(optimizer)
+        if key not in self._states:
+            self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
+        state, is_known = self._states[key], readings.know([norm])
+        if isinstance(state.mean, Tensor) or (kind_of(optimizer) is Fused and not is_known):
+            found[SPIKE] = self._veto_on_device(key, state, norm)
+            return
+        if not is_known:  # the one wait of this step
+            readings.read([norm, *found.values(), scale], scale.device)
+        value = readings.value(norm)
+        # A norm beyond float32 is a spike, and not an overflow.
+        self._norms[key] = min(value, _LARGEST) if math.isfinite(value) else value
+        accepted, self._states[key] = self.rule.check(state, self._norms[key])
+        found[SPIKE] = torch.tensor(float(not accepted), dtype=torch.float32)
+
+    def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
+        for key, norm in list(self._norms.items()):
+            if not isinstance(self._states[key].mean, Tensor):
+                check_spike_streak(self.rule, self._states[key], norm)
+
+    def first(self) -> GuardState | None:
+        """Return the state of the first optimizer, where it is. Does not synchronise."""
+        return next(iter([*self._states.values(), *self._loaded]), None)
+
+    def states(self) -> list[Any]:
+        """Return the state of each optimizer on the host. Synchronises if on a device."""
+        start = self.rule.init_state()
+        return [
+            state._make(type(first)(float(value)) for first, value in zip(start, state, strict=True))
+            for state in [*self._states.values(), *self._loaded]
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return one state, or a list with one for each optimizer. Synchronises if on a device."""
+        states = self.states() or [self.rule.init_state()]
+        entries = [{name: value.item() for name, value in each._asdict().items()} for each in states]
+        return {"guard": entries[0] if len(entries) == 1 else entries}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the saved states, in the order of the optimizers' first steps."""
+        entry, version = state_dict.get("guard"), state_dict.get("version", 1)
+        entries = entry if isinstance(entry, list | tuple) else [entry]
+        loaded: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
+        for key, state in list(self._states.items()):
+            after = loaded.pop(0) if loaded else self.rule.init_state()
+            if isinstance(state.mean, Tensor):  # a graph may hold these tensors
+                for tensor, value in zip(state, after, strict=True):
+                    fill(tensor, value.item())
+            else:
+                self._states[key] = after
+        self._loaded = loaded
+
+    def _veto_on_device(self, key: int, state: Any, norm: Tensor) -> Tensor:
+        if not isinstance(state.mean, Tensor):
+            with unrecorded(norm.device):
+                state = state._make(torch.tensor(value).to(norm.device) for value in state)
+            self._states[key] = state
+        norm = moved(norm, state.mean.device)
+        norm = torch.where(torch.isfinite(norm), norm.clamp(max=_LARGEST), norm).float()
+        accepted, after = self.rule.check(state, norm, xp=torch)
+        torch._foreach_copy_(list(state), list(after))
+        return (~accepted).float()
+
+    def __reduce__(self) -> Any:
+        return _guard_with, (self.rule, self.states())
+
+
+def _guard_with(rule: SpikeGuard, states: list[Any]) -> Guard:
+    guard = Guard(rule)
+    guard._loaded = states
+    return guard
+
+
+class Protect(Hook):
+    """Leaves the buffers of modules as they were if a step is skipped, such as BatchNorm's statistics.
+
+    The buffers that exist when the first forward pass in training mode since the last update begins come back, by their
+    names, also if the forward pass has put other tensors there. On a device this does not synchronise. The modules get
+    forward hooks; those in copies and pickles of a module do nothing.
+    """
+
+    def __init__(self, modules: Module | Iterable[Module]) -> None:
+        roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
+        self._saved: dict[Module, list[tuple[Module, str, Tensor, Tensor]]] = {}
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
+        for root in roots:
+            if not isinstance(root, Module):
+                raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
+            for each in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
+                if each is root or each._buffers:
+                    hooks = _BeforeForward(self, root, each is root), _AfterLoading(self, root, each is root)
+                    self._handles.append(each.register_forward_pre_hook(hooks[0], prepend=True))
+                    self._handles.append(each.register_load_state_dict_post_hook(hooks[1]))
+
+    @torch.no_grad()
+    def save(self, root: Module) -> None:
+        """Copy the buffers of a module that is about to run, unless that was done in this step."""
+        if root not in self._saved:
+            self._saved[root] = [
+                (module, name, buffer, buffer.detach().clone())
+                for module in root.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and _can_be_written(buffer)
+            ]
+
+    def forget(self, root: Module | None) -> None:
+        """Drop the copies of a module, since its state was loaded."""
+        self._saved.pop(root, None)  # type: ignore[arg-type]  # None is no key
+
+    @torch.no_grad()
+    def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Write the copies back if the step was not applied."""
+        saved, self._saved = self._saved, {}
+        if info.applied is True:
+            return
+        for module, name, buffer, before in (entry for entries in saved.values() for entry in entries):
+            now = module._buffers.get(name)
+            # A new tensor that is not saved, or of another shape, is a cache: what belongs to it stays, too.
+            if now is None or (now is not buffer and not _is_same_statistic(module, name, now, buffer)):
+                continue
+            if isinstance(info.applied, Tensor):
+                now.data.copy_(torch.where(moved(info.applied, now.device), now, before))
+            else:
+                module._buffers[name] = buffer
+                buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+
+    def __reduce__(self) -> Any:
+        if self._handles:
+            warnings.warn(
+                "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the "
+                "state_dict() of this one",
+                stacklevel=2,
+            )
+        return Protect, ((),)
+
+
+class _ModuleHook:
+    """A hook of a module within a protected one; a copy of it does nothing."""
+
+    def __init__(self, protect: Protect, root: Module, is_root: bool) -> None:
+        self.protect, self.root, self.is_root = weakref.ref(protect), weakref.ref(root), is_root
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _BeforeForward(_ModuleHook):
+    def __call__(self, module: Module, _: Any) -> None:
+        if self.is_root or not torch.compiler.is_compiling():
+            _save_before_forward(self, module)
+
+
+# A compiled function that calls the module breaks its graph at this call; a traced call would not copy at each run.
+@not_compiled
+def _save_before_forward(hook: _ModuleHook, module: Module) -> None:
+    protect, root = hook.protect(), hook.root()
+    if protect is not None and root is not None and module.training:
+        protect.save(root)
+
+
+class _AfterLoading(_ModuleHook):
+    def __call__(self, *_: Any) -> None:
+        if (protect := self.protect()) is not None:
+            protect.forget(self.root())
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+def _can_be_written(buffer: Tensor) -> bool:
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return buffer.layout is torch.strided and not (is_expanded or buffer.is_inference() or buffer.is_quantized)
+
+
+def _is_same_statistic(module: Module, name: str, now: Tensor, buffer: Tensor) -> bool:
+    is_alike = (now.shape, now.dtype, now.device) == (buffer.shape, buffer.dtype, buffer.device)
+    return is_alike and name not in module._non_persistent_buffers_set
+
+
+class SameOnRanks(Hook):
+    """Combines the flags of a step over the ranks of a group and of the parameters' meshes, also without gradients.
+
+    The ranks must step their optimizers in the same order.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
+
+    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
+        groups = groups_of([optimizer])
+        if self.process_group is not None and self.process_group not in groups:
+            require_member(self.process_group)
+            groups.append(self.process_group)
+        if not groups or record.get("known_to") == groups:
+            return
+        found, device = record["found_inf_per_device"], scaler._scale.device
+        kinds = [[flag for key, flag in found.items() if type(key) is not str]]
+        if scaler._can_veto:
+            kinds += [[found[SPIKE]] if SPIKE in found else [], [f for key, f in found.items() if is_veto(key)]]
+        flags = torch.stack([(combined(each, device) != 0.0).float() for each in kinds])
+        reduce_max(flags, groups)
+        found.clear()
+        found.update(zip((device, SPIKE, "veto"), flags.unbind(), strict=False))
+
+    def require_same(self, mine: dict[str, Any]) -> None:
+        """Raise `SyncError` with the ranks that have another state than rank 0."""
+        require_member(self.process_group)
+        require_same_on_ranks(mine, self.process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
+        return self  # a group is shared, not copied
+
+    def __reduce__(self) -> Any:
+        return SameOnRanks, ()
+
+
+def is_veto(key: Any) -> bool:
+    """Return whether a flag under `key` is a veto other than a guard's."""
+    return type(key) is str and key != SPIKE
+
+
+class Resumption(Hook):
+    """Warns once if the first step of a new scaler is not the first of its optimizer."""
+
+    _is_over = False
+
+    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """Warn, and leave the scaler."""
+        scaler._hooks.remove(self)
+        scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
+        if not self._is_over and scales and _has_stepped(optimizer):
+            warnings.warn(
+                f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
+                f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
+                "from a checkpoint save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
+                CheckpointWarning,
+                stacklevel=3,  # past this function and `GradScaler.step`
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Say nothing, since the scaler continues, too."""
+        self._is_over = True
+
+
+def _has_stepped(optimizer: Any) -> bool:
+    """Return whether an optimizer's state shows a step; do not wait for a count on a device.
+
+    The states differ: most optimizers have a count "step" for each parameter, MADGRAD has one count with another name
+    for all parameters, and SGD with momentum has none.
+    """
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, Mapping):
+        return False
+    of_parameters = [each for each in state.values() if isinstance(each, Mapping)]
+    counts = [each["step"] for each in of_parameters if each.get("step") is not None]
+    counts += [value for name, value in state.items() if isinstance(name, str) and not isinstance(value, Mapping)]
+    return any(map(_is_positive, counts)) if counts else any(of_parameters)
+
+
+def _is_positive(count: Any) -> bool:
+    if isinstance(count, Tensor):
+        return not count.is_cpu or bool((count > 0).any())
+    return isinstance(count, int | float) and count > 0
+
+
+class Watch(Hook):
+    """Logs the events of a run, and raises the error of a streak of overflows, where the host knows the state."""
+
+    def __init__(self) -> None:
+        self._watch = ScaleWatch()
+        self._left = _EVERY
+        self.without_gradients = 0
+        """The updates in a row for which no optimizer had a gradient."""
+
+    def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Check the state on the host at each update if there is a limit, else at each 32nd."""
+        if self.without_gradients == _MANY:
+            self._log_missing_gradients()
+        limit = BaseScaling.of(scaler.policy).max_overflow_streak
+        self._left -= 1
+        if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
+            return
+        state = scaler._state_on_host()
+        if limit is not None:
+            check_overflow_streak(scaler.policy, state)
+        if self._left <= 0:
+            self._left = _EVERY
+            self.log(scaler.policy, state)
+
+    def log(self, policy: Any, state: Any) -> None:
+        """Log the events of a state on the host."""
+        self._watch.log(policy, state)
+
+    def _log_missing_gradients(self) -> None:
+        import logging
+
+        logging.getLogger("lossscale").warning(
+            "%d updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss was "
+            "detached, or an optimizer holds other parameters than the model",
+            _MANY,
+        )
+
+
+def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
+    """Return the 2-norm of unscaled gradients over all shards: shape `()`. Does not synchronise with the host."""
+    gradients = Gradients(optimizers)
+    if not gradients.are_sharded:
+        return gradients.norm(2.0, device)
+    grads = [param.grad for each in optimizers for param in params_of(each) if param.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(grads)
+    return norm.full_tensor() if is_dtensor(norm) else norm
