@@ -69,14 +69,3 @@ def test_an_overflow_of_the_inner_gradient_skips_the_step(fused):
         assert overflow_report(model.named_parameters(), loss=loss).verdict.startswith("finite loss: a smaller")
     assert 2.0**10 <= scaler.get_scale() <= 2.0**18
     assert _distance([(a.detach() - b) / -0.01 for a, b in zip(model.parameters(), before, strict=True)]) < 1e-2
-
-
-def test_retries_run_both_passes_again():
-    """At the lower scale, which `get_scale` then returns within the loss."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=2.0**30))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    info = scaler.minimize(optimizer, lambda: _losses(model, scaler, half=True)[1], retries=30)
-    assert bool(info.applied)
-    assert _distance([(a.detach() - b) / -0.01 for a, b in zip(model.parameters(), before, strict=True)]) < 1e-2
