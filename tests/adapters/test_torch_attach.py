@@ -241,8 +241,6 @@ def test_func_transforms(loss_scale):
     assert torch.equal(of_vmap(w) / loss_scale, torch.func.grad(added)(w))
 
 
-
-
 def test_a_replayed_graph_reads_the_present_scale():
     """The recorded backward pass reads the tensor that updates write in place."""
     weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
@@ -264,8 +262,6 @@ def test_the_scale_is_read_in_the_backward_pass():
     assert torch.equal(weight.grad, torch.full((3,), 5 * 1024.0))
 
 
-
-
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_gradients_that_are_not_finite_skip_the_step(bad):
     """An overflow in an attached loss alone skips the step and lowers the scale."""
@@ -278,8 +274,6 @@ def test_gradients_that_are_not_finite_skip_the_step(bad):
     assert loss.isfinite()
     assert (bool(info.applied), scaler.get_scale()) == (False, 2.0)
     assert torch.equal(weight, torch.ones(3))
-
-
 
 
 def _train_on_ranks(rank, world_size, kind):
@@ -389,8 +383,6 @@ def test_what_cannot_hold(program):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.update(4.0)  # once
-
-
 
 
 def test_forward_mode_is_refused():

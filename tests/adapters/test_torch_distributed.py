@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
 from tests.torch_versions import FSDP2, TORCH
 
@@ -123,8 +123,6 @@ def _train_with_a_rank_without_gradients(rank, world_size, fused):
 def test_a_rank_without_gradients_takes_part(fused):
     """It neither hangs the others nor falls behind them."""
     _on_ranks(2, partial(_train_with_a_rank_without_gradients, fused=fused))
-
-
 
 
 def _fall_out_of_step(rank, world_size):

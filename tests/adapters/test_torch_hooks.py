@@ -453,7 +453,9 @@ def test_on_a_device_the_guard_reads_nothing_more(prepare, fused):
             prepare(scaler, optimizer)
             scaler.step(optimizer)
             info = scaler.update()
-            assert step == 0 or reads.count - before == (0 if fused else 1)  # counters come to the host in the first
+            # The first step brings the counters, and a norm that is not finite is followed by a look at the gradients.
+            assert step == 0 or size == INF or reads.count - before == (0 if fused else 1)
+            assert not fused or reads.count == before
             assert isinstance(info.applied, OnDevice) == fused
             assert (bool(info.spiked), bool(info.overflowed)) == (size == 50.0, size == INF)
         assert scaler.state_dict()["guard"]["spikes"] == 1
@@ -716,16 +718,14 @@ def test_the_hooks_end_with_the_scaler_and_keep_nothing_alive():
     loop = _Loop()
     loop.step()
     scaler = weakref.ref(loop.scaler)
-    of_modules = [
-        loop.model._forward_pre_hooks,
-        loop.model._load_state_dict_post_hooks,
-        loop.model[1]._forward_pre_hooks,
+    hooks = [
+        each for m in (loop.model, loop.model[1]) for each in (m._forward_pre_hooks, m._load_state_dict_post_hooks)
     ]
-    assert all(of_modules)
+    assert all(hooks)
     del loop.scaler
     gc.collect()
     assert scaler() is None
-    assert not any(of_modules)
+    assert not any(hooks)
     kept = _Loop()
     model = weakref.ref(kept.model)
     del kept.model, kept.optimizer

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler, overflow_report
 
 torch.manual_seed(0)

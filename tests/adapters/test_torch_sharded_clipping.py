@@ -1,12 +1,13 @@
-"""Clipping sharded gradients: norm and decision of all ranks in one collective for each mesh, on gloo ranks."""
+"""Clipping sharded gradients on gloo ranks: shards of one group in one collective, all others as torch clips."""
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -153,7 +154,7 @@ def _shard_over_two(rank, world_size):
     if HAS_FSDP2_ON_CPU:
         _train_modules(mesh, rank)
     _fall_back(uneven, rank)
-    _guard(uneven)
+    _guard(uneven, rank)
 
 
 def _overflow_nothing(params, norm_type, fused):
@@ -182,26 +183,55 @@ def _lack_gradients(params, rank, norm_type, fused):
     assert _clip(params, norm_type, fused=fused) == (0.0, True)
 
 
+def _clip_as_torch(make, norm_type, fused):
+    """Clip what one collective cannot: norm, gradients and decision, or the error, are those of two passes."""
+    found = []
+    for takes_two in (False, True):
+        params = make()
+        optimizer = (_FusedSGD if fused else torch.optim.SGD)(params, lr=1.0)
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        scaler.scale(torch.ones(()))
+        try:
+            if takes_two:
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(params, 0.5, norm_type)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            else:
+                norm = scaler.unscale_and_clip_(optimizer, 0.5, norm_type)
+        except RuntimeError as error:
+            found.append(str(error))
+            continue
+        scaler.step(optimizer)
+        grads = _local_of([param.grad for param in params])
+        found.append([norm, *grads, torch.tensor(bool(scaler.update().applied))])
+        scaler.check_sync()
+    assert type(found[0]) is type(found[1])
+    if isinstance(found[0], str):
+        assert found[0] == found[1]
+        return found[0]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0.0, equal_nan=True)
+    return found[0][-1].item()
+
+
 def _mix_with_others(mesh, rank):
-    """Clip replicated, plain, partial and sharded gradients together: each counts once, partial ones as their sum."""
-    for fused, norm_type in product((False, True), ORDERS):
+    """Clip shards beside copies, plain gradients and partial sums."""
+
+    def mixed(*, has_plain=False, is_summed=False, by=1.0):
         shards = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
-        copies = _shards((3, 2), mesh=mesh, placements=[Replicate()], seed=1)
-        _require_torchs([*shards, *copies, *_plain(2)], norm_type, fused=fused)
-    for fused in (False, True):
-        shards = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
-        summed = _shards((3,), mesh=mesh, placements=[Replicate()])
-        summed[0].grad = DTensor.from_local(torch.full((3,), SCALE * (1 + rank)), mesh, [Partial()])
-        _require_torchs([*shards, *summed], 2.0, fused=fused, calls=2)  # the sum itself is one
-        _require_skipped([*shards, *_plain(2)], rank, 1, by=NAN, fused=fused)
-    grouped = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
-    _require_torchs(grouped, 2.0, process_group=dist.group.WORLD)  # the same ranks are not asked twice
-    grouped = _shards((4, 2), mesh=mesh, placements=[Shard(0)])
-    alone = [dist.new_group([each]) for each in range(2)][rank]
-    _require_torchs(grouped, 2.0, process_group=alone, calls=2)
+        shards[0].grad *= by if rank == 1 else 1.0
+        copies = _shards((3,), mesh=mesh, placements=[Replicate()], seed=1)
+        if is_summed:
+            copies[0].grad = DTensor.from_local(torch.full((3,), SCALE * (1 + rank)), mesh, [Partial()])
+        return [*shards, *copies, *(_plain(2) if has_plain else [])]
+
+    for fused, norm_type in product((False, True), (*ORDERS, 1.0)):
+        assert _clip_as_torch(mixed, norm_type, fused) is True
+        assert _clip_as_torch(partial(mixed, is_summed=True), norm_type, fused) is True
+        assert _clip_as_torch(partial(mixed, by=NAN), norm_type, fused) is False
+        assert "mixed torch.Tensor and DTensor" in _clip_as_torch(partial(mixed, has_plain=True), norm_type, fused)
 
 
-def _train_modules(mesh, rank):
+def _train_modules(mesh, rank, calls=1):
     """Train under `fully_shard`, offloaded to the host or not; one rank's overflow skips on both."""
     for kwargs, fused in product(({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}), (False, True)):
         torch.manual_seed(0)
@@ -218,9 +248,9 @@ def _train_modules(mesh, rank):
             with CommDebugMode() as collectives:
                 norm = scaler.unscale_and_clip_(optimizer, 1.0)
                 scaler.step(optimizer)
-            assert collectives.get_total_counts() == 1
+            assert calls is None or collectives.get_total_counts() == calls
             assert bool(scaler.update().applied) == (step != 2)
-            assert any(map(torch.equal, before, _local(module))) == (step == 2) or rank == 1
+            assert all(map(torch.equal, before, _local(module))) == (step == 2)
             if step < 2:
                 assert norm.item() == pytest.approx(expected.item() / SCALE, rel=1e-5)
             scaler.check_sync()
@@ -230,26 +260,27 @@ def _fall_back(make, rank):
     """Clip what one read cannot: through torch's functions, and with the same result."""
     for fused in (False, True):
         _require_torchs(make(), 2.0, fused=fused, kind=_HookedScaler, calls=2)
-        _require_skipped(make(), rank, 1, by=NAN, fused=fused, kind=_HookedScaler, calls=2)
         for norm_type in (1.0, 3.0):
-            _require_torchs(make(), norm_type, fused=fused, calls=2)
+            assert _clip_as_torch(make, norm_type, fused) is True
 
 
-def _guard(make):
-    """Let the guard check the norm of all ranks, which needs no further communication."""
-    for fused in (False, True):
-        guard = SpikeGuard(warmup=2)
+def _guard(make, rank):
+    """Let the guard check the norm of all ranks; after a clip it needs no further communication."""
+    for fused, clips in product((False, True), (False, True)):
         params = make()
         optimizer = (_FusedSGD if fused else torch.optim.SGD)(params, lr=1e-3)
-        scaler = GradScaler("cpu", init_scale=SCALE, guard=guard)
+        scaler = GradScaler("cpu", init_scale=SCALE, guard=SpikeGuard(warmup=2))
         for step in range(5):
             for param, fresh in zip(params, make(), strict=True):
-                param.grad = fresh.grad * (1e4 if step == 4 else 1.0)
+                param.grad = fresh.grad * (1e4 if step == 4 and rank == 1 else 1.0)
             scaler.scale(torch.ones(()))
             with CommDebugMode() as collectives:
+                if clips:
+                    scaler.unscale_and_clip_(optimizer, 1.0)
                 scaler.step(optimizer)
-            assert collectives.get_total_counts() == 1
-            assert bool(scaler.update().applied) == (step != 4)
+            assert not clips or collectives.get_total_counts() == 1
+            info = scaler.update()
+            assert (bool(info.spiked), bool(info.applied)) == (step == 4, step != 4)
         assert scaler.metrics()["skipped_steps"] == 0
         scaler.check_sync()
 
@@ -264,78 +295,26 @@ def test_one_collective_clips_what_two_ranks_share():
 
 def _shard_over_four(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for placements, fused in product(([Replicate(), Shard(0)], [Shard(0), Shard(1)]), (False, True)):
-        for norm_type in ORDERS:
-            _require_torchs(_shards((5, 3), (1, 2), mesh=mesh, placements=placements), norm_type, fused=fused)
-        for culprit in (0, 3):
-            params = _shards((5, 3), mesh=mesh, placements=placements)
-            _require_skipped(params, rank, culprit, by=INF, fused=fused)
-    if HAS_FSDP2_ON_CPU:
-        _shard_hybrid(mesh, rank)
-    _mix_meshes(mesh, rank)
-    if TORCH >= (2, 10):  # earlier versions cannot make such a mesh
-        _reach_by_each_dimension(rank)
 
-
-def _shard_hybrid(mesh, rank):
-    """Train a module sharded in one dimension and replicated in the other, clipped or not."""
-    for fused, is_clipped in product((False, True), (False, True)):
-        torch.manual_seed(0)
-        module = fully_shard(torch.nn.Linear(5, 3), mesh=mesh)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
-        scaler = GradScaler("cpu", init_scale=SCALE)
-        for step in range(3):
-            optimizer.zero_grad()
-            images = torch.full((2, 5), NAN if step == 1 and rank == 2 else 1.0 + rank)
-            scaler.scale(module(images).square().mean()).backward()
-            expected = torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in module.parameters()])
-            with CommDebugMode() as collectives:
-                if is_clipped:
-                    norm = scaler.unscale_and_clip_(optimizer, 1.0)
-                    assert step or norm.item() == pytest.approx(expected.item() / SCALE, rel=1e-5)
-                scaler.step(optimizer)
-            assert collectives.get_total_counts() == 1
-            assert bool(scaler.update().applied) == (step != 1)
-            scaler.check_sync()
-
-
-def _mix_meshes(mesh, rank):
-    """Clip tensor parallel layers, layers sharded over `dp` alone, experts and plain layers: one collective a mesh."""
-    experts = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("efsdp", "ep"))
+    def shards(placements, by=1.0, culprit=0):
+        params = _shards((5, 3), (2, 2), mesh=mesh, placements=placements)  # none is empty, which has no infinity norm
+        params[0].grad *= by if rank == culprit else 1.0
+        return params
 
     def two_meshes():
-        return [
-            *_shards((4, 4), mesh=mesh, placements=[Shard(0), Shard(1)]),
-            *_shards((3, 2), mesh=mesh["dp"], placements=[Shard(0)], seed=1),
-            *_plain(2),
-        ]
+        return [*shards([Shard(0), Shard(1)]), *_shards((3, 2), mesh=mesh["dp"], placements=[Shard(0)], seed=1)]
 
-    for norm_type, fused in product(ORDERS, (False, True)):
-        _require_torchs(two_meshes(), norm_type, fused=fused, calls=2)
-        params = [*two_meshes(), *_shards((6, 2), mesh=experts, placements=[Shard(1), Shard(0)], seed=2)]
-        _require_torchs(params, norm_type, fused=fused, calls=3, how="joint")
-    for culprit, fused in product(range(4), (False, True)):
-        params = two_meshes()[1:]  # first comes a gradient of a mesh that two other ranks do not share
-        params += _shards((4, 4), mesh=mesh, placements=[Shard(0), Shard(1)])
-        _require_skipped(params, rank, culprit, by=NAN, fused=fused, calls=2)
-
-
-def _reach_by_each_dimension(rank):
-    """Clip over a mesh without a group of all its ranks: that costs a collective for each of its dimensions."""
-    apart = {"a": "cpu:gloo", "b": "cpu:gloo"}  # the group of all processes has more backends
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override=apart)
     for fused, norm_type in product((False, True), ORDERS):
-        for placements in ([Replicate(), Shard(0)], [Shard(1), Shard(0)]):
-            _require_torchs(_shards((5, 3), mesh=mesh, placements=placements), norm_type, fused=fused, calls=2)
-    for culprit in range(4):
-        params = _shards((5, 3), mesh=mesh, placements=[Replicate(), Shard(0)])
-        _require_skipped(params, rank, culprit, by=NAN, calls=2)
-    mesh._flatten(backend_override="cpu:gloo")
-    _require_torchs(_shards((5, 3), mesh=mesh, placements=[Replicate(), Shard(0)]), 2.0)
+        for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)]):
+            assert _clip_as_torch(partial(shards, placements), norm_type, fused) is True
+            assert _clip_as_torch(partial(shards, placements, by=NAN), norm_type, fused) is False
+        _clip_as_torch(two_meshes, norm_type, fused)
+    if HAS_FSDP2_ON_CPU:
+        _train_modules(mesh, rank, calls=None)
 
 
-def test_one_collective_for_each_mesh_of_four_ranks():
-    """Hybrid, tensor parallel and expert shards count once each, over all ranks that hold them."""
+def test_what_is_not_one_group_of_shards_is_clipped_as_torch_does():
+    """Hybrid and tensor parallel shards on four ranks, and parameters of two meshes."""
     _on_ranks(4, _shard_over_four)
 
 
