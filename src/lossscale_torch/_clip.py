@@ -117,8 +117,10 @@ def _clip_in_two_passes(scaler: Any, optimizers: list[Any], records: Any, max_no
 def _clip_as_torch(optimizers: list[Any], max_norm: float, order: float) -> Tensor:
     """Clip gradients that are unscaled already, as torch does; return their norm over all ranks."""
     params = [param for each in optimizers for param in params_of(each)]
+    grads = [param.grad for param in params if param.grad is not None]
+    values = [each.coalesce().values() if each.is_sparse else each for each in grads]
     # An empty tensor has no infinity norm.
-    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    grads = [each for each in values if each.numel()]
     norm: Any = torch.nn.utils.get_total_norm(grads, order)
     norm = norm.full_tensor() if is_dtensor(norm) else norm
     if max_norm < math.inf:
