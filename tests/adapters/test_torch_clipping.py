@@ -38,10 +38,10 @@ EACH = pytest.mark.parametrize("make", SGD.values(), ids=SGD)
 @EACH
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_agrees_with_torch(make, norm_type, max_norm, dtype):
     """Norm and parameters are those of `unscale_` and `clip_grad_norm_`, to 1e-5 (bfloat16: to its own precision)."""
-    if dtype is torch.bfloat16:
+    if dtype in (torch.bfloat16, torch.complex64):
         make = SGD["foreach"]  # torch's fused SGD leaves bfloat16 parameters as they are on a CPU, scaler or not
     torch.manual_seed(0)
     grads = [torch.randn(shape, dtype=dtype) for shape in ((3, 5), (7,), (100, 100), ())]
@@ -103,7 +103,7 @@ def test_the_norm_that_no_host_reads(norm_type, size, dtype):
 
 
 def test_order_and_disabled_mode():
-    """It counts as unscaling, and a disabled scaler just clips."""
+    """It counts as unscaling; no gradients have norm zero, and a disabled scaler just clips."""
     params = _params(torch.full((4,), 8.0))
     optimizer = SGD["foreach"](params)
     scaler = GradScaler("cpu", init_scale=8.0)
@@ -111,6 +111,7 @@ def test_order_and_disabled_mode():
     scaler.unscale_and_clip_(optimizer, 1.0)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
+    assert scaler.unscale_and_clip_(SGD["foreach"]([torch.nn.Parameter(torch.ones(2))]), 1.0).item() == 0.0
     disabled = GradScaler("cpu", enabled=False)
     assert disabled.unscale_and_clip_(optimizer, 0.5).item() == pytest.approx(1.0)
     torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
@@ -137,22 +138,6 @@ def test_squares_that_underflow(make, init_scale, size):
     """The norm is exact also if float32 flushes the squares of gradients to zero, and below a scale of 1, too."""
     norm, _, _ = _clipped(make, [torch.full((4,), size), torch.full((5000,), size)], 1.0, init_scale=init_scale)
     assert norm.item() == pytest.approx(size * 5004**0.5, rel=1e-3)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
-def test_complex_gradients_are_measured_by_their_magnitude(norm_type):
-    """As torch measures them."""
-    grads = [torch.tensor([3 + 4j, 1 + 1j])]
-    norm, _, _ = _clipped(SGD["foreach"], grads, 1.0, norm_type)
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(_params(*grads), 1.0, norm_type))
-
-
-def test_no_gradients_have_norm_zero():
-    """Nothing to clip, nothing to skip."""
-    params = [torch.nn.Parameter(torch.ones(2))]
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    assert scaler.unscale_and_clip_(SGD["foreach"](params), 1.0).item() == 0.0
 
 
 @EACH

@@ -51,9 +51,8 @@ def _step(scaler, params, optimizers, *sizes, prepare=()):
     for optimizer in optimizers:
         optimizer.zero_grad()
     scaler.scale(sum((param * size).sum() for param, size in zip(params, sizes, strict=True))).backward()
-    for call in [*prepare, scaler.step]:
-        for optimizer in optimizers:
-            call(optimizer)
+    for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
+        call(*args)
     return scaler.update()
 
 
@@ -109,7 +108,7 @@ def test_a_joint_skip_in_eight_lines(fused):
     params, optimizers = _pair(fused)
     scaler = GradScaler("cpu", init_scale=8.0, hooks=[_Together()])
     for size in (1.0, INF, 1.0):
-        info = _step(scaler, params, optimizers, 1.0, size, prepare=[scaler.unscale_])
+        info = _step(scaler, params, optimizers, 1.0, size, prepare=[(scaler.unscale_, each) for each in optimizers])
         assert [bool(info.applied_of(each)) for each in optimizers] == [size == 1.0] * 2
     assert [param[0].item() for param in params] == [-1.0, -1.0]
     assert scaler.get_scale() == 4.0
@@ -190,43 +189,36 @@ def test_a_copy_has_hooks_of_its_own(copied):
 # -- Resumption --------------------------------------------------------------------------------------------------------
 
 
+def _continued():
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(GradScaler("cpu").state_dict())
+    return scaler
+
+
 @pytest.mark.parametrize(
-    ("has_stepped", "prepare", "warns"),
+    ("has_stepped", "make", "warns"),
     [
-        (True, lambda scaler: None, True),
-        (False, lambda scaler: None, False),
-        (True, lambda scaler: scaler.load_state_dict(GradScaler("cpu").state_dict()), False),
+        (True, lambda: GradScaler("cpu"), True),
+        (False, lambda: GradScaler("cpu"), False),
+        (True, lambda: GradScaler("cpu", policy="none"), False),
+        (True, _continued, False),
     ],
-    ids=["starts over", "all is new", "continues"],
+    ids=["starts over", "all is new", "nothing is lost", "continues"],
 )
-def test_a_scaler_that_starts_over_beside_an_optimizer_that_does_not(has_stepped, prepare, warns):
+def test_a_scaler_that_starts_over_beside_an_optimizer_that_does_not(has_stepped, make, warns):
     """A warning says so at the first step, and only there, also if an older optimizer comes later."""
     param = torch.nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.AdamW([param]) for _ in range(2)]
     for optimizer in optimizers if has_stepped else optimizers[1:]:
         param.grad = torch.ones(2)
         optimizer.step()
-    scaler = GradScaler("cpu")
-    prepare(scaler)
+    scaler = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for optimizer in optimizers:
             _step(scaler, [param], [optimizer], 1.0)
     assert [each.category for each in caught] == [CheckpointWarning] * warns
     assert all(each.filename == __file__ for each in caught)
-
-
-@pytest.mark.parametrize("policy", [NoScaling(), None], ids=["none", "dynamic"])
-def test_without_scaling_nothing_is_lost_by_starting_over(policy):
-    """So only a scaler that scales warns."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([param])
-    param.grad = torch.ones(2)
-    optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _step(GradScaler("cpu", policy=policy), [param], [optimizer], 1.0)
-    assert len(caught) == (policy is None)
 
 
 # -- Guard -------------------------------------------------------------------------------------------------------------
@@ -307,7 +299,8 @@ def test_each_optimizer_has_norms_of_its_own(make):
             saved, scaler = scaler.state_dict(), GradScaler("cpu", guard=GUARD)
             scaler.load_state_dict(saved)
         sizes = (0.5, 2500.0 if step == 8 else 50.0)
-        info = _step(scaler, params, optimizers, *sizes, prepare=[scaler.unscale_] if step % 2 else [])
+        prepare = [(scaler.unscale_, each) for each in optimizers] if step % 2 else []
+        info = _step(scaler, params, optimizers, *sizes, prepare=prepare)
         assert bool(info.spiked) == (step == 8)
         assert [bool(info.applied_of(each)) for each in optimizers] == [True, step != 8]
     first, second = scaler.state_dict()["guard"]
@@ -320,13 +313,7 @@ def test_several_optimizers_clipped_together_have_one_norm():
     params, optimizers = _pair()
     scaler = GradScaler("cpu", guard=GUARD)
     for size in [1.0] * 8 + [100.0]:
-        scaler.scale((params[0] * size).sum() + params[1].sum()).backward()
-        scaler.unscale_and_clip_(optimizers, 1.0)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        info = scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        info = _step(scaler, params, optimizers, size, 1.0, prepare=[(scaler.unscale_and_clip_, optimizers, 1.0)])
     assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
 
 
@@ -421,21 +408,6 @@ def test_subclasses_are_guarded(subclass, make, prepare):
         assert moved == (step != 8)
     state = guard_state_from_dict(scaler.state_dict())
     assert (state.norms, state.spikes) == (10, 1)
-
-
-def test_a_flag_that_others_raise_is_an_overflow():
-    """Whatever the guard says of the norm, the loss scale backs off."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
-    list(_run([1.0] * 8, [True] * 8, scaler=scaler, param=param, optimizer=optimizer))
-    scaler.scale((param * 50.0).sum()).backward()
-    scaler.unscale_(optimizer)
-    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-        flag.fill_(1.0)
-    scaler.step(optimizer)
-    info = scaler.update()
-    assert (info.applied, info.overflowed, info.loss_scale_after) == (False, True, 2.0**9)
 
 
 @EITHER_KIND

@@ -1,12 +1,8 @@
 """Gradients beyond float32 and torch's usual layouts, and devices that lack what a CPU has."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lossscale_core.errors import PolicyError
 from lossscale_torch import GradScaler
@@ -105,77 +101,46 @@ def test_a_norm_may_be_an_array_of_one_number(max_norm):
     torch.testing.assert_close(param.detach().norm(), torch.tensor(8.0))
 
 
-# -- what a device may lack --------------------------------------------------------------------------------------------
+SPARSE = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+GRADS = {
+    "float64": torch.tensor([1.0, 1e60], dtype=torch.float64),
+    "bfloat16": torch.tensor([1.0, -2.0], dtype=torch.bfloat16),
+    "complex": torch.tensor([1.0 - 2.0j, 3.0j]),
+    "sparse with duplicates": SPARSE,
+    "sparse and empty": torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (3,)),
+    "empty": torch.zeros(0),
+    "not contiguous": torch.arange(6.0).reshape(2, 3).t(),
+}
 
 
-class _WithoutFloat64(TorchDispatchMode):
-    """Refuses float64 tensors, which MPS and Intel Arc do not have."""
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation unless it makes one."""
-        result = operation(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.dtype is torch.float64:
-                raise TypeError(f"{operation} made a float64 tensor, which this device does not have")
-        return result
-
-
-class _WaitingCopies(TorchDispatchMode):
-    """Refuses non-blocking copies to the host, which may be read before the device has written them."""
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation unless it is one; `meta` stands for the device, and a copy of it holds zeros."""
-        kwargs = dict(kwargs or {})
-        if operation is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu":
-            if kwargs.pop("non_blocking", False):
-                raise RuntimeError(
-                    "a non-blocking copy to the host: code that reads it at once reads what was there before"
-                )
-            if args[0].is_meta:
-                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return operation(*args, **kwargs)
-
-
-class _Fused(torch.optim.Optimizer):
-    """What a fused optimizer is to a scaler."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Do nothing."""
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("size", [1.0, 1e30])
-def test_nothing_needs_float64(norm_type, device, size):
-    """Steps, clipping, norms of squares that overflow, ordinary on a host and fused on a device without values."""
-    params = [torch.nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=1.0) if device == "cpu" else _Fused(params)
-    scaler = GradScaler(device, init_scale=1024.0, growth_interval=1)
-    with _WithoutFloat64():
-        for call in (scaler.unscale_and_clip_, None):
-            scaler.scale(torch.ones((), device=device))
-            for param in params:
-                param.grad = torch.full_like(param, size)
-            if call is not None:
-                call(optimizer, 1.0, norm_type)
-            scaler.step(optimizer)
-            scaler.update()
-
-
-def test_no_copy_to_the_host_is_read_before_it_is_there():
-    """Gradients on another device than the loss scale, as with optimizers that keep their state on the host."""
-    params = [torch.nn.Parameter(torch.zeros(3, device="meta")), torch.nn.Parameter(torch.zeros(3))]
-    optimizer = _Fused(params)
+@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", GRADS)
+@EITHER_WAY
+def test_gradients_of_every_kind(kind, bad, clips):
+    """Beside one of float32, each is unscaled in its own dtype and layout, and skips the step if it is not finite."""
+    beside = _param(torch.full((2,), 1024.0), value=0.0)
+    param = torch.nn.Parameter(torch.zeros(GRADS[kind].shape, dtype=GRADS[kind].dtype))
+    param.grad = GRADS[kind] * 1024.0 * bad
+    optimizer = torch.optim.SGD([beside, param], lr=1.0)
     scaler = GradScaler("cpu", init_scale=1024.0)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with _WaitingCopies():
-        scaler.scale(torch.ones(()))
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+    scaler.scale(torch.ones(()))
+    if clips:
+        scaler.unscale_and_clip_(optimizer, float("inf"))
+    scaler.step(optimizer)
+    is_finite = bad == 1.0 or "empty" in kind
+    assert scaler.update().applied == is_finite
+    assert param.grad.layout is GRADS[kind].layout
+    expected = (-GRADS[kind].to_dense() if is_finite else GRADS[kind].to_dense() * 0.0).resolve_conj()
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=0.0)
+    assert beside.tolist() == [-1.0 if is_finite else 0.0] * 2
+
+
+def test_duplicates_are_summed_before_they_are_checked():
+    """Each part is finite, and the sum is not."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = SPARSE * 2.0**127
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert not scaler.update().applied
