@@ -56,10 +56,11 @@ def test_agrees_with_torch(make, norm_type, max_norm, dtype):
 
 @EACH
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_an_overflow_skips(make, bad):
-    """The norm is not finite, the parameters stay, the scale backs off."""
-    norm, params, scaler = _clipped(make, [torch.ones(5), torch.tensor([1.0, bad])], 1.0)
-    assert not torch.isfinite(norm)
+@pytest.mark.parametrize("norm_type", [2.0, 0.0, -1.0, float("-inf")])
+def test_an_overflow_skips(make, bad, norm_type):
+    """The parameters stay, and the scale backs off, also by a norm that is finite whatever the gradients are."""
+    norm, params, scaler = _clipped(make, [torch.ones(5), torch.tensor([1.0, bad])], 1.0, norm_type)
+    assert norm_type != 2.0 or not torch.isfinite(norm)
     assert all((param == 0).all() for param in params)
     assert scaler.get_scale() == 2.0**9
 
@@ -73,15 +74,6 @@ def test_squares_that_overflow_are_no_overflow(make):
     assert norm == torch.nn.utils.clip_grad_norm_(expected, 1.0) == math.inf
     assert all(torch.equal(-param.detach(), other.grad) for param, other in zip(params, expected, strict=True))
     assert scaler.get_scale() == 2.0
-
-
-@EACH
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf")])
-def test_a_norm_that_proves_nothing_hides_no_overflow(make, norm_type):
-    """Such a norm is finite whatever the gradients are; they are checked all the same."""
-    _, params, scaler = _clipped(make, [torch.tensor([1.0, float("inf")]), torch.ones(2)], 1.0, norm_type)
-    assert all((param == 0).all() for param in params)
-    assert scaler.get_scale() == 2.0**9
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

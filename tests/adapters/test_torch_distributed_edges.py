@@ -1,4 +1,4 @@
-"""Sharding that changes, partial sums, uneven inputs, communication hooks, distributed checkpoints: on gloo ranks."""
+"""Partial sums, communication hooks, a rank outside of the group: on gloo ranks; and distributed checkpoints."""
 
 from functools import partial
 from itertools import product
@@ -11,36 +11,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.torch_versions import needs_fsdp2_on_cpu
 
 INF = float("inf")
-_alone = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-
-
-def _layers():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
-
-
-def _backward(module, scaler):
-    scaler.scale(module(torch.ones(2, 4)).square().mean()).backward()
-
-
-def _spoil_here(module):
-    """Write an infinity to a gradient that this rank holds; the other ranks do not see it."""
-    _local_grad(module)[0, 0] = INF
-
-
-def _local_grad(module):
-    grad = next(module.parameters()).grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _step(module, optimizer, scaler):
@@ -57,24 +35,16 @@ def _step(module, optimizer, scaler):
 # --- checkpoints of torch.distributed.checkpoint
 
 
-def _advanced(steps=7):
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    for step in range(steps):
-        scaler.scale(param.sum()).backward()
-        if step == 4:
-            param.grad.fill_(INF)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return scaler
-
-
-@_alone
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 def test_a_distributed_checkpoint_restores_every_field(tmp_path):
     """Saved by this scaler, it loads into this scaler bit for bit, and into torch's own."""
-    saved = _advanced()
+    saved, param = GradScaler("cpu", init_scale=2.0**10, growth_interval=3), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for size in (1.0, 1.0, 1.0, INF, 1.0):
+        optimizer.zero_grad()
+        saved.scale((param * size).sum()).backward()
+        saved.step(optimizer)
+        saved.update()
     dcp.save({"scaler": saved}, checkpoint_id=tmp_path)
     restored, torchs = GradScaler("cpu"), torch.amp.GradScaler("cpu")
     dcp.load({"scaler": restored}, checkpoint_id=tmp_path)
@@ -84,39 +54,7 @@ def test_a_distributed_checkpoint_restores_every_field(tmp_path):
     assert saved.state_dict()["skipped_steps"] == 1
 
 
-# --- parameters that are sharded, and gradients that are summed, after the optimizer was made
-
-
-def _shard_later(rank, world_size):
-    """Shard a module after its optimizer has stepped, and give the optimizer's groups the new parameters."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    for fused in (False, True):
-        module = _layers()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
-        scaler = GradScaler("cpu", init_scale=2.0**10)
-        plain = list(module.parameters())
-        _backward(module, scaler)
-        assert _step(module, optimizer, scaler)
-        fully_shard(module, mesh=mesh)
-        optimizer.param_groups[0]["params"] = list(module.parameters())
-        for bad in (False, True, False):
-            _backward(module, scaler)
-            if bad and rank == 1:
-                _spoil_here(module)
-            assert _step(module, optimizer, scaler) != bad
-        scaler.check_sync()
-        optimizer.param_groups[0]["params"] = plain
-        scaler.scale(torch.ones(()))
-        for param in plain:
-            param.grad = torch.full_like(param, INF if rank == 1 else 1.0)
-        scaler.step(optimizer)
-        assert bool(scaler.update().applied) == (rank == 0)  # no rank communicates any more
-
-
-@needs_fsdp2_on_cpu
-def test_ranks_decide_together_from_the_step_on_in_which_parameters_are_sharded():
-    """`fully_shard` after the optimizer was made, and groups that get other parameters, are followed at once."""
-    _on_ranks(2, _shard_later)
+# --- gradients that are summed
 
 
 def _sum_partial(rank, world_size):
@@ -183,49 +121,20 @@ def test_which_communication_hooks_need_a_group():
     _on_ranks(2, _train_with_hooks)
 
 
-# -- the flags of several ranks ----------------------------------------------------------------------------------------
-
-
-def _two_optimizers(fused=False):
-    params = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)]
-    return params, [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
-
-
-def _step_in_order(scaler, params, optimizers, order):
-    for param in params:
-        param.grad = None
-    scaler.scale(sum(param.sum() for param in params)).backward()
-    for i in order:
-        scaler.step(optimizers[i])
-    scaler.update()
-
-
-def _step_stages(rank, world_size):
-    params = [torch.nn.Parameter(torch.ones(size + rank)) for size in (2, 3)]
-    optimizers = [torch.optim.SGD([params[0]], lr=1.0), torch.optim.AdamW([params[1]], lr=1.0)]
-    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
-    for _ in range(3):
-        _step_in_order(scaler, params, optimizers, (0, 1))
-    assert scaler.metrics()["steps"] == 3
-
-
-def test_ranks_may_hold_other_parameters():
-    """As stages of a pipeline do, which decide together on optimizers of different shapes."""
-    _on_ranks(2, _step_stages)
+# --- a rank outside of the group
 
 
 def _stand_outside(rank, world_size):
-    group = dist.new_group([0])
-    scaler = GradScaler("cpu", init_scale=2.0 ** (3 + rank), process_group=group)
-    params, optimizers = _two_optimizers()
-    if rank == 0:
-        _step_in_order(scaler, params, optimizers, (0, 1))
-        scaler.check_sync()
-        return
-    with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
-        _step_in_order(scaler, params, optimizers, (0, 1))
-    with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
-        scaler.check_sync()
+    scaler = GradScaler("cpu", process_group=dist.new_group([0]))
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(param.sum()).backward()
+    for call in (partial(scaler.step, optimizer), scaler.check_sync):
+        if rank == 0:
+            call()
+        else:
+            with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
+                call()
 
 
 def test_a_rank_outside_of_the_group():

@@ -37,9 +37,7 @@ def test_another_default_dtype(default_dtype, fused, clips):
         before = param[0].item()
         if clips:
             scaler.unscale_and_clip_(optimizer, float("inf"))
-            scaler.step(optimizer)
-        else:
-            scaler.step(optimizer)
+        scaler.step(optimizer)
         scaler.update()
         assert before - param[0].item() == expected
         assert scaler.get_scale() == scale
