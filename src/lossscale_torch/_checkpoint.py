@@ -50,13 +50,12 @@ def settings_explained(init: Callable[..., None]) -> Callable[..., None]:
     return explained
 
 
-def policy_of(policy: Any, torchs: tuple[Any, ...]) -> ScalingPolicy:
+def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is None:
-        return _torchs_rule(*torchs)
-    if torchs != tuple(_DEFAULTS.values()):
-        given = zip(_DEFAULTS.items(), torchs, strict=True)
-        settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
+        return _torchs_rule(**torchs)
+    if torchs != _DEFAULTS:
+        settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != _DEFAULTS[name])
         raise PolicyError(
             f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
             f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
@@ -66,17 +65,16 @@ def policy_of(policy: Any, torchs: tuple[Any, ...]) -> ScalingPolicy:
 
 def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> ScalingPolicy:
     """Return torch's dynamic rule; every positive finite scale is accepted."""
-    if not isinstance(init_scale, Real | str) or init_scale == math.inf:
+    if not isinstance(init_scale, (Real, str)) or init_scale == math.inf:
         rule = "finite" if init_scale == math.inf else "a number"
         raise PolicyError(f"init_scale={shown(init_scale)} must be {rule}; pass 2.0**16, or a policy as policy=")
-    if isinstance(init_scale, Real) and init_scale > 0:
-        within = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)  # type: ignore[type-var]  # Real has an order
-        if within != init_scale:
-            note = f"init_scale={shown(init_scale)} is beyond what float32 can unscale by, and becomes {shown_number(within)}"
-            warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
-        init_scale = within
+    given: Any = init_scale
+    if not isinstance(given, str) and given > 0 and given != (within := min(max(given, SMALLEST_SCALE), LARGEST_SCALE)):
+        note = f"init_scale={shown(given)} is beyond the range of policies, and becomes {shown_number(within)}"
+        warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
+        given = within
     return DynamicScaling(
-        init_scale=init_scale,
+        init_scale=given,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=reachable_interval(growth_interval),
@@ -161,7 +159,7 @@ def _plain(name: str, value: Any) -> float:
 
 
 def _within(name: str, given: dict[str, Any], low: float, high: float) -> float:
-    """Return a saved number, moved within bounds with a warning; none for a factor of 1, which torch's setters accept."""
+    """Return a saved number, moved within bounds with a warning; torch's setters accept a factor of 1."""
     value = given[name]
     if not 0.0 < value < math.inf:
         raise CheckpointError(

@@ -104,6 +104,7 @@ class GradScaler(torch.amp.GradScaler):
 
     """
 
+    _growth_tracker: Any
     policy: ScalingPolicy
     """The scaling policy, frozen; torch's setters replace it."""
     last_step: StepInfo | None = None
@@ -129,13 +130,18 @@ class GradScaler(torch.amp.GradScaler):
         hooks: Sequence[Hook] = (),
     ) -> None:
         enabled = _can_be_enabled(device, enabled)
-        torchs = (init_scale, growth_factor, backoff_factor, growth_interval)
+        torchs = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
         with contextlib.suppress(TypeError):  # of a factor that is no number, which the policy names
-            super().__init__(device, *(torchs if policy is None else ()), enabled=enabled)
+            super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
         self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state: Any = self.policy.init_state()  # host scalars, or `Placed` on a device
-        self._init_scale, self._init_growth_tracker = self._state[0].item(), self._state[1].item()
+        self._init_scale, self._init_growth_tracker = float(self._state[0]), int(self._state[1])
         self._scale = self._growth_tracker = None
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._readings = Readings()
@@ -153,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
     # A step, in its order.
 
     @not_compiled
-    def scale(self, outputs: Outputs) -> Outputs:  # type: ignore[override]  # torch's has an overload for each type
+    def scale(self, outputs: Outputs) -> Outputs:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
         float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
@@ -335,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
         self.last_step = info = _state.with_optimizers(info, records, self._readings)
         if is_whole:
-            self._end_step(info, had_no_gradients=not flags.overflows and any(info.by_optimizer.values()))
+            self._end_step(info, had_no_gradients=not flags.overflows and info.has_stepped())
         return info
 
     # What belongs to a step.
@@ -356,15 +362,12 @@ class GradScaler(torch.amp.GradScaler):
         if record["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if record["stage"] is STEPPED:
-            is_late, is_double = (
-                "unscale_() is being called after step().",
-                "step() has already been called since the last update().",
-            )
-            what = is_late if unscales else is_double
+            what = "step() has already been called since the last update()."
+            what = "unscale_() is being called after step()." if unscales else what
             if self._updates:
                 raise CallOrderError(
-                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; call "
-                    "it once for each optimizer, or end the step by update(end_of_step=True)"
+                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; "
+                    "call it once for each optimizer, or end the step by update(end_of_step=True)"
                 )
             raise RuntimeError(what)
         return record
@@ -440,13 +443,12 @@ class GradScaler(torch.amp.GradScaler):
     # Where the state is.
 
     @property
-    def _scale(self) -> Tensor | None:
+    def _scale(self) -> Any:
         self._has_loss = True  # other code may multiply a loss by it
-        scale: Tensor | None = vars(self)["_scale"]
-        return scale
+        return vars(self)["_scale"]
 
     @_scale.setter
-    def _scale(self, value: Tensor | None) -> None:
+    def _scale(self, value: Any) -> None:
         vars(self)["_scale"] = None if value is None else value.detach().float().reshape(())
 
     _growth_factor = _setting("growth_factor")
@@ -466,12 +468,12 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
 
     def _live(self) -> Any:
-        """Return the policy's state where it is; its first two fields are torch's own. Host scalars may be waited for."""
+        """Return the policy's state where it is, with torch's two tensors first; on the host, it may wait for the scale."""
         state, scale = self._state, vars(self)["_scale"]
         if isinstance(state, Placed):
             return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
         if scale is None:
-            first = self._init_scale, self._init_growth_tracker
+            first: Any = self._init_scale, self._init_growth_tracker
         else:
             if not self._growth_tracker.is_cpu:
                 self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts

@@ -40,6 +40,10 @@ class StepInfo(lossscale_core.StepInfo):
     of_others: bool = False
     """What holds for an optimizer that was not stepped."""
 
+    def has_stepped(self) -> bool:
+        """Return whether the step of an optimizer may have been applied."""
+        return any(applied is not False for applied in (self.by_optimizer or {}).values())
+
     def applied_of(self, optimizer: torch.optim.Optimizer) -> bool | torch.Tensor:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
 
