@@ -208,11 +208,6 @@ class GradScaler(torch.amp.GradScaler):
             if self._needs_norm and found:
                 record["norm"] = total_norm([optimizer], scale.device)
 
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
-    ) -> dict[torch.device, Tensor]:
-        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
-
     @not_compiled
     def unscale_and_clip_(
         self,
@@ -276,21 +271,6 @@ class GradScaler(torch.amp.GradScaler):
         for hook in self._hooks:
             hook.after_step(self, optimizer, record)
         return result
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
-        if not readings.know(flags):  # Ctrl-C may come while this waits
-            readings.read([*flags, self._scale], self._scale.device)
-        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
-        return optimizer.step(*args, **kwargs) if applied else None
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Record whether the gradients are finite; do not change them."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.
@@ -372,14 +352,25 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(what)
         return record
 
-    def _tell_of_no_loss(self) -> None:
-        self._is_told = True
-        warnings.warn(
-            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
-            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
-            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
-            stacklevel=4,  # past this function, `_open` and `step`
-        )
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
+    ) -> dict[torch.device, Tensor]:
+        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
+        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
+        if not readings.know(flags):  # Ctrl-C may come while this waits
+            readings.read([*flags, self._scale], self._scale.device)
+        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
+        return optimizer.step(*args, **kwargs) if applied else None
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Record whether the gradients are finite; do not change them."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
@@ -423,6 +414,15 @@ class GradScaler(torch.amp.GradScaler):
             scale.fill_(within)
             self._readings.note(scale, within)
         return scale.clone() if isinstance(self._state, Placed) else self._readings.value(scale)
+
+    def _tell_of_no_loss(self) -> None:
+        self._is_told = True
+        warnings.warn(
+            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
+            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
+            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
+            stacklevel=4,  # past this function, `_open` and `step`
+        )
 
     def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -468,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
 
     def _live(self) -> Any:
-        """Return the policy's state where it is, with torch's two tensors first; on the host, it may wait for the scale."""
+        """Return the policy's state where it is, with torch's two tensors first; on the host this may wait."""
         state, scale = self._state, vars(self)["_scale"]
         if isinstance(state, Placed):
             return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
