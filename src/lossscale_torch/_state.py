@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lossscale_core
-from lossscale_core import DynamicScaling, step_info
+from lossscale_core import BaseScaling, DynamicScaling, step_info
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
 
@@ -257,8 +257,9 @@ def placed(state: Any, policy: Any, device: torch.device) -> Placed:
             counts[next(places)] if is_whole else torch.tensor(value.item(), dtype=torch.float32).to(device)
             for value, is_whole in zip(state[2:], whole, strict=True)
         ]
-        is_usual = all(int(value) < _LARGEST_COUNT // 2 for value in state[2:]) and state.hysteresis_tracker <= 1
-        keeps, refills = (int(getattr(policy, f"refill_on_{name}", False)) for name in ("finite", "backoff"))
+        is_usual = all(value < _LARGEST_COUNT // 2 for value in state[2:]) and state.hysteresis_tracker <= 1
+        settings = BaseScaling.of(policy).settings()
+        keeps, refills = (int(settings.get(name, False)) for name in ("refill_on_finite", "refill_on_backoff"))
         # tolerance, steps, skipped steps, streak
         finite = torch.tensor([[keeps, 1, 0, 0], [1 - keeps, 1, 1, 0]]).to(device)
         overflow = torch.tensor([[refills, 1, 1, 1], [0, 1, 1, 1]]).to(device)
