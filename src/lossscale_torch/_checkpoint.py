@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -25,27 +25,28 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+P = ParamSpec("P")
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScaling)}
 _NEVER = 2**31 - 1
 _KINDS = ("none", "fixed", "dynamic")
 """The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 
 
-def settings_explained(init: Callable[..., None]) -> Callable[..., None]:
+def settings_explained(init: Callable[P, None]) -> Callable[P, None]:
     """Return the `__init__` of a scaler with a `TypeError` that shows where a policy's settings go."""
     known = inspect.signature(init).parameters
 
     @functools.wraps(init)
-    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
         wrong = {name: kwargs[name] for name in kwargs if name in _SETTINGS and name not in known}
         if wrong:
             settings = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
-            device = shown(args[0] if args else kwargs.get("device", "cuda"))
+            device = shown(args[1] if len(args) > 1 else kwargs.get("device", "cuda"))
             raise TypeError(
                 f"GradScaler has no argument {next(iter(wrong))}, which is a setting of a policy; write "
                 f"GradScaler({device}, policy=DynamicScaling({settings}))"
             )
-        init(self, *args, **kwargs)
+        init(*args, **kwargs)
 
     return explained
 

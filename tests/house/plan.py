@@ -16,7 +16,6 @@ ADAPTERS = {
 PLAN = {
     "lossscale_core": """
         _finite:
-        _range_records:
         errors:
         _messages:
         _tree:
@@ -32,17 +31,12 @@ PLAN = {
         _policy: _arrays _base _mistakes _settings _state _messages
         _strategies: _base _settings
         _config: _base _policy _settings errors _files _messages
-        _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _placement: _arrays _config _state
-        _range_unscaled:
-        _ranges: _range_records _range_unscaled
-        _range: _range_records _range_search _range_unscaled
         _watch: _base _config _diagnosis _state _messages
         _report: _base _config _diagnosis _guard _settings _state errors _messages
         testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
-        adapters: _checkpoint _files _guard _messages _range _range_records _range_unscaled _ranges _report _settings
-            _tree
+        adapters: _checkpoint _files _guard _messages _report _settings _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
             adapters errors testing
     """,
