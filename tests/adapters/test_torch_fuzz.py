@@ -51,6 +51,7 @@ OPTIMIZERS = {
     "legacy": lambda params: _Legacy(params, lr=0.1),
 }
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
+CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "step twice"]
 EVENTS = ["save", "interval", "factors", "copy", "pickle", "read", "tensors", "check", "flag", "again", "inspect"]
 
 
@@ -82,7 +83,7 @@ def _program(seed):
     alternates = len(kinds) > 1 and chance.random() < 0.3
     steps = []
     for number in range(chance.randint(4, 14)):
-        calls = chance.choices(["step", "step", "unscale", "clip", "clip", "skip"], k=len(kinds))
+        calls = chance.choices(CALLS, k=len(kinds))
         if alternates:  # one optimizer at a time
             calls = [call if i == number % len(kinds) else "skip" for i, call in enumerate(calls)]
         infinity, nan = float("inf"), float("nan")
@@ -112,17 +113,23 @@ class _Side:
         self.scaler = make_scaler("cpu", **settings)
 
     def run(self, number, step):
-        """Take a step; an error ends it."""
-        try:
-            self._backward(step)
+        """Take a step; an error of one optimizer ends it, but not the program."""
+        self._backward(step)
+        with self._errors():
             for i in step.order:
                 self._step(step.calls[i], i, step.event)
-            nothing = all(call == "skip" for call in step.calls) and step.new_scale is None
+        nothing = all(call == "skip" for call in step.calls) and step.new_scale is None
+        with self._errors():
             self.scaler.update(self.scaler._scale if nothing else step.new_scale)
             self._between_steps(number, step.event)
+        self.seen.append((self.scaler.get_scale(), self.scaler._get_growth_tracker()))
+
+    @contextlib.contextmanager
+    def _errors(self):
+        try:
+            yield
         except (RuntimeError, AssertionError) as error:
             self.seen.append((type(error), str(error)[:50]))
-        self.seen.append((self.scaler.get_scale(), self.scaler._get_growth_tracker()))
 
     def _backward(self, step):
         for optimizer in self.optimizers:
@@ -142,8 +149,9 @@ class _Side:
         scaler, optimizer = self.scaler, self.optimizers[i]
         if call == "skip":
             return
-        if call != "step" and self.kinds[i] != "legacy":  # a legacy optimizer unscales by itself
-            scaler.unscale_(optimizer)
+        if not call.startswith("step") and self.kinds[i] != "legacy":  # a legacy optimizer unscales by itself
+            for _ in range(1 + call.endswith("twice")):
+                scaler.unscale_(optimizer)
             if call == "clip":
                 torch.nn.utils.clip_grad_norm_(self.models[i].parameters(), 0.5)
             if event == "flag":
@@ -153,7 +161,8 @@ class _Side:
             self.seen += [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()]
         if event == "inspect":
             self.seen.append(len(scaler._found_inf_per_device(optimizer)))
-        scaler.step(optimizer)
+        for _ in range(1 + call.endswith("twice")):
+            scaler.step(optimizer)
 
     def _between_steps(self, number, event):
         scaler = self.scaler
