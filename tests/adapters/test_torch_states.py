@@ -1,6 +1,7 @@
 """The two states of a scaler: when the host is the truth; and the device's own update is the policy's, bit for bit."""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
 from lossscale_core.testing import overflow_traces, policies
 from lossscale_torch import GradScaler
-from tests.adapters.emulated_device import Emulated, OnDevice
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.sweeping import few_examples
 
@@ -101,35 +102,125 @@ def test_states_that_the_kernel_could_not_continue(fields):
             _require_states(policy, trace, saved)
 
 
-def test_how_many_calls_an_update_on_a_device_makes(monkeypatch):
-    """After a fused optimizer: at most ten, and at most eight that a graph records; torch's own scaler makes one."""
-    param, optimizer = _one(fused=True)
-    scaler = GradScaler("cpu")
-    scaler.scale(param.sum()).backward()
-    with RecordedGraph() as graph:
-        scaler.step(optimizer)
-        before = len(graph._calls)
-        scaler.update()
-        assert len(graph._calls) - before <= 8
-    calls = []
-    dispatch = OnDevice.__torch_dispatch__
+def _step(scaler, param, optimizer, finite=True):
+    """Take a step with an optimizer on the emulated device, and return its outcome."""
+    scaler.scale(torch.ones((), device="mps"))
+    param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
+    scaler.step(optimizer)
+    return scaler.update()
 
-    def counting(_, operation, *args):
-        calls.append(operation)
-        return dispatch(operation, *args)
 
-    # Not by a dispatch mode, which the scaler would take for a recording.
-    monkeypatch.setattr(OnDevice, "__torch_dispatch__", classmethod(counting))
+def _calls_of_an_update(device, scaler, param, optimizer, finite=True):
+    """Return what `update` runs on the device, after a step."""
+    scaler.scale(torch.ones((), device="mps"))
+    param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
+    scaler.step(optimizer)
+    before = len(device.calls)
+    scaler.update()
+    return device.calls[before:]
+
+
+@pytest.mark.parametrize("known", [0, 10], ids=["first", "late"])
+def test_an_update_after_a_fused_step_makes_ten_calls_at_most(known):
+    """Also where the host knew the steps before, and where an ordinary optimizer steps later."""
+    with Emulated("mps") as device:
+        param, fused = _one("mps", fused=True)
+        ordinary = torch.optim.SGD([param], lr=0.5)
+        scaler = GradScaler("mps", growth_interval=3)
+        for _ in range(known):
+            _step(scaler, param, ordinary)
+        _step(scaler, param, fused)  # places the state on the device
+        for optimizer in (fused, fused, ordinary, fused, ordinary):
+            assert len(_calls_of_an_update(device, scaler, param, optimizer)) <= 10
+
+
+def test_an_update_after_an_ordinary_step_writes_a_changed_scale_and_no_more():
+    """The host has read the flag, and counts by itself."""
+    with Emulated("mps") as device:
+        param, optimizer = _one("mps")
+        scaler = GradScaler("mps", growth_interval=2)
+        _step(scaler, param, optimizer)
+        counts = [len(_calls_of_an_update(device, scaler, param, optimizer, finite)) for finite in (1, 1, 0, 1, 1)]
+        assert counts == [1, 0, 1, 0, 1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["o", "f", "of", "fo"]), st.booleans(), st.booleans()), max_size=8))
+@few_examples
+def test_ordinary_and_fused_optimizers_in_one_scaler(program):
+    """One by one and together, in either order: the counters are the policy's, and the scale is torch's."""
+    policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
+    expected, torchs = policy.init_state(), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     with Emulated("mps"):
-        param, optimizer = _one("mps", fused=True)
-        scaler = GradScaler("mps")
-        for _ in range(2):
+        pairs = {"o": _one("mps"), "f": _one("mps", fused=True)}
+        hosts = {"o": _one(), "f": _one(fused=True)}
+        scaler = GradScaler("mps", policy=policy)
+        for order, *finites in program:
+            scaler.scale(torch.ones((), device="mps"))
+            torchs.scale(torch.ones(()))
+            for name, finite in zip(order, finites, strict=False):
+                for device, (param, optimizer), each in (("mps", pairs[name], scaler), ("cpu", hosts[name], torchs)):
+                    param.grad = torch.full((2,), 2.0**10 if finite else INF, device=device)
+                    each.step(optimizer)
+            info = scaler.update()
+            torchs.update()
+            expected = policy.update(expected, all(finites[: len(order)]))
+            assert bool(info.applied) == all(finites[: len(order)])
+        assert state_from_dict(scaler.state_dict(), policy) == expected
+        assert scaler.get_scale() == torchs.get_scale()
+        for name, (param, _) in pairs.items():
+            assert param.tolist() == hosts[name][0].tolist()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loading_leaves_the_state_where_it_is(fused):
+    """The tensors are written in place, and the outcome of a step is known where it was known before."""
+    with Emulated("mps"):
+        param, optimizer = _one("mps", fused=fused)
+        scaler = GradScaler("mps", init_scale=8.0)
+        before, kept = _step(scaler, param, optimizer), scaler._scale
+        scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
+        assert scaler._scale is kept
+        assert (kept.item(), scaler._growth_tracker.item()) == (64.0, 0)
+        after = _step(scaler, param, optimizer)
+        assert isinstance(after.applied, torch.Tensor) == isinstance(before.applied, torch.Tensor) == fused
+        assert (after.loss_scale_used, scaler.state_dict()["steps"]) == (64.0, 1)
+
+
+@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_flag_that_was_changed_in_place_counts(fused, call):
+    """A trainer may reduce the flags over its ranks between `unscale_` and `step`."""
+    with Emulated("mps"):
+        param, optimizer = _one("mps", fused=fused)
+        scaler = GradScaler("mps", init_scale=8.0)
+        for _ in range(2):  # while the host knows the state, and from then on
             scaler.scale(torch.ones((), device="mps"))
             param.grad = torch.ones(2, device="mps")
+            getattr(scaler, call)(optimizer, *[1.0] * (call != "unscale_"))
+            for flag in scaler._found_inf_per_device(optimizer).values():
+                flag.fill_(1.0)
             scaler.step(optimizer)
-            calls.clear()
-            scaler.update()
-        assert len([each for each in calls if each is not torch.ops.prim.device.default]) <= 10
+            assert bool(scaler.update().overflowed)
+            assert param.tolist() == [1.0, 1.0]
+
+
+def test_each_flag_is_on_the_device_of_its_key():
+    """Until `step`, which combines them."""
+    with Emulated("mps") as mode:
+        params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("mps", "cpu")]
+        optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
+        scaler = GradScaler("mps", init_scale=8.0)
+        scaler.scale(torch.ones((), device="mps"))
+        for param, value in zip(params, (8.0, INF), strict=True):
+            param.grad = torch.full_like(param, value)
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        assert {device.type: (flag.device, flag.item()) for device, flag in found.items()} == {
+            "mps": (mode.device, 0.0),
+            "cpu": (torch.device("cpu"), 1.0),
+        }
+        scaler.step(optimizer)
+        assert not scaler.update().applied
 
 
 @pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
@@ -155,14 +246,14 @@ def test_replays_update_as_the_policy_does(policy, trace):
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False), (True, True)])
 def test_two_updates_of_one_step_on_a_device(flags):
-    """They count as one step with their combined flag, as on the host, and leave exactly the policy's state."""
+    """With `updates_per_step` they count as one step with their combined flag, and leave exactly the policy's state."""
     policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
     with Emulated("mps"):
         params, optimizers = zip(*(_one("mps", fused=True) for _ in range(2)), strict=True)
-        scaler = _scaler("mps", policy)
+        scaler = GradScaler("mps", policy=policy, updates_per_step=2)
         expected = policy.init_state()
         for step in range(4):
-            scaler.scale(torch.ones((), requires_grad=True))
+            scaler.scale(torch.ones((), device="mps"))
             for param, finite in zip(params, flags if step == 2 else (True, True), strict=True):
                 param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
             for optimizer in optimizers:
@@ -213,21 +304,20 @@ def test_a_tensor_that_was_handed_out_on_a_device():
         assert kept.item() == scaler.get_scale() == 16.0
 
 
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
 @pytest.mark.parametrize("fused", [False, True])
-def test_ten_thousand_optimizers_leave_nothing_behind(fused, guard):
+def test_optimizers_that_are_gone_leave_nothing_behind(fused):
     """An optimizer for each phase of a program that runs for long."""
     param = torch.nn.Parameter(torch.ones(1))
-    scaler = GradScaler("cpu", init_scale=8.0, guard=guard)
-    for _ in range(10_000):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    gone = []
+    for _ in range(100):
         optimizer = torch.optim.SGD([param], lr=0.0, fused=fused)
+        gone.append(weakref.ref(optimizer))
         scaler.scale(torch.ones(()))
         param.grad = torch.ones(1)
         scaler.step(optimizer)
         scaler.update()
     del optimizer
     gc.collect()
-    sizes = [len(each) for each in vars(scaler).values() if isinstance(each, dict | list)]
-    assert max(sizes) <= 1, sizes
-    if guard is not None:
-        assert isinstance(scaler.state_dict()["guard"], dict)
+    assert not any(each() for each in gone)
+    assert not scaler._per_optimizer_states
