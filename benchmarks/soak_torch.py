@@ -3,8 +3,8 @@
     python benchmarks/soak_torch.py                  2 and 4 processes, some minutes
     python benchmarks/soak_torch.py --quick          2 processes, a minute
 
-Processes train together (DistributedDataParallel over gloo) with BatchNorm, a schedule, clipping, a spike guard and
-retries. At random steps the gradients of one rank overflow, a batch has a norm that is far too large, or a process is
+Processes train together (DistributedDataParallel over gloo) with BatchNorm, a schedule, clipping and a spike
+guard. At random steps the gradients of one rank overflow, a batch has a norm that is far too large, or a process is
 killed with SIGKILL: between two steps, between backward and step, or while it saves.
 The run then continues from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
 must be those of the same run without kills.
@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_torch import GradScaler
 
-RETRIES = 2
 SAVE_EVERY = 5
 PHASES = ("before", "backward", "saving")
 FINISHED, KILLED = "finished.pt", -signal.SIGKILL
@@ -124,7 +123,11 @@ class Run:
         while self._number < self._steps:
             self._die_in = die_in if self._number >= die_at else ""
             self._die_here("before")
-            info = self._scaler.minimize(self._optimizer, self._loss, retries=RETRIES, max_norm=1.0)
+            self._optimizer.zero_grad()
+            self._scaler.scale(self._loss()).backward()
+            self._scaler.unscale_and_clip_(self._optimizer, 1.0)
+            self._scaler.step(self._optimizer)
+            info = self._scaler.update()
             self.skipped += not info.applied
             self.spikes += bool(info.spiked)
             if info.applied:

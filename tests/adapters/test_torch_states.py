@@ -103,27 +103,18 @@ def test_states_that_the_kernel_could_not_continue(fields):
 
 
 def _step(scaler, param, optimizer, finite=True):
-    """Take a step with an optimizer on the emulated device, and return its outcome."""
+    """Take a step on the emulated device; return its outcome, and what `update` runs there."""
     scaler.scale(torch.ones((), device="mps"))
     param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
     scaler.step(optimizer)
-    return scaler.update()
-
-
-def _calls_of_an_update(device, scaler, param, optimizer, finite=True):
-    """Return what `update` runs on the device, after a step."""
-    scaler.scale(torch.ones((), device="mps"))
-    param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
-    scaler.step(optimizer)
-    before = len(device.calls)
-    scaler.update()
-    return device.calls[before:]
+    before = len(Emulated.calls)
+    return scaler.update(), Emulated.calls[before:]
 
 
 @pytest.mark.parametrize("known", [0, 10], ids=["first", "late"])
 def test_an_update_after_a_fused_step_makes_ten_calls_at_most(known):
     """Also where the host knew the steps before, and where an ordinary optimizer steps later."""
-    with Emulated("mps") as device:
+    with Emulated("mps"):
         param, fused = _one("mps", fused=True)
         ordinary = torch.optim.SGD([param], lr=0.5)
         scaler = GradScaler("mps", growth_interval=3)
@@ -131,29 +122,30 @@ def test_an_update_after_a_fused_step_makes_ten_calls_at_most(known):
             _step(scaler, param, ordinary)
         _step(scaler, param, fused)  # places the state on the device
         for optimizer in (fused, fused, ordinary, fused, ordinary):
-            assert len(_calls_of_an_update(device, scaler, param, optimizer)) <= 10
+            assert len(_step(scaler, param, optimizer)[1]) <= 10
 
 
 def test_an_update_after_an_ordinary_step_writes_a_changed_scale_and_no_more():
     """The host has read the flag, and counts by itself."""
-    with Emulated("mps") as device:
+    with Emulated("mps"):
         param, optimizer = _one("mps")
         scaler = GradScaler("mps", growth_interval=2)
         _step(scaler, param, optimizer)
-        counts = [len(_calls_of_an_update(device, scaler, param, optimizer, finite)) for finite in (1, 1, 0, 1, 1)]
+        counts = [len(_step(scaler, param, optimizer, finite)[1]) for finite in (1, 1, 0, 1, 1)]
         assert counts == [1, 0, 1, 0, 1]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["o", "f", "of", "fo"]), st.booleans(), st.booleans()), max_size=8))
+@pytest.mark.parametrize("updates_each", [False, True])
+@given(program=st.lists(st.tuples(st.sampled_from(["o", "f", "of", "fo"]), st.booleans(), st.booleans()), max_size=8))
 @few_examples
-def test_ordinary_and_fused_optimizers_in_one_scaler(program):
-    """One by one and together, in either order: the counters are the policy's, and the scale is torch's."""
+def test_ordinary_and_fused_optimizers_in_one_scaler(updates_each, program):
+    """In either order: counters and scale are the policy's and torch's, also with an `update` after each of a step."""
     policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
     expected, torchs = policy.init_state(), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     with Emulated("mps"):
         pairs = {"o": _one("mps"), "f": _one("mps", fused=True)}
         hosts = {"o": _one(), "f": _one(fused=True)}
-        scaler = GradScaler("mps", policy=policy)
+        scaler = GradScaler("mps", policy=policy, updates_per_step=1 + updates_each)
         for order, *finites in program:
             scaler.scale(torch.ones((), device="mps"))
             torchs.scale(torch.ones(()))
@@ -161,7 +153,8 @@ def test_ordinary_and_fused_optimizers_in_one_scaler(program):
                 for device, (param, optimizer), each in (("mps", pairs[name], scaler), ("cpu", hosts[name], torchs)):
                     param.grad = torch.full((2,), 2.0**10 if finite else INF, device=device)
                     each.step(optimizer)
-            info = scaler.update()
+                if updates_each or name == order[-1]:
+                    info = scaler.update(end_of_step=name == order[-1])
             torchs.update()
             expected = policy.update(expected, all(finites[: len(order)]))
             assert bool(info.applied) == all(finites[: len(order)])
@@ -177,11 +170,11 @@ def test_loading_leaves_the_state_where_it_is(fused):
     with Emulated("mps"):
         param, optimizer = _one("mps", fused=fused)
         scaler = GradScaler("mps", init_scale=8.0)
-        before, kept = _step(scaler, param, optimizer), scaler._scale
+        before, kept = _step(scaler, param, optimizer)[0], scaler._scale
         scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
         assert scaler._scale is kept
         assert (kept.item(), scaler._growth_tracker.item()) == (64.0, 0)
-        after = _step(scaler, param, optimizer)
+        after, _ = _step(scaler, param, optimizer)
         assert isinstance(after.applied, torch.Tensor) == isinstance(before.applied, torch.Tensor) == fused
         assert (after.loss_scale_used, scaler.state_dict()["steps"]) == (64.0, 1)
 
@@ -244,63 +237,25 @@ def test_replays_update_as_the_policy_does(policy, trace):
         assert state_from_dict(scaler.state_dict(), scaler.policy) == expected
 
 
-@pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False), (True, True)])
-def test_two_updates_of_one_step_on_a_device(flags):
-    """With `updates_per_step` they count as one step with their combined flag, and leave exactly the policy's state."""
-    policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_what_others_write_to_the_scale_is_seen(device):
+    """Also without a new version; the numbers of an ordinary optimizer's steps stay plain."""
     with Emulated("mps"):
-        params, optimizers = zip(*(_one("mps", fused=True) for _ in range(2)), strict=True)
-        scaler = GradScaler("mps", policy=policy, updates_per_step=2)
-        expected = policy.init_state()
-        for step in range(4):
-            scaler.scale(torch.ones((), device="mps"))
-            for param, finite in zip(params, flags if step == 2 else (True, True), strict=True):
-                param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                scaler.update()
-            expected = policy.update(expected, step != 2 or all(flags))
-        assert state_from_dict(scaler.state_dict(), policy) == expected
-
-
-def test_reading_the_scale_tensor_once_changes_nothing_for_good():
-    """On a CPU the host stays the truth: what others write is seen, and the numbers stay plain."""
-    param, optimizer = _one()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scaler.scale(param.sum())
-    kept = scaler._scale
-    for expected in (1024.0, 2048.0, 2048.0):
-        scaler.scale(torch.ones(()))
-        param.grad = torch.ones(2)
-        scaler.step(optimizer)
-        info = scaler.update()
-        assert type(info.loss_scale_after) is float
-        assert kept.item() == info.loss_scale_after == expected
-    kept.data.fill_(8.0)  # much later, without a new version
-    assert scaler.scale(torch.ones(())).item() == 8.0
-    param.grad = torch.full((2,), 8.0)
-    scaler.unscale_(optimizer)
-    assert param.grad.tolist() == [1.0, 1.0]
-    scaler.step(optimizer)
-    assert scaler.update().loss_scale_used == 8.0
-
-
-def test_a_tensor_that_was_handed_out_on_a_device():
-    """An ordinary optimizer's step reads it with the flag, so that the host stays the truth there, too."""
-    with Emulated("mps"):
-        param, optimizer = _one("mps")
-        scaler = GradScaler("mps", init_scale=1024.0, growth_interval=2)
-        scaler.scale(torch.ones((), device="mps"))
+        param, optimizer = _one(device)
+        scaler = GradScaler(device, init_scale=1024.0, growth_interval=2)
+        scaler.scale(torch.ones((), device=device))
         kept = scaler._scale
-        for step, expected in enumerate((1024.0, 2048.0, 16.0)):
-            if step == 2:
-                kept.fill_(16.0)
-            scaler.scale(torch.ones((), device="mps"))
-            param.grad = torch.full((2,), kept.item(), device="mps")
+        for step, expected in enumerate((1024.0, 2048.0, 16.0, 8.0)):
+            if step > 1:
+                (kept if step == 2 else kept.data).fill_(expected)
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full((2,), kept.item(), device=device)
             before = param[0].item()
             scaler.step(optimizer)
             assert before - param[0].item() == 0.5
-            assert scaler.update().loss_scale_after == expected
+            info = scaler.update()
+            assert type(info.loss_scale_after) is float
+            assert info.loss_scale_after == expected * (2.0 if step == 3 else 1.0)
         assert kept.item() == scaler.get_scale() == 16.0
 
 

@@ -76,20 +76,6 @@ def test_reading_the_outcome_is_what_costs():
         assert device.reads == 1
 
 
-def test_the_verbs_need_no_values():
-    """On torch's `meta` device, which has none, every verb runs: none of them waits for anything."""
-    state = init_state("dynamic", device="meta")
-    grads = {
-        "w": torch.ones(3, device="meta", dtype=torch.float16),
-        "none": None,
-        "n": torch.ones(2, dtype=torch.int32),
-    }
-    assert scale(grads["w"], state).dtype == torch.float32
-    assert unscale(grads, state)["w"].dtype == torch.float32
-    flag = torch.empty((), dtype=torch.bool, device="meta")
-    assert select(flag, {"w": grads["w"]}, {"w": grads["w"]})["w"].shape == (3,)
-
-
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_changing_scale_does_not_recompile(fused):
@@ -143,7 +129,7 @@ def _graph_breaks(make_scaler):
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
 @pytest.mark.filterwarnings("default:.*torch.jit.*:DeprecationWarning")  # of what Dynamo itself calls in an optimizer
 def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
-    """Neither the methods nor the hook on the scaled loss are traced."""
+    """Its methods are not traced."""
     assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
 
 
@@ -151,21 +137,6 @@ def test_importing_leaves_the_compiler_alone():
     """It takes longer to import than this package, and a plain loop has no use for it."""
     code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
-    """It traces backward, and the scaler continues."""
-    torch._dynamo.reset()
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() == 64.0
 
 
 def test_the_verbs_on_python_numbers():

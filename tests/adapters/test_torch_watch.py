@@ -102,19 +102,3 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
     _run(duplicate(scaler), NAN * 160)
     _run(scaler, NAN * 120)
     assert _events(caplog) == [("below_one", 32), ("floor", 160), ("floor", 160)]
-
-
-def test_a_subclass_may_replace_update(caplog):
-    """The methods of this class that it calls log; a disabled scaler logs nothing."""
-
-    class Counting(GradScaler):
-        updates = 0
-
-        def update(self, *args):
-            self.updates += 1
-            return super().update(*args)
-
-    assert _run(Counting("cpu"), NAN * 40).updates == 40
-    assert _events(caplog) == [("below_one", 32)]
-    _run(GradScaler("cpu", enabled=False), NAN * 40)
-    assert len(caplog.records) == 1
