@@ -39,13 +39,13 @@ def _ready(make_scaler, **kwargs):
     return scaler
 
 
-def _step(make_scaler, grad, **kwargs):
-    """Return the parameters after a step, from zero, with this gradient."""
-    param, optimizer = _one(grad)
-    scaler = _ready(make_scaler, **kwargs)
-    scaler.step(optimizer)
-    scaler.update()
-    return param.tolist()
+def _train(scaler, steps=1, value=1024.0):
+    """Take whole steps with a gradient of this value, and return the scaler."""
+    for _ in range(steps):
+        scaler.scale(torch.ones(()))
+        scaler.step(_one(torch.tensor([value]))[1])
+        scaler.update()
+    return scaler
 
 
 @difference("sums flags; a fused optimizer takes a sum of 2 for no overflow", float("-inf"), 0.0)
@@ -61,26 +61,17 @@ def _flags(make_scaler):
 
 @difference("the scale may reach 0 or infinity", (0.0, float("inf")), (2.0**-126, 2.0**126))
 def _bounds(make_scaler):
-    reached = []
-    for init_scale, grad in ((2.0**-140, float("inf")), (2.0**127, 1.0)):
-        scaler = make_scaler("cpu", init_scale=init_scale, growth_interval=1)
-        for _ in range(12):
-            scaler.scale(torch.ones(()))
-            scaler.step(_one(torch.tensor([grad]))[1])
-            scaler.update()
-        reached.append(scaler.get_scale())
+    smallest = make_scaler("cpu", init_scale=2.0**-140)
+    largest = make_scaler("cpu", init_scale=2.0**127, growth_interval=1)
+    reached = _train(smallest, 12, float("inf")).get_scale(), _train(largest, 12).get_scale()
     return reached[0], float("inf") if reached[1] == 2.0**127 else reached[1]
 
 
 @difference("a growth interval lowered below the count is never reached", 1024.0, 2048.0)
 def _lowered(make_scaler):
-    scaler = _ready(make_scaler, growth_interval=10)
-    for step in range(6):
-        scaler.set_growth_interval(2 if step == 4 else scaler.get_growth_interval())
-        scaler.scale(torch.ones(()))
-        scaler.step(_one()[1])
-        scaler.update()
-    return scaler.get_scale()
+    scaler = _train(_ready(make_scaler, growth_interval=10), 4)
+    scaler.set_growth_interval(2)
+    return _train(scaler, 2).get_scale()
 
 
 @difference("sparse duplicates are checked one by one (float32)", [float("-inf"), 0.0], [0.0, 0.0])
@@ -99,7 +90,9 @@ def _sparse(make_scaler):
     [-1 - 2j],
 )
 def _complex(make_scaler):
-    return _step(make_scaler, torch.tensor([1024 + 2048j]))
+    param, optimizer = _one(torch.tensor([1024 + 2048j]))
+    _ready(make_scaler).step(optimizer)
+    return param.tolist()
 
 
 @difference("float16 gradients are refused, and the message does not name them", NEVER, "param 0")
@@ -158,11 +151,7 @@ def _disabled(make_scaler):
 
 @difference("multiplies a scale and a factor in float64", 3.299999952316284, 3.3000001907348633)
 def _factor(make_scaler):
-    scaler = make_scaler("cpu", init_scale=3.0, growth_factor=1.1, growth_interval=1)
-    scaler.scale(torch.ones(()))
-    scaler.step(_one()[1])
-    scaler.update()
-    return scaler.get_scale()
+    return _train(make_scaler("cpu", init_scale=3.0, growth_factor=1.1, growth_interval=1)).get_scale()
 
 
 @difference("before the first loss the scale is a float64", 1 / 3, 0.3333333432674408)

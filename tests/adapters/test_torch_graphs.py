@@ -146,22 +146,6 @@ def test_only_the_step_is_recorded(make_scaler, device):
         assert (before - weight[0].item(), scaler.get_scale()) == (1.0, 2.0 * used)
 
 
-@pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
-def test_a_tensor_that_somebody_keeps_stays_the_one(name):
-    """Through steps, growth, backoff, a new scale and a loaded state."""
-    weight, optimizer = _one_weight("cpu")
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    scaler.scale(weight.sum()).backward()
-    kept = getattr(scaler, name)
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.update(16.0)
-    scaler.load_state_dict({**scaler.state_dict(), "growth_tracker": 0})
-    assert getattr(scaler, name) is kept
-    if name == "_scale":
-        assert kept.item() == 16.0
-
-
 def test_a_state_on_the_host_cannot_be_captured(monkeypatch):
     """Each replay would write it again; one step of a fused optimizer before the capture puts it on the device."""
     # What asks the driver of a GPU: without one a scaler for "cuda" is disabled.

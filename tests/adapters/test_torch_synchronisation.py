@@ -90,8 +90,7 @@ def test_a_changing_scale_does_not_recompile(fused):
     def train(x):
         scaler.scale(model(x).sum()).backward()
 
-    counts = []
-    scales = set()
+    counts, scales = [], set()
     for step in range(12):
         optimizer.zero_grad()
         train(torch.ones(2, 4))
