@@ -153,7 +153,8 @@ def _plain(name: str, value: Any) -> float:
     """Return a saved number, also from an array of shape `()`."""
     if getattr(value, "shape", None) == () and not getattr(value, "is_meta", False):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 2.0**1000:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (abs(value) > 2.0**1000 and (name != "growth_interval" or isinstance(value, int))):
         rule = "a number" if name in _TORCHS_KEYS[3:] else "a positive finite number"
         raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
     return value

@@ -93,10 +93,7 @@ class RangeReport(NamedTuple):
         lines = [self._forward_line(), *self._backward_lines()]
         if self.unscaled_gradients:
             names = ", ".join(self.unscaled_gradients[:4])
-            lines.append(
-                f"not following the loss scale: {names}; look for a loss that is added in the graph (see attach), a "
-                "hook that clamps, and a backward pass in loss_fn"
-            )
+            lines.insert(-1, f"not following the loss scale: {names}; see attach, or look for hooks that clamp")
         return "\n".join(lines)
 
     def _forward_line(self) -> str:

@@ -640,7 +640,7 @@ def _can_be_enabled(device: Any, enabled: bool) -> bool:
     """Return whether a scaler for a device type is enabled; without CUDA torch disables one for it."""
     if not isinstance(device, str | torch.device):
         meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
-        raise TypeError(f"device={device!r} must name a device type; write GradScaler('cuda', {meant})")
+        raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {meant})")
     try:
         torch.device(device)
     except RuntimeError as error:

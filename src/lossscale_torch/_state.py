@@ -104,8 +104,9 @@ class Readings:
         return True
 
     def value(self, tensor: Tensor) -> float:
-        """Return a number; waits for its device unless it is known."""
-        return self._read[id(tensor)][2] if self._read and self._knows(tensor) else tensor.item()
+        """Return a number; waits for its device unless it is known. The memory of a CPU is always read."""
+        is_known = self._read and (not tensor.is_cpu or is_being_recorded()) and self._knows(tensor)
+        return self._read[id(tensor)][2] if is_known else tensor.item()
 
     def note(self, tensor: Tensor, value: float) -> None:
         """Remember a number that the host has just read or written."""

@@ -241,19 +241,6 @@ def test_func_transforms(loss_scale):
     assert torch.equal(of_vmap(w) / loss_scale, torch.func.grad(added)(w))
 
 
-def test_functional_call():
-    """A module that holds `scaler.attach` is called with other weights."""
-    scaler = _scaler(256.0)
-    model = _model(scaler.attach)
-    weights = dict(model.named_parameters())
-
-    def loss(weights):
-        return scaler.scale(_loss(functools.partial(torch.func.functional_call, model, weights), _batch()))
-
-    found = torch.func.grad(loss)(weights)
-    _require_same({name: grad / 256 for name, grad in found.items()}, _added())
-
-
 def test_a_replayed_graph_reads_the_present_scale():
     """The recorded backward pass reads the tensor that updates write in place."""
     weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
@@ -275,20 +262,6 @@ def test_the_scale_is_read_in_the_backward_pass():
     assert torch.equal(weight.grad, torch.full((3,), 5 * 1024.0))
 
 
-def test_fused_optimizers_leave_the_state_on_the_device():
-    """The tensor of the scale stays the same when the state goes to the device."""
-    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(scaler.attach(weight * 2, 3 * weight).sum()).backward()
-        used = float(scaler.get_scale())
-        assert torch.equal(weight.grad, torch.full((3,), 5 * used))
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 32.0
-
-
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_gradients_that_are_not_finite_skip_the_step(bad):
     """An overflow in an attached loss alone skips the step and lowers the scale."""
@@ -301,20 +274,6 @@ def test_gradients_that_are_not_finite_skip_the_step(bad):
     assert loss.isfinite()
     assert (bool(info.applied), scaler.get_scale()) == (False, 2.0)
     assert torch.equal(weight, torch.ones(3))
-
-
-def test_minimize_runs_it_again():
-    """A retry runs the forward pass again, and the applied step is that of the lower scale."""
-    model_of = {}
-    for init_scale in (2.0**10, 2.0**120):
-        scaler = GradScaler("cpu", init_scale=init_scale, backoff_factor=2.0**-110)
-        model = model_of[init_scale] = _model(lambda x, aux, scaler=scaler: scaler.attach(x, aux * 1e9))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            info = scaler.minimize(optimizer, lambda model=model: _loss(model, _batch()), retries=2)
-        assert (bool(info.applied), info.loss_scale_used) == (True, 2.0**10)
-    _require_same(*({name: p.detach() for name, p in each.named_parameters()} for each in model_of.values()))
 
 
 def _train_on_ranks(rank, world_size, kind):
@@ -426,25 +385,6 @@ def test_what_cannot_hold(program):
         scaler.update(4.0)  # once
 
 
-def test_a_compiled_step_cannot_warn():
-    """In a compiled graph a discarded result is gone without a trace."""
-    torch._dynamo.reset()
-    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
-    scaler.place_on("cpu")
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def loss():
-        scaler.attach(weight * 2, 3 * weight)
-        return (weight * 2).sum()
-
-    scaler.scale(loss()).backward()
-    scaler.step(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.update()
-
-
 def test_forward_mode_is_refused():
     """`torch.func.jvp` raises, since a tangent has no scale."""
     scaler = _scaler(4.0)
@@ -501,35 +441,3 @@ def test_copies_and_pickles():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.update(4.0)
-
-
-def test_subclasses_may_replace_it():
-    """A subclass sees each call, also that of a layer which holds its `attach`."""
-
-    class Counting(GradScaler):
-        calls = 0
-
-        def attach(self, x, aux_loss):
-            self.calls += 1
-            return super().attach(x, aux_loss)
-
-    scaler = Counting("cpu", init_scale=4.0)
-    _loss(_model(scaler.attach), _batch()).backward()
-    assert scaler.calls == 2
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
-def test_a_copy_does_not_warn_of_what_its_original_has_lost(copied):
-    """One warning for one loss."""
-    weight, scaler = torch.nn.Parameter(torch.ones(2)), GradScaler("cpu")
-    scaler.attach(weight * 2, weight.sum())
-    other, optimizer = copied(scaler), torch.optim.SGD([weight], lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.scale(weight.sum()).backward()
-        other.step(optimizer)
-        other.update()
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer)
-    with pytest.warns(UserWarning, match="a loss was attached and got no backward pass"):
-        scaler.update()

@@ -1,12 +1,10 @@
 """`unscale_and_clip_`: torch's result with one read and one multiply, and as careful."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 
-from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 
@@ -68,10 +66,12 @@ def test_an_overflow_skips(make, bad):
 
 @EACH
 def test_squares_that_overflow_are_no_overflow(make):
-    """Gradients of 1e30 are finite though their squares are not; the norm is exact all the same."""
-    norm, params, scaler = _clipped(make, [torch.full((4,), 1e30), torch.ones(2)], 1.0, init_scale=2.0)
-    assert norm.item() == pytest.approx(2e30, rel=1e-6)
-    torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.5))
+    """Gradients of 1e30 are finite though their squares are not: the norm is torch's, and so is what it leaves."""
+    grads = [torch.full((4,), 1e30), torch.ones(2)]
+    norm, params, scaler = _clipped(make, grads, 1.0, init_scale=2.0)
+    expected = _params(*grads)
+    assert norm == torch.nn.utils.clip_grad_norm_(expected, 1.0) == math.inf
+    assert all(torch.equal(-param.detach(), other.grad) for param, other in zip(params, expected, strict=True))
     assert scaler.get_scale() == 2.0
 
 
@@ -84,30 +84,22 @@ def test_a_norm_that_proves_nothing_hides_no_overflow(make, norm_type):
     assert scaler.get_scale() == 2.0**9
 
 
-def _norms(grads, norm_type, loss_scale):
-    """Return the norm that the host computes, and that which a recorded graph computes, where no host reads."""
-    norms = []
-    for is_recorded in (False, True):
-        optimizer = torch.optim.SGD(_params(*grads), lr=1.0)
-        optimizer._step_supports_amp_scaling = True  # torch's own fused kernel takes fewer dtypes
-        scaler = GradScaler("cpu", init_scale=loss_scale, guard=SpikeGuard(), half_gradients=True)
-        scaler.scale(torch.ones(()))
-        with RecordedGraph() if is_recorded else contextlib.nullcontext():
-            norm = scaler.unscale_and_clip_(optimizer, math.inf, norm_type)
-        norms.append(norm.item())
-    return norms
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_norm_on_a_device_is_the_norm_on_the_host(norm_type, size, dtype):
-    """Finite exactly where the gradients are, without a second look."""
+def test_the_norm_that_no_host_reads(norm_type, size, dtype):
+    """In a recorded graph it is exact, and finite exactly where the gradients are, without a second look."""
     grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
     for loss_scale in (1.0, 2.0**-2):
-        on_host, on_device = _norms(grads, norm_type, loss_scale)
-        assert on_device == pytest.approx(on_host, rel=1e-5, nan_ok=True)
-        assert math.isfinite(on_device) == all(bool((grad / loss_scale).isfinite().all()) for grad in grads)
+        optimizer = torch.optim.SGD(_params(*grads), lr=1.0)
+        optimizer._step_supports_amp_scaling = True  # torch's own fused kernel takes fewer dtypes
+        scaler = GradScaler("cpu", init_scale=loss_scale, half_gradients=True)
+        scaler.scale(torch.ones(()))
+        with RecordedGraph():
+            norm = scaler.unscale_and_clip_(optimizer, math.inf, norm_type)
+        exact = torch.linalg.vector_norm(torch.cat(grads).double() / loss_scale, norm_type).item()
+        assert norm.item() == pytest.approx(exact, rel=1e-5, nan_ok=True) or not math.isfinite(exact)
+        assert norm.isfinite() == all(bool((grad / loss_scale).isfinite().all()) for grad in grads)
 
 
 def test_order_and_disabled_mode():
@@ -145,13 +137,6 @@ def test_squares_that_underflow(make, init_scale, size):
     """The norm is exact also if float32 flushes the squares of gradients to zero, and below a scale of 1, too."""
     norm, _, _ = _clipped(make, [torch.full((4,), size), torch.full((5000,), size)], 1.0, init_scale=init_scale)
     assert norm.item() == pytest.approx(size * 5004**0.5, rel=1e-3)
-
-
-def test_squares_that_overflow_float64():
-    """Two elements of 1e200 are finite, and so is their norm."""
-    norm, _, scaler = _clipped(SGD["foreach"], [torch.full((2,), 1e200, dtype=torch.float64)], 1.0, init_scale=1.0)
-    assert scaler.get_scale() == 1.0
-    assert torch.isinf(norm) or norm.item() > 1e38  # the norm itself is float32
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
@@ -214,23 +199,11 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(kinds, bad, norm_type
 
 
 def test_float16_gradients_are_refused_before_anything_is_unscaled():
-    """Also where several optimizers' gradients are of different losses."""
-    (p, first), (q, second), (r, third) = (
-        (param, torch.optim.SGD([param], lr=1.0))
-        for param in (torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (None, torch.float16, None))
-    )
-    scaler = GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    for is_late in (False, True):
-        first.zero_grad()
-        third.zero_grad()
-        scaler.scale((p + r).sum()).backward()
-        if is_late:
-            scaler.skip(second)
-        else:
-            scaler.step(first)
-        scaler.step(third)
-        scaler.update()
-    (q.sum() * 32.0).backward()
+    """Also where those of another optimizer could be."""
+    params = _params(torch.full((1,), 32.0), torch.full((1,), 32.0, dtype=torch.float16))
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler = GradScaler("cpu", init_scale=16.0)
+    scaler.scale(torch.ones(()))
     with pytest.raises(ValueError, match="FP16 gradients"):
-        scaler.unscale_and_clip_([first, second], 1.0)
-    assert p.grad.item() == 32.0
+        scaler.unscale_and_clip_(optimizers, 1.0)
+    assert params[0].grad.item() == 32.0

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_core.errors import CallOrderError, SyncError
+from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
 from tests.torch_versions import FSDP2, TORCH
 
@@ -123,28 +123,6 @@ def _train_with_a_rank_without_gradients(rank, world_size, fused):
 def test_a_rank_without_gradients_takes_part(fused):
     """It neither hangs the others nor falls behind them."""
     _on_ranks(2, partial(_train_with_a_rank_without_gradients, fused=fused))
-
-
-def _unscale_too_early(rank, world_size):
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
-    loss = scaler.scale(param.sum())
-    if rank == 0:
-        loss.backward()
-    scaler.unscale_(optimizer)
-    if rank == 0:
-        scaler.step(optimizer)
-        return
-    loss.backward()
-    with pytest.raises(CallOrderError, match=r"had no gradients when it decided .* unscale_\(\) on an optimizer after"):
-        scaler.step(optimizer)
-    assert param.tolist() == [1.0] * 3
-
-
-def test_a_rank_that_unscales_before_its_backward():
-    """It has decided with the others on no gradients, and must not apply those that came later, still scaled."""
-    _on_ranks(2, _unscale_too_early)
 
 
 def _fall_out_of_step(rank, world_size):

@@ -1,0 +1,764 @@
+"""What hangs on a step: hooks of one's own, and those that `guard=`, `protect=` and `process_group=` append."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import warnings
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
+from lossscale_core.adapters import guard_state_from_dict
+from lossscale_core.errors import CheckpointWarning, PolicyError, SpikeStreakError
+from lossscale_core.testing import simulate
+from lossscale_torch import GradScaler
+from lossscale_torch.hooks import Hook
+from tests.adapters.emulated_device import _READS, Emulated, OnDevice
+from tests.adapters.recorded_graph import RecordedGraph
+from tests.adapters.test_torch_distributed import _on_ranks
+
+INF = float("inf")
+EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
+
+
+class _Reads(Emulated):
+    """Counts what is read of the emulated device."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_copy = function is torch.Tensor.cpu or (function is torch.Tensor.to and "cpu" in map(str, args[1:]))
+        self.count += (function in _READS or is_copy) and isinstance(args[0], OnDevice)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _pair(fused=False):
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    return params, [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
+
+
+def _step(scaler, params, optimizers, *sizes, prepare=()):
+    """Take a step of each optimizer with gradients of these sizes."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    scaler.scale(sum((param * size).sum() for param, size in zip(params, sizes, strict=True))).backward()
+    for call in [*prepare, scaler.step]:
+        for optimizer in optimizers:
+            call(optimizer)
+    return scaler.update()
+
+
+# -- hooks of one's own ------------------------------------------------------------------------------------------------
+
+
+class _Together(Hook):
+    """Skips all optimizers of a step if one of them is skipped."""
+
+    def before_step(self, scaler, optimizer, record):
+        """Veto if any record has a flag."""
+        records = scaler._per_optimizer_states.values()
+        flags = [flag for each in records for flag in each["found_inf_per_device"].values()]
+        record["found_inf_per_device"]["together"] = (torch.stack(flags) != 0.0).any().float()
+
+
+class _Veto(Hook):
+    """Vetoes on demand, and counts the steps that it saw."""
+
+    def __init__(self, name="veto", calls=None):
+        self.name, self.is_on, self.steps, self.calls = name, False, 0, calls
+
+    def before_step(self, scaler, optimizer, record):
+        """Raise the flag if asked for."""
+        record["found_inf_per_device"][self.name] = torch.tensor(float(self.is_on))
+        self._note("before", id(optimizer))
+
+    def after_step(self, scaler, optimizer, record):
+        """Note the call."""
+        self._note("after", id(optimizer))
+
+    def after_update(self, scaler, info):
+        """Count the step."""
+        self.steps += 1
+        self._note("update", bool(info.applied))
+
+    def state_dict(self):
+        """Save the count."""
+        return {self.name: self.steps}
+
+    def load_state_dict(self, state_dict):
+        """Restore the count, if there is one."""
+        self.steps = state_dict.get(self.name, 0)
+
+    def _note(self, *call):
+        if self.calls is not None:
+            self.calls.append((self.name, *call))
+
+
+@EITHER_KIND
+def test_a_joint_skip_in_eight_lines(fused):
+    """An overflow of one optimizer skips both, and moves the scale once."""
+    params, optimizers = _pair(fused)
+    scaler = GradScaler("cpu", init_scale=8.0, hooks=[_Together()])
+    for size in (1.0, INF, 1.0):
+        info = _step(scaler, params, optimizers, 1.0, size, prepare=[scaler.unscale_])
+        assert [bool(info.applied_of(each)) for each in optimizers] == [size == 1.0] * 2
+    assert [param[0].item() for param in params] == [-1.0, -1.0]
+    assert scaler.get_scale() == 4.0
+
+
+@EITHER_KIND
+def test_a_veto_skips_the_step_and_leaves_the_scale(fused):
+    """Neither the scale nor a counter moves, and the outcome is no overflow; an overflow beside it counts as one."""
+    veto = _Veto()
+    params, optimizers = _pair(fused)
+    scaler = GradScaler("cpu", init_scale=8.0, hooks=[veto])
+    _step(scaler, params, optimizers, 1.0, 1.0)
+    veto.is_on, before = True, scaler.state_dict()
+    info = _step(scaler, params, optimizers, 1.0, 1.0)
+    assert (info.applied, info.overflowed, info.spiked) == (False, False, False)
+    assert {**scaler.state_dict(), "veto": 1} == before
+    info = _step(scaler, params, optimizers, 1.0, INF)
+    assert (info.applied, info.overflowed, info.loss_scale_after) == (False, True, 4.0)
+    assert [param[0].item() for param in params] == [0.0, 0.0]
+
+
+def test_hooks_are_called_in_their_order():
+    """Those of `hooks=` first to last at each of three points; the last point comes once for a whole step."""
+    calls = []
+    params, optimizers = _pair()
+    scaler = GradScaler("cpu", hooks=[_Veto("a", calls), _Veto("b", calls)])
+    _step(scaler, params, optimizers, 1.0, 1.0)
+    of_each = [(name, when, id(each)) for each in optimizers for when in ("before", "after") for name in "ab"]
+    assert calls == [*of_each, ("a", "update", True), ("b", "update", True)]
+
+
+def test_a_step_of_two_updates_has_one_end():
+    """With `updates_per_step` hooks see the outcome at the last update, and one that ends a step early."""
+    veto = _Veto()
+    params, optimizers = _pair()
+    scaler = GradScaler("cpu", hooks=[veto], updates_per_step=2)
+    for ends in (False, True):
+        scaler.scale(sum(param.sum() for param in params)).backward()
+        scaler.step(optimizers[0])
+        scaler.update(end_of_step=ends)
+        if not ends:
+            assert veto.steps == 0
+            scaler.step(optimizers[1])
+            scaler.update()
+    assert veto.steps == 2
+
+
+def test_an_entry_of_a_hook_is_saved_and_restored():
+    """Beside the scaler's own, under a name of the hook's; a checkpoint without it loads, too."""
+    params, optimizers = _pair()
+    scaler = GradScaler("cpu", hooks=[_Veto("mine")])
+    _step(scaler, params, optimizers, 1.0, 1.0)
+    resumed = GradScaler("cpu", hooks=[_Veto("mine")])
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.state_dict() == scaler.state_dict()
+    assert resumed.state_dict()["mine"] == 1
+    resumed.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert resumed.state_dict()["mine"] == 0
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+
+
+@COPIES
+def test_a_copy_has_hooks_of_its_own(copied):
+    """They begin in the same state, and go on alone."""
+    veto = _Veto()
+    params, optimizers = _pair()
+    scaler = GradScaler("cpu", hooks=[veto])
+    _step(scaler, params, optimizers, 1.0, 1.0)
+    other = copied(scaler)
+    veto.is_on = True
+    assert _step(other, params, optimizers, 1.0, 1.0).applied
+    assert not _step(scaler, params, optimizers, 1.0, 1.0).applied
+    assert (other.state_dict()["veto"], scaler.state_dict()["veto"]) == (2, 2)
+
+
+# -- Resumption --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("has_stepped", "prepare", "warns"),
+    [
+        (True, lambda scaler: None, True),
+        (False, lambda scaler: None, False),
+        (True, lambda scaler: scaler.load_state_dict(GradScaler("cpu").state_dict()), False),
+    ],
+    ids=["starts over", "all is new", "continues"],
+)
+def test_a_scaler_that_starts_over_beside_an_optimizer_that_does_not(has_stepped, prepare, warns):
+    """A warning says so at the first step, and only there, also if an older optimizer comes later."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.AdamW([param]) for _ in range(2)]
+    for optimizer in optimizers if has_stepped else optimizers[1:]:
+        param.grad = torch.ones(2)
+        optimizer.step()
+    scaler = GradScaler("cpu")
+    prepare(scaler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer in optimizers:
+            _step(scaler, [param], [optimizer], 1.0)
+    assert [each.category for each in caught] == [CheckpointWarning] * warns
+    assert all(each.filename == __file__ for each in caught)
+
+
+@pytest.mark.parametrize("policy", [NoScaling(), None], ids=["none", "dynamic"])
+def test_without_scaling_nothing_is_lost_by_starting_over(policy):
+    """So only a scaler that scales warns."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([param])
+    param.grad = torch.ones(2)
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _step(GradScaler("cpu", policy=policy), [param], [optimizer], 1.0)
+    assert len(caught) == (policy is None)
+
+
+# -- Guard -------------------------------------------------------------------------------------------------------------
+
+GUARD = SpikeGuard(warmup=4, memory=20)
+OPTIMIZERS = {
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+}
+EACH = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def _unscale_and_clip_as_torch(scaler, optimizer):
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+
+CLIPS = {
+    "clip": lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 0.1),
+    "torch's clip": _unscale_and_clip_as_torch,
+    "step alone": lambda scaler, optimizer: None,
+}
+RNG = np.random.default_rng(0)
+NORMS = np.exp(0.3 * RNG.standard_normal(60)).astype(np.float32)
+NORMS[RNG.choice(np.arange(10, 60), 6, replace=False)] *= 20
+FLAGS = np.ones(60, bool)
+FLAGS[RNG.choice(60, 6, replace=False)] = False
+
+
+def _run(norms, flags, make=OPTIMIZERS["foreach"], prepare=CLIPS["clip"], scaler=None, param=None, optimizer=None):
+    """Yield the scaler, its info and whether anything moved, after a step with each of these norms."""
+    scaler = scaler or GradScaler("cpu", init_scale=2.0**10, growth_interval=10, guard=GUARD)
+    param = torch.nn.Parameter(torch.zeros(4)) if param is None else param
+    optimizer = optimizer or make([param])
+    for norm, finite in zip(norms, flags, strict=True):
+        before = _everything(param, optimizer)
+        scaler.scale((param * (norm / 2)).sum() if finite else (param * INF).sum()).backward()
+        prepare(scaler, optimizer)
+        scaler.step(optimizer)
+        info = scaler.update()
+        optimizer.zero_grad()
+        yield scaler, info, _everything(param, optimizer) != before
+
+
+def _everything(param, optimizer):
+    states = [value.tolist() for state in optimizer.state.values() for value in state.values()]
+    return [param.tolist(), *states]
+
+
+@EACH
+@pytest.mark.parametrize("prepare", CLIPS.values(), ids=CLIPS)
+def test_random_runs_go_as_simulated(make, prepare):
+    """Norms before clipping are checked; spikes and overflows skip bit for bit, and only the latter move the scale."""
+    expected = simulate(
+        GradScaler("cpu", init_scale=2.0**10, growth_interval=10).policy, FLAGS, norms=NORMS, guard=GUARD
+    )
+    assert 4 <= expected.spiked.sum() <= 6
+    for step, (scaler, info, moved) in enumerate(_run(NORMS, FLAGS, make, prepare)):
+        assert bool(info.spiked) == expected.spiked[step]
+        assert bool(info.overflowed) == expected.skipped[step]
+        assert bool(info.applied) == (not expected.spiked[step] and not expected.skipped[step])
+        assert scaler.get_scale() == expected.loss_scale_after[step]
+        if make is OPTIMIZERS["foreach"] or step > 0:  # the first fused step makes its state, even if it is skipped
+            assert moved == info.applied
+    assert scaler.state_dict()["steps"] == expected.steps[-1]
+    assert scaler.metrics()["spikes"] == expected.spiked.sum()
+    assert f"refused {expected.spiked.sum()} spikes" in scaler.diagnose()
+
+
+@EACH
+def test_each_optimizer_has_norms_of_its_own(make):
+    """A large norm of one is no spike of another, also after a restart; a spike skips one optimizer."""
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizers = [make([param]) for param in params]
+    scaler = GradScaler("cpu", init_scale=2.0**4, guard=GUARD)
+    for step in range(12):
+        if step == 6:
+            saved, scaler = scaler.state_dict(), GradScaler("cpu", guard=GUARD)
+            scaler.load_state_dict(saved)
+        sizes = (0.5, 2500.0 if step == 8 else 50.0)
+        info = _step(scaler, params, optimizers, *sizes, prepare=[scaler.unscale_] if step % 2 else [])
+        assert bool(info.spiked) == (step == 8)
+        assert [bool(info.applied_of(each)) for each in optimizers] == [True, step != 8]
+    first, second = scaler.state_dict()["guard"]
+    assert (first["mean"], first["spikes"], second["spikes"], second["norms"]) == (1.0, 0, 1, 12.0)
+    assert second["mean"] > 100
+
+
+def test_several_optimizers_clipped_together_have_one_norm():
+    """Then a spike skips all of them."""
+    params, optimizers = _pair()
+    scaler = GradScaler("cpu", guard=GUARD)
+    for size in [1.0] * 8 + [100.0]:
+        scaler.scale((params[0] * size).sum() + params[1].sum()).backward()
+        scaler.unscale_and_clip_(optimizers, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        info = scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
+
+
+@EACH
+def test_a_guarded_run_resumes_exactly(make):
+    """Saved and loaded in the middle, with the optimizer, it ends in the same state bit for bit."""
+    whole = [(bool(info.applied), scaler.state_dict()) for scaler, info, _ in _run(NORMS, FLAGS, make)]
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = make([param])
+    *_, (scaler, _, _) = _run(NORMS[:30], FLAGS[:30], param=param, optimizer=optimizer)
+    file = io.BytesIO()
+    torch.save(scaler.state_dict(), file)
+    file.seek(0)
+    resumed = GradScaler("cpu", guard=GUARD)
+    resumed.load_state_dict(torch.load(file))
+    rest = _run(NORMS[30:], FLAGS[30:], scaler=resumed, param=param, optimizer=optimizer)
+    assert [(bool(info.applied), scaler.state_dict()) for scaler, info, _ in rest] == whole[30:]
+
+
+def test_a_checkpoint_without_a_guard_starts_it_afresh():
+    """A warning says so; torch's own five keys load alike."""
+    *_, (scaler, _, _) = _run(NORMS[:8], FLAGS[:8])
+    for saved in (GradScaler("cpu").state_dict(), torch.amp.GradScaler("cpu").state_dict()):
+        with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
+            scaler.load_state_dict(saved)
+    assert guard_state_from_dict(scaler.state_dict()) == GUARD.init_state()
+
+
+@COPIES
+def test_copies_of_a_guarded_scaler_go_on_alone(copied):
+    """A copy or a pickle has the same state, and no memory in common."""
+    *_, (scaler, _, _) = _run(NORMS[:30], FLAGS[:30])
+    other, before = copied(scaler), scaler.state_dict()
+    assert other.state_dict() == before
+    *_, (other, _, _) = _run(NORMS[30:], FLAGS[30:], scaler=other)
+    assert other.state_dict()["guard"] != before["guard"]
+    assert scaler.state_dict() == before
+
+
+def test_a_norm_beyond_float32_is_a_spike():
+    """It is finite in float64, so that the loss scale stays; float32's largest number is checked."""
+    scaler = GradScaler("cpu", init_scale=2.0, guard=GUARD)
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    infos = [info for _, info, _ in _run([1.0] * 8 + [1e300, 1.0], [True] * 10, scaler=scaler, param=param)]
+    assert [info.spiked for info in infos] == [False] * 8 + [True, False]
+    assert not any(info.overflowed for info in infos)
+
+
+def test_a_streak_of_spikes_raises_where_the_host_knows():
+    """At the guard's `max_streak`; the error names the norm of its own optimizer, and not the last one."""
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in params]
+    scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=2))
+    for size in [0.5] * 5 + [50.0]:
+        _step(scaler, params, optimizers, size, 1.0)
+    with pytest.raises(SpikeStreakError, match=r"norm of 100 .*number 2 in a row"):
+        _step(scaler, params, optimizers, 50.0, 1.0)
+
+
+def test_without_scaling_the_guard_decides_alone():
+    """As for bfloat16: `policy="none"` still skips spikes and overflows."""
+    scaler = GradScaler("cpu", policy="none", guard=GUARD)
+    infos = [info for _, info, _ in _run([1.0] * 8 + [50.0, 1.0], [True] * 6 + [False] + [True] * 3, scaler=scaler)]
+    assert [bool(info.applied) for info in infos] == [True] * 6 + [False, True, False, True]
+    assert scaler.get_scale() == 1.0
+
+
+class _Reimplemented(GradScaler):
+    """A subclass with torch's own lines in the place of ours."""
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+            return optimizer.step(*args, **kwargs)
+        return None
+
+
+class _UnscalesByHand(GradScaler):
+    """A subclass that unscales by itself, as trainers for full float16 do."""
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=False):
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+
+@EACH
+@pytest.mark.parametrize("prepare", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize("subclass", [_Reimplemented, _UnscalesByHand])
+def test_subclasses_are_guarded(subclass, make, prepare):
+    """Each norm is checked once, and a spike is skipped, whichever method a subclass has replaced."""
+    scaler = subclass("cpu", guard=GUARD)
+    for step, (_, info, moved) in enumerate(_run([1.0] * 8 + [50.0, 1.0], [True] * 10, make, prepare, scaler)):
+        assert bool(info.spiked) == (step == 8)
+        assert moved == (step != 8)
+    state = guard_state_from_dict(scaler.state_dict())
+    assert (state.norms, state.spikes) == (10, 1)
+
+
+def test_a_flag_that_others_raise_is_an_overflow():
+    """Whatever the guard says of the norm, the loss scale backs off."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
+    list(_run([1.0] * 8, [True] * 8, scaler=scaler, param=param, optimizer=optimizer))
+    scaler.scale((param * 50.0).sum()).backward()
+    scaler.unscale_(optimizer)
+    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        flag.fill_(1.0)
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert (info.applied, info.overflowed, info.loss_scale_after) == (False, True, 2.0**9)
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("prepare", CLIPS.values(), ids=CLIPS)
+def test_on_a_device_the_guard_reads_nothing_more(prepare, fused):
+    """An ordinary optimizer's norm comes with its flag and the scale in one read; a fused one's is never read."""
+    with _Reads("mps") as reads:
+        param = torch.nn.Parameter(torch.ones(4, device="mps"))
+        optimizer = torch.optim.SGD([param], lr=0.5, fused=fused)
+        scaler = GradScaler("mps", policy=FixedScaling(4.0), guard=GUARD)
+        scaler.place_on("mps")
+        for step, size in enumerate([1.0] * 8 + [50.0, INF, 1.0]):
+            param.grad = torch.full((4,), size * 4.0, device="mps")
+            before = reads.count
+            prepare(scaler, optimizer)
+            scaler.step(optimizer)
+            info = scaler.update()
+            # The first step brings the counters, and a norm that is not finite is followed by a look at the gradients.
+            assert step == 0 or size == INF or reads.count - before == (0 if fused else 1)
+            assert not fused or reads.count == before
+            assert isinstance(info.applied, OnDevice) == fused
+            assert (bool(info.spiked), bool(info.overflowed)) == (size == 50.0, size == INF)
+        assert scaler.state_dict()["guard"]["spikes"] == 1
+
+
+def test_a_replayed_graph_still_checks():
+    """The state is written in place, so that each replay compares with the norms of those before."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000, guard=GUARD)
+    weight = torch.ones(())
+    param.grad = torch.zeros(4)
+
+    def step():
+        param.grad.zero_()
+        scaler.scale((param * (weight / 2)).sum()).backward()
+        scaler.unscale_and_clip_(optimizer, INF)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with RecordedGraph() as graph:
+        step()
+    param.detach().zero_()
+    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, guard=GUARD).state_dict())
+    applied = []
+    for norm in [1.0] * 8 + [50.0, INF, 1.0]:
+        weight.fill_(norm)
+        before = param.detach().clone()
+        graph.replay()
+        applied.append(not torch.equal(param.detach(), before))
+    assert applied == [True] * 8 + [False, False, True]
+    assert scaler.state_dict()["guard"]["spikes"] == 1
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_a_guard_that_is_not_one_is_refused():
+    """At once, and not in the first step."""
+    with pytest.raises(PolicyError, match="guard='spike' must be a SpikeGuard"):
+        GradScaler("cpu", guard="spike")
+
+
+# -- SameOnRanks -------------------------------------------------------------------------------------------------------
+
+
+def _veto_on_one_rank(rank, world_size, fused):
+    """Step with a veto, a spike and an overflow that one rank alone can see; all ranks skip these steps."""
+    veto = _Veto()
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD, hooks=[veto], guard=GUARD)
+    for step in range(10):
+        veto.is_on = step == 7 and rank == 1
+        size = {8: 50.0, 9: INF}.get(step, 1.0) if rank == 1 else 1.0
+        info = _step(scaler, [param], [optimizer], size)
+        assert (bool(info.spiked), bool(info.overflowed)) == (step == 8, step == 9)
+        assert bool(info.applied) == (step < 7)
+    assert (param[0].item(), scaler.get_scale()) == (-6.0, 4.0)
+
+
+@EITHER_KIND
+def test_one_ranks_veto_spike_or_overflow_skips_on_all(fused):
+    """Each as what it is, so that a veto and a spike leave the loss scale."""
+    _on_ranks(2, partial(_veto_on_one_rank, fused=fused))
+
+
+# -- Protect -----------------------------------------------------------------------------------------------------------
+
+X = torch.linspace(-1.0, 3.0, 32).reshape(8, 4)
+
+
+def _model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+
+def _buffers(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def _same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+class _Loop:
+    """A plain loop around a protected model."""
+
+    def __init__(self, fused=False, model=None, protect=None, **scaler):
+        self.model = model or _model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused)
+        policy = scaler or {"policy": DynamicScaling(init_scale=8.0, growth_interval=3)}
+        self.scaler = GradScaler("cpu", protect=[self.model] if protect is None else protect, **policy)
+
+    def step(self, is_bad=False, clip=False):
+        """Take a step; if it is bad, its forward pass overflows, and the statistics become infinite or NaN."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(X * INF if is_bad else X).square().mean()).backward()
+        if clip:
+            self.scaler.unscale_and_clip_(self.optimizer, INF)
+        self.scaler.step(self.optimizer)
+        return self.scaler.update()
+
+    def require_skipped(self, before=None):
+        """Take a bad step; the buffers are then as before it."""
+        before = _buffers(self.model) if before is None else before
+        assert not self.step(is_bad=True).applied
+        assert _same(before, _buffers(self.model))
+
+
+@settings(max_examples=60)
+@given(bad=st.lists(st.booleans(), max_size=12), fused=st.booleans(), clip=st.booleans(), inner=st.booleans())
+def test_any_pattern_of_skips_equals_a_loop_that_never_saw_those_batches(bad, fused, clip, inner):
+    """Buffers and weights agree bit for bit, whether the model or a part of it is protected."""
+    model = _model()
+    loop = _Loop(fused, model=model, protect=[model[1]] if inner else model, policy=FixedScaling(8.0))
+    plain = _Loop(fused, protect=(), policy=FixedScaling(8.0))
+    for is_bad in bad:
+        assert bool(loop.step(is_bad, clip).applied) != is_bad
+        if not is_bad:
+            plain.step()
+    assert _same(_buffers(loop.model), _buffers(plain.model))
+    assert all(torch.equal(a, b) for a, b in zip(loop.model.parameters(), plain.model.parameters(), strict=True))
+
+
+def test_every_skip_counts_and_a_disabled_scaler_protects_nothing():
+    """Without scaling, by the user, and by a veto."""
+    _Loop(policy=NoScaling()).require_skipped()
+    veto = _Veto()
+    for leave_out in (True, False):
+        loop = _Loop(hooks=[veto])
+        before, veto.is_on = _buffers(loop.model), not leave_out
+        loop.scaler.scale(loop.model(X).mean()).backward()
+        (loop.scaler.skip if leave_out else loop.scaler.step)(loop.optimizer)
+        assert not loop.scaler.update().applied
+        assert _same(before, _buffers(loop.model))
+    disabled = _Loop(enabled=False)
+    assert not disabled.model._forward_pre_hooks
+    disabled.step()
+    assert disabled.model[1].num_batches_tracked.item() == 1
+
+
+@EITHER_KIND
+def test_the_copy_is_of_the_first_forward_that_trains(fused):
+    """Several forwards make one step; one in evaluation mode copies nothing, and a skip then takes nothing back."""
+    loop = _Loop(fused)
+    loop.model.eval()(X)
+    loop.model[1].running_mean.fill_(7.0)  # by hand, after the forward that does not count
+    before = _buffers(loop.model)
+    loop.model.train()
+    loop.model(X)
+    loop.model(X)
+    loop.require_skipped(before)
+    loop.step()
+    loop.model.eval()
+    loop.require_skipped()
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("how", ["before the forward", "after a forward", "after a skip", "a part", "by hand"])
+def test_what_was_loaded_in_between_is_not_undone(fused, how):
+    """A skip returns to a state that was loaded after an update, or after a forward that no step followed."""
+    loop = _Loop(fused)
+    loop.step(is_bad=how == "after a skip")
+    loaded = {name: value + 1 for name, value in copy.deepcopy(loop.model.state_dict()).items()}
+    if how in {"after a forward", "a part"}:
+        loop.model(X)
+    if how == "a part":
+        loop.model[1].load_state_dict({name[2:]: loaded[name] for name in loaded if name.startswith("1.")})
+    elif how == "by hand":
+        with torch.no_grad():
+            for name, buffer in loop.model.named_buffers():
+                buffer.copy_(loaded[name])
+    else:
+        loop.model.load_state_dict(loaded)
+    loop.require_skipped({name: loaded[name] for name in _buffers(loop.model)})
+
+
+class _Reassigning(torch.nn.Module):
+    """A layer that puts new tensors in the place of its statistics, and grows a cache."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, device=device))
+        self.register_buffer("mean", torch.zeros(4, device=device))
+        self.register_buffer("cache", torch.zeros(1, device=device), persistent=False)
+
+    def forward(self, x):
+        self.mean = self.mean.lerp(x.detach().mean(0), 0.5)
+        if len(self.cache) < len(x):
+            self.cache = torch.zeros(len(x), device=x.device)
+        return (x - self.mean) * self.weight
+
+
+@EITHER_KIND
+def test_buffers_come_back_by_their_names(fused):
+    """Also where the forward pass has put other tensors; a cache that it has made for another shape stays."""
+    loop = _Loop(fused, model=_Reassigning())
+    loop.step()
+    before, table = loop.model.mean.clone(), loop.model.cache
+    loop.model.cache = torch.zeros(1)
+    assert not loop.step(is_bad=True).applied
+    assert torch.equal(loop.model.mean, before)
+    assert loop.model.cache.shape == table.shape
+
+
+def test_a_part_that_is_called_alone_is_protected():
+    """As in Lightning's `training_step`, which never calls the module itself."""
+    whole = torch.nn.Module()
+    whole.backbone = _model()
+    _Loop(model=whole.backbone, protect=[whole]).require_skipped()
+
+
+def test_a_graph_that_is_still_to_run_backward_stays_valid():
+    """Putting statistics back does not count as a change of what that graph has kept."""
+    loop = _Loop(fused=True)
+    waiting = loop.model(X).square().mean()
+    loop.step(is_bad=True)
+    waiting.backward()
+
+
+@EITHER_KIND
+def test_on_a_device_protecting_reads_nothing_more(fused):
+    """The flag that an ordinary optimizer has read serves; with a fused one the host never learns of the skip."""
+    with _Reads("mps") as reads:
+        model = _Reassigning("mps")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+        scaler = GradScaler("mps", policy=FixedScaling(4.0), protect=[model])
+        scaler.place_on("mps")
+        for step, size in enumerate((1.0, INF, 1.0, math.nan)):
+            before, x = model.mean.cpu(), torch.full((8, 4), size, device="mps")
+            model.weight.grad = torch.full((4,), size, device="mps")
+            count = reads.count
+            with torch.no_grad():  # autograd asks torch for the device itself
+                model(x)
+            scaler.step(optimizer)
+            scaler.update()
+            assert step == 0 or reads.count - count == (0 if fused else 1)
+            assert torch.equal(before, model.mean.cpu()) == (size != 1.0)
+
+
+@pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes after the hook
+@pytest.mark.parametrize("compiled", ["module", "inner", "in place", "function"])
+def test_a_compiled_module_is_protected(compiled):
+    """Before or after it was compiled, in place, or called by a compiled function."""
+    torch._dynamo.reset()
+    model = _model()
+    runs = torch.compile(model, backend="eager") if compiled in {"module", "inner"} else model
+    loop = _Loop(model=model, protect=[runs if compiled == "module" else model])
+    if compiled == "in place":
+        model.compile(backend="eager")
+    loop.model = torch.compile(lambda x: model(x), backend="eager") if compiled == "function" else runs
+    for is_bad in (False, True, False, True):
+        before = _buffers(model)
+        assert loop.step(is_bad).applied != is_bad
+        assert _same(before, _buffers(model)) == is_bad
+
+
+def test_the_hooks_end_with_the_scaler_and_keep_nothing_alive():
+    """Neither the scaler, nor the modules."""
+    loop = _Loop()
+    loop.step()
+    scaler = weakref.ref(loop.scaler)
+    hooks = [
+        each for m in (loop.model, loop.model[1]) for each in (m._forward_pre_hooks, m._load_state_dict_post_hooks)
+    ]
+    assert all(hooks)
+    del loop.scaler
+    gc.collect()
+    assert scaler() is None
+    assert not any(hooks)
+    kept = _Loop()
+    model = weakref.ref(kept.model)
+    del kept.model, kept.optimizer
+    gc.collect()
+    assert model() is None
+
+
+@COPIES
+def test_a_copy_of_a_scaler_protects_nothing_and_says_so(copied):
+    """Two scalers would put back the same buffers, each at its own updates; a pickle holds no modules."""
+    loop = _Loop()
+    with pytest.warns(UserWarning, match="a copy or a pickle of a scaler protects no modules"):
+        other = copied(loop.scaler)
+    hooks = len(loop.model._forward_pre_hooks)
+    loop.scaler, original = other, loop.scaler
+    loop.step(is_bad=True)
+    assert loop.model[1].running_mean.isnan().all()
+    assert len(loop.model._forward_pre_hooks) == hooks
+    assert original.is_enabled()
+
+
+@pytest.mark.parametrize("given", [1, [1], ["model"]])
+def test_what_is_not_a_module_is_refused(given):
+    """The message says what to pass."""
+    with pytest.raises(TypeError, match=r"protect= takes modules, and .* is not one; pass protect="):
+        GradScaler("cpu", protect=given)
+
+
+def test_a_protected_model_can_be_copied_and_saved():
+    """The copy has no part in the scaler: its buffers stay as its own forward leaves them."""
+    loop = _Loop()
+    for other in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        other(X)
+        other.load_state_dict(other.state_dict())
+        assert not loop.step(is_bad=True).applied
+        assert (other[1].num_batches_tracked.item(), loop.model[1].num_batches_tracked.item()) == (1, 0)
