@@ -38,9 +38,9 @@ ATTRIBUTES = {  # of the object that each function makes
     "_post_accumulate_grad_hooks": lambda: torch.ones((), requires_grad=True),
     "_version": lambda: torch.ones(()),
     "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
-    "_check_scale_growth_tracker": torch.amp.GradScaler,
-    "_device": torch.amp.GradScaler,
-    "_enabled": torch.amp.GradScaler,
+    "_check_scale_growth_tracker": lambda: torch.amp.GradScaler("cpu"),
+    "_device": lambda: torch.amp.GradScaler("cpu"),
+    "_enabled": lambda: torch.amp.GradScaler("cpu"),
     "_step_supports_amp_scaling": lambda: torch.optim.SGD([torch.ones(())], fused=True),
 }
 WRITTEN = {"_torchdynamo_disable"}  # Dynamo reads it
