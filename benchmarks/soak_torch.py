@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import DynamicScaling, SpikeGuard
-from lossscale_torch import GradScaler
+from lossscale_torch import GradScaler, StepInfo
 
 RETRIES = 2
 SAVE_EVERY = 5
@@ -124,7 +124,7 @@ class Run:
         while self._number < self._steps:
             self._die_in = die_in if self._number >= die_at else ""
             self._die_here("before")
-            info = self._scaler.minimize(self._optimizer, self._loss, retries=RETRIES, max_norm=1.0)
+            info = self._take_step()
             self.skipped += not info.applied
             self.spikes += bool(info.spiked)
             if info.applied:
@@ -133,6 +133,18 @@ class Run:
             if self._number % SAVE_EVERY == 0:
                 self.save("checkpoint.pt")
         self.save(FINISHED)
+
+    def _take_step(self) -> StepInfo:
+        """Take a step; after an overflow, take it again at the lower scale."""
+        for _ in range(RETRIES + 1):
+            self._optimizer.zero_grad()
+            self._scaler.scale(self._loss()).backward()
+            self._scaler.unscale_and_clip_(self._optimizer, 1.0)
+            self._scaler.step(self._optimizer)
+            info = self._scaler.update()
+            if not info.overflowed:
+                break
+        return info
 
     def _loss(self) -> torch.Tensor:
         fault = self._faults[self._number]

@@ -1,4 +1,4 @@
-"""What only adapters and the command need of the core: checks of arguments, texts of messages, files, range reports.
+"""What only adapters and the command need of the core: checks of arguments, texts of messages, files.
 
 The names serve the packages of this project and adapters of other packages. They may change in a minor version.
 """
@@ -17,37 +17,21 @@ from lossscale_core._messages import (
     shown_names,
     shown_number,
 )
-from lossscale_core._range import RangeReport
-from lossscale_core._range_records import CHUNK, GRADIENT, NonfiniteInput, OperationRange
-from lossscale_core._range_unscaled import UnscaledGradient, unscaled_gradients
-from lossscale_core._ranges import OUTSIDE, Progress, check_loss_shape, name_of, named_leaves, named_values
 from lossscale_core._report import GradientReport, OverflowReport, check_overflow_streak
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 
 __all__ = [
-    "CHUNK",
-    "GRADIENT",
     "LARGEST_SCALE",
-    "OUTSIDE",
     "SMALLEST_SCALE",
     "GradientReport",
-    "NonfiniteInput",
-    "OperationRange",
     "OverflowReport",
-    "Progress",
-    "RangeReport",
-    "UnscaledGradient",
     "check_guard",
-    "check_loss_shape",
     "check_overflow_streak",
     "check_setting",
     "check_spike_streak",
     "escaped",
     "explain_arguments",
     "guard_state_from_dict",
-    "name_of",
-    "named_leaves",
-    "named_values",
     "nearest_name",
     "not_a_flag",
     "not_a_state",
@@ -59,7 +43,6 @@ __all__ = [
     "shown_number",
     "suffix_of",
     "tree",
-    "unscaled_gradients",
     "write_whole",
 ]
 

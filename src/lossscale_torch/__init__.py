@@ -12,19 +12,17 @@ except ModuleNotFoundError as error:
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
 
-from lossscale_core.adapters import GradientReport, OperationRange, OverflowReport, RangeReport
+from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_torch import hooks
+from lossscale_torch._range import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import StepInfo
 from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
 
-range_report = None
-
 __all__ = [
     "GradScaler",
     "GradientReport",
-    "OperationRange",
     "OverflowReport",
     "RangeReport",
     "StepInfo",

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -25,38 +25,38 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+P = ParamSpec("P")
 _SETTINGS = {field.name for field in dataclasses.fields(DynamicScaling)}
 _NEVER = 2**31 - 1
 _KINDS = ("none", "fixed", "dynamic")
 """The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
 
 
-def settings_explained(init: Callable[..., None]) -> Callable[..., None]:
+def settings_explained(init: Callable[P, None]) -> Callable[P, None]:
     """Return the `__init__` of a scaler with a `TypeError` that shows where a policy's settings go."""
     known = inspect.signature(init).parameters
 
     @functools.wraps(init)
-    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
         wrong = {name: kwargs[name] for name in kwargs if name in _SETTINGS and name not in known}
         if wrong:
             settings = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
-            device = shown(args[0] if args else kwargs.get("device", "cuda"))
+            device = shown(args[1] if len(args) > 1 else kwargs.get("device", "cuda"))
             raise TypeError(
                 f"GradScaler has no argument {next(iter(wrong))}, which is a setting of a policy; write "
                 f"GradScaler({device}, policy=DynamicScaling({settings}))"
             )
-        init(self, *args, **kwargs)
+        init(*args, **kwargs)
 
     return explained
 
 
-def policy_of(policy: Any, torchs: tuple[Any, ...]) -> ScalingPolicy:
+def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is None:
-        return _torchs_rule(*torchs)
-    if torchs != tuple(_DEFAULTS.values()):
-        given = zip(_DEFAULTS.items(), torchs, strict=True)
-        settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
+        return _torchs_rule(**torchs)
+    if torchs != _DEFAULTS:
+        settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != _DEFAULTS[name])
         raise PolicyError(
             f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
             f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
@@ -66,17 +66,16 @@ def policy_of(policy: Any, torchs: tuple[Any, ...]) -> ScalingPolicy:
 
 def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> ScalingPolicy:
     """Return torch's dynamic rule; every positive finite scale is accepted."""
-    if not isinstance(init_scale, Real | str) or init_scale == math.inf:
+    if not isinstance(init_scale, (Real, str)) or init_scale == math.inf:
         rule = "finite" if init_scale == math.inf else "a number"
         raise PolicyError(f"init_scale={shown(init_scale)} must be {rule}; pass 2.0**16, or a policy as policy=")
-    if isinstance(init_scale, Real) and init_scale > 0:
-        within = min(max(init_scale, SMALLEST_SCALE), LARGEST_SCALE)  # type: ignore[type-var]  # Real has an order
-        if within != init_scale:
-            note = f"init_scale={shown(init_scale)} is beyond what float32 can unscale by, and becomes {shown_number(within)}"
-            warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
-        init_scale = within
+    given: Any = init_scale
+    if not isinstance(given, str) and given > 0 and given != (within := min(max(given, SMALLEST_SCALE), LARGEST_SCALE)):
+        note = f"init_scale={shown(given)} is beyond the range of policies, and becomes {shown_number(within)}"
+        warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
+        given = within
     return DynamicScaling(
-        init_scale=init_scale,
+        init_scale=given,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=reachable_interval(growth_interval),
@@ -154,14 +153,15 @@ def _plain(name: str, value: Any) -> float:
     """Return a saved number, also from an array of shape `()`."""
     if getattr(value, "shape", None) == () and not getattr(value, "is_meta", False):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 2.0**1000:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (abs(value) > 2.0**1000 and (name != "growth_interval" or isinstance(value, int))):
         rule = "a number" if name in _TORCHS_KEYS[3:] else "a positive finite number"
         raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
     return value
 
 
 def _within(name: str, given: dict[str, Any], low: float, high: float) -> float:
-    """Return a saved number, moved within bounds with a warning; none for a factor of 1, which torch's setters accept."""
+    """Return a saved number, moved within bounds with a warning; torch's setters accept a factor of 1."""
     value = given[name]
     if not 0.0 < value < math.inf:
         raise CheckpointError(

@@ -51,6 +51,7 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
     scaled = gradients.wide_norm(order, device) if is_wide else gradients.norm(order, device)
     if groups:
         scaled = _norm_over(groups[0], scaled, order)
+    factor: Tensor | float
     if stays:
         norm, flag, factor = _factor_on_device(scaled / scale, scale, max_norm)
     else:

@@ -104,6 +104,7 @@ class GradScaler(torch.amp.GradScaler):
 
     """
 
+    _growth_tracker: Any
     policy: ScalingPolicy
     """The scaling policy, frozen; torch's setters replace it."""
     last_step: StepInfo | None = None
@@ -129,13 +130,18 @@ class GradScaler(torch.amp.GradScaler):
         hooks: Sequence[Hook] = (),
     ) -> None:
         enabled = _can_be_enabled(device, enabled)
-        torchs = (init_scale, growth_factor, backoff_factor, growth_interval)
+        torchs = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
         with contextlib.suppress(TypeError):  # of a factor that is no number, which the policy names
-            super().__init__(device, *(torchs if policy is None else ()), enabled=enabled)
+            super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
         self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state: Any = self.policy.init_state()  # host scalars, or `Placed` on a device
-        self._init_scale, self._init_growth_tracker = self._state[0].item(), self._state[1].item()
+        self._init_scale, self._init_growth_tracker = float(self._state[0]), int(self._state[1])
         self._scale = self._growth_tracker = None
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._readings = Readings()
@@ -153,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
     # A step, in its order.
 
     @not_compiled
-    def scale(self, outputs: Outputs) -> Outputs:  # type: ignore[override]  # torch's has an overload for each type
+    def scale(self, outputs: Outputs) -> Outputs:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
         float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
@@ -201,11 +207,6 @@ class GradScaler(torch.amp.GradScaler):
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
             if self._needs_norm and found:
                 record["norm"] = total_norm([optimizer], scale.device)
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
-    ) -> dict[torch.device, Tensor]:
-        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
 
     @not_compiled
     def unscale_and_clip_(
@@ -271,21 +272,6 @@ class GradScaler(torch.amp.GradScaler):
             hook.after_step(self, optimizer, record)
         return result
 
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
-        if not readings.know(flags):  # Ctrl-C may come while this waits
-            readings.read([*flags, self._scale], self._scale.device)
-        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
-        return optimizer.step(*args, **kwargs) if applied else None
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Record whether the gradients are finite; do not change them."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
-
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.
 
@@ -335,7 +321,7 @@ class GradScaler(torch.amp.GradScaler):
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
         self.last_step = info = _state.with_optimizers(info, records, self._readings)
         if is_whole:
-            self._end_step(info, had_no_gradients=not flags.overflows and any(info.by_optimizer.values()))
+            self._end_step(info, had_no_gradients=not flags.overflows and info.has_stepped())
         return info
 
     # What belongs to a step.
@@ -356,27 +342,35 @@ class GradScaler(torch.amp.GradScaler):
         if record["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if record["stage"] is STEPPED:
-            is_late, is_double = (
-                "unscale_() is being called after step().",
-                "step() has already been called since the last update().",
-            )
-            what = is_late if unscales else is_double
+            what = "step() has already been called since the last update()."
+            what = "unscale_() is being called after step()." if unscales else what
             if self._updates:
                 raise CallOrderError(
-                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; call "
-                    "it once for each optimizer, or end the step by update(end_of_step=True)"
+                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; "
+                    "call it once for each optimizer, or end the step by update(end_of_step=True)"
                 )
             raise RuntimeError(what)
         return record
 
-    def _tell_of_no_loss(self) -> None:
-        self._is_told = True
-        warnings.warn(
-            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
-            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
-            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
-            stacklevel=4,  # past this function, `_open` and `step`
-        )
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
+    ) -> dict[torch.device, Tensor]:
+        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
+        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
+        if not readings.know(flags):  # Ctrl-C may come while this waits
+            readings.read([*flags, self._scale], self._scale.device)
+        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
+        return optimizer.step(*args, **kwargs) if applied else None
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Record whether the gradients are finite; do not change them."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
@@ -421,6 +415,15 @@ class GradScaler(torch.amp.GradScaler):
             self._readings.note(scale, within)
         return scale.clone() if isinstance(self._state, Placed) else self._readings.value(scale)
 
+    def _tell_of_no_loss(self) -> None:
+        self._is_told = True
+        warnings.warn(
+            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
+            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
+            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
+            stacklevel=4,  # past this function, `_open` and `step`
+        )
+
     def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._has_loss, self._updates = False, 0
@@ -440,13 +443,12 @@ class GradScaler(torch.amp.GradScaler):
     # Where the state is.
 
     @property
-    def _scale(self) -> Tensor | None:
+    def _scale(self) -> Any:
         self._has_loss = True  # other code may multiply a loss by it
-        scale: Tensor | None = vars(self)["_scale"]
-        return scale
+        return vars(self)["_scale"]
 
     @_scale.setter
-    def _scale(self, value: Tensor | None) -> None:
+    def _scale(self, value: Any) -> None:
         vars(self)["_scale"] = None if value is None else value.detach().float().reshape(())
 
     _growth_factor = _setting("growth_factor")
@@ -466,12 +468,12 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
 
     def _live(self) -> Any:
-        """Return the policy's state where it is; its first two fields are torch's own. Host scalars may be waited for."""
+        """Return the policy's state where it is, with torch's two tensors first; on the host this may wait."""
         state, scale = self._state, vars(self)["_scale"]
         if isinstance(state, Placed):
             return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
         if scale is None:
-            first = self._init_scale, self._init_growth_tracker
+            first: Any = self._init_scale, self._init_growth_tracker
         else:
             if not self._growth_tracker.is_cpu:
                 self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts
@@ -638,7 +640,7 @@ def _can_be_enabled(device: Any, enabled: bool) -> bool:
     """Return whether a scaler for a device type is enabled; without CUDA torch disables one for it."""
     if not isinstance(device, str | torch.device):
         meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
-        raise TypeError(f"device={device!r} must name a device type; write GradScaler('cuda', {meant})")
+        raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {meant})")
     try:
         torch.device(device)
     except RuntimeError as error:

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lossscale_core
-from lossscale_core import DynamicScaling, step_info
+from lossscale_core import BaseScaling, DynamicScaling, step_info
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
 
@@ -39,6 +39,10 @@ class StepInfo(lossscale_core.StepInfo):
     """Whether each optimizer's step was applied, by its id."""
     of_others: bool = False
     """What holds for an optimizer that was not stepped."""
+
+    def has_stepped(self) -> bool:
+        """Return whether the step of an optimizer may have been applied."""
+        return any(applied is not False for applied in (self.by_optimizer or {}).values())
 
     def applied_of(self, optimizer: torch.optim.Optimizer) -> bool | torch.Tensor:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
@@ -100,8 +104,9 @@ class Readings:
         return True
 
     def value(self, tensor: Tensor) -> float:
-        """Return a number; waits for its device unless it is known."""
-        return self._read[id(tensor)][2] if self._read and self._knows(tensor) else tensor.item()
+        """Return a number; waits for its device unless it is known. The memory of a CPU is always read."""
+        is_known = self._read and (not tensor.is_cpu or is_being_recorded()) and self._knows(tensor)
+        return self._read[id(tensor)][2] if is_known else tensor.item()
 
     def note(self, tensor: Tensor, value: float) -> None:
         """Remember a number that the host has just read or written."""
@@ -253,8 +258,9 @@ def placed(state: Any, policy: Any, device: torch.device) -> Placed:
             counts[next(places)] if is_whole else torch.tensor(value.item(), dtype=torch.float32).to(device)
             for value, is_whole in zip(state[2:], whole, strict=True)
         ]
-        is_usual = all(int(value) < _LARGEST_COUNT // 2 for value in state[2:]) and state.hysteresis_tracker <= 1
-        keeps, refills = (int(getattr(policy, f"refill_on_{name}", False)) for name in ("finite", "backoff"))
+        is_usual = all(value < _LARGEST_COUNT // 2 for value in state[2:]) and state.hysteresis_tracker <= 1
+        settings = BaseScaling.of(policy).settings()
+        keeps, refills = (int(settings.get(name, False)) for name in ("refill_on_finite", "refill_on_backoff"))
         # tolerance, steps, skipped steps, streak
         finite = torch.tensor([[keeps, 1, 0, 0], [1 - keeps, 1, 1, 0]]).to(device)
         overflow = torch.tensor([[refills, 1, 1, 1], [0, 1, 1, 1]]).to(device)

@@ -3,10 +3,9 @@
 pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, remove that.
 """
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,40 +50,3 @@ def _not_compiled_before_2_7(function: _Function) -> _Function:
     wrapper._torchdynamo_disable = True
     skip_code(wrapper.__code__)
     return cast(_Function, wrapper)
-
-
-@contextlib.contextmanager
-def fsdp2_explained() -> Iterator[None]:
-    """Add what to do to the error of a sharded model on a CPU, which torch raises in its forward pass before 2.7."""
-    try:
-        yield
-    except AttributeError as error:
-        if str(error) == "'Stream' object has no attribute 'record_event'":
-            error.add_note("FSDP2 does not run on a CPU before torch 2.7; update torch, or train on GPUs.")
-        raise
-
-
-def current_accelerator() -> torch.device | None:
-    """Return the type of this machine's accelerator, or None without one."""
-    try:
-        return torch.accelerator.current_accelerator()
-    except RuntimeError:  # before 2.7, which returns None
-        return None
-
-
-def all_gather(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    """Write the tensors of all ranks of a group, one after the other, to `everyone`."""
-    if hasattr(torch.distributed, "all_gather_single"):
-        torch.distributed.all_gather_single(everyone, own, group=group)
-    else:  # before 2.13, which renamed it
-        torch.distributed.all_gather_into_tensor(everyone, own, group=group)
-
-
-def flattened_meshes(mesh: Any) -> list[Any]:
-    """Return the one-dimensional meshes that `_flatten` has made of parts of a mesh's root; none before torch 2.10.
-
-    `DeviceMesh._flatten` has no public name, nor have its results: https://github.com/pytorch/pytorch/pull/132632
-    """
-    if not hasattr(mesh, "_get_root_mesh"):  # before 2.10; a norm then costs one collective for each dimension
-        return []
-    return list(mesh._get_root_mesh()._flatten_mapping.values())

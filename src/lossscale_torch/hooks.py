@@ -23,7 +23,6 @@ from lossscale_core.adapters import (
 )
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
-from lossscale_torch._optimizers import Fused, kind_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_member, require_same_on_ranks
 from lossscale_torch._state import SPIKE, StepInfo, combined, fill, unrecorded
 from lossscale_torch._versions import not_compiled
@@ -92,7 +91,8 @@ class Guard(Hook):
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state, is_known = self._states[key], readings.know([norm])
-        if isinstance(state.mean, Tensor) or (kind_of(optimizer) is Fused and not is_known):
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if isinstance(state.mean, Tensor) or (is_fused and not is_known):
             found[SPIKE] = self._veto_on_device(key, state, norm)
             return
         if not is_known:  # the one wait of this step

@@ -1,6 +1,6 @@
 """A device on a CPU: copies to the host arrive late unless a test waits for them; without float64, if not CUDA."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -51,11 +51,14 @@ class OnDevice(torch.Tensor):
         (device,) = places
         if operation is torch.ops.prim.device.default:
             return device
+        Emulated.calls.append(operation)
         if operation is torch.ops.aten._to_copy.default:
             return _copy(args[0], kwargs)
         if operation is torch.ops.aten.copy_.default:
             _require_waited(args[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        elif not operation.__name__.startswith("_local_scalar"):
+        elif operation.__name__.startswith("_local_scalar"):
+            Emulated.reads += 1
+        else:
             _require_one_place(operation, args, kwargs)
         if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == device.type:
             kwargs["device"] = "cpu"
@@ -69,29 +72,41 @@ class OnDevice(torch.Tensor):
 class Emulated(TorchFunctionMode):
     """Lets torch make tensors on a device that this machine has not."""
 
+    reads = 0
+    """How often the host has waited for the device, in the last of these modes."""
+    calls: ClassVar[list[Any]] = []
+    """The functions that have run there, in the last of these modes."""
+
     def __init__(self, type_: str) -> None:
         super().__init__()
         self.device = torch.device(type_, 0)
+        Emulated.reads, Emulated.calls = 0, []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; what it makes on the device is made on the CPU, and wrapped."""
         kwargs = dict(kwargs or {})
         if function in _FACTORIES and self._is_meant(kwargs.get("device")) and not _tensors(args):
             requires_grad = kwargs.pop("requires_grad", False)
+            Emulated.calls.append(function)
             made = OnDevice(function(*args, **{**kwargs, "device": "cpu"}), self.device)
             return made.requires_grad_(requires_grad)
         if function in _READS and isinstance(args[0], OnDevice):
+            Emulated.reads += 1
             return function(args[0].values)
         if function in _GUARDED and isinstance(args[0], OnDevice):
+            Emulated.calls.append(function)
             result = function(*_values(args), **_values(kwargs))
             return kwargs.get("out", OnDevice(result, self.device))
         if function is torch.Tensor.__setitem__ and isinstance(args[0], OnDevice):
+            Emulated.calls.append(function)
             return function(*_values(args))
         if function in (torch.Tensor.to, torch.as_tensor) and isinstance(args[0], torch.Tensor):
             if not any(self._is_meant(each) for each in (*args[1:], *kwargs.values())):
                 return function(*args, **kwargs)
-            is_there = isinstance(args[0], OnDevice | DTensor)
-            return args[0] if is_there else OnDevice(args[0].detach().clone(), self.device)
+            if isinstance(args[0], OnDevice | DTensor):
+                return args[0]
+            Emulated.calls.append(function)
+            return OnDevice(args[0].detach().clone(), self.device)
         return function(*args, **kwargs)
 
     def _is_meant(self, device: Any) -> bool:
@@ -105,6 +120,7 @@ def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
         return OnDevice(values, tensor.its_device)
     if not waits:
         raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
+    Emulated.reads += 1
     return values
 
 

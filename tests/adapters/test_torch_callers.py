@@ -11,7 +11,6 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 
@@ -130,59 +129,7 @@ def test_a_scale_written_between_a_check_and_the_step(make_scaler):
     assert param.item() == -4.0
 
 
-class _FailsOnce(torch.optim.SGD):
-    """A fused optimizer without memory for its first step."""
-
-    has_failed = False
-
-    def step(self, closure=None):
-        if not self.has_failed:
-            self.has_failed = True
-            raise torch.OutOfMemoryError
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
-def test_gradients_that_a_failed_step_has_left_to_the_kernel(guard):
-    """They are still scaled, and are unscaled when the optimizer is stepped after the update."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = _FailsOnce([param], lr=1.0, fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0, guard=guard)
-    _backward(scaler, param)
-    with pytest.raises(torch.OutOfMemoryError):
-        scaler.step(optimizer)
-    scaler.update()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert param.item() == -1.0
-
-
-def test_a_failed_step_within_minimize():
-    """The next call begins with nothing known."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = _FailsOnce([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    with pytest.raises(torch.OutOfMemoryError):
-        scaler.minimize(optimizer, param.sum)
-    assert scaler.minimize(optimizer, param.sum).applied
-    assert param.item() == -1.0
-
-
 # -- several optimizers ------------------------------------------------------------------------------------------------
-
-
-def test_a_joint_overflow_leaves_the_finite_ones_scaled():
-    """Who is unscaled again after the update gets its true gradients."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=8.0)
-    _backward(scaler, p, q)
-    p.grad.fill_(INF)
-    scaler.unscale_and_clip_([first, second], INF)
-    scaler.step(first)
-    scaler.update()
-    scaler.unscale_(second)
-    scaler.step(second)
-    assert (p.item(), q.item()) == (0.0, -1.0)
 
 
 def test_gradients_that_come_after_a_joint_clip_without_them():
@@ -194,50 +141,6 @@ def test_gradients_that_come_after_a_joint_clip_without_them():
     scaler.scale(q.sum()).backward()
     scaler.step(second)
     assert q.item() == -1.0
-
-
-def test_an_overflow_that_was_zeroed_is_counted_once():
-    """Its optimizer has no gradients any more when it is stepped after the update."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=8.0)
-    _backward(scaler, p, q)
-    q.grad.fill_(INF)
-    scaler.unscale_(second)
-    scaler.step(first)
-    scaler.update()
-    second.zero_grad()
-    scaler.step(second)
-    _backward(scaler, p)
-    scaler.step(first)
-    assert scaler.update().applied
-    assert (scaler.get_scale(), scaler.metrics()["skipped_steps"]) == (4.0, 1)
-
-
-def test_a_state_loaded_where_somebody_keeps_the_scale():
-    """The gradients that are there keep the scale of their loss, and nothing is in doubt."""
-    param, optimizer = _one()
-    scaler = GradScaler("cpu", init_scale=8.0)
-    saved = {**scaler.state_dict(), "scale": 2.0, "loss_scale": 2.0}
-    _backward(scaler, param)
-    _ = scaler._scale
-    scaler.step(optimizer)
-    scaler.update()
-    _backward(scaler, param)
-    scaler.load_state_dict(saved)
-    scaler.step(optimizer)
-    assert param.item() == -2.0
-
-
-def test_a_loop_that_logs_between_two_optimizers():
-    """`metrics` is for logs, and no loss is multiplied by it."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    _backward(scaler, p, q)
-    scaler.step(first)
-    scaler.update()
-    scaler.metrics()
-    scaler.step(second)
-    assert (p.item(), q.item()) == (-1.0, -1.0)
 
 
 @AGAINST_TORCH
@@ -254,25 +157,6 @@ def test_an_optimizer_that_becomes_fused(make_scaler):
         assert param.item() == -1.0 - step
 
 
-def test_gradients_that_were_clipped_after_they_were_noted():
-    """A clip that writes by another kernel, as for float64, is not a change by other code; nothing is divided twice."""
-    params = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
-    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    for _ in range(2):
-        _backward(scaler, *params)
-        for optimizer in optimizers[:2]:
-            scaler.unscale_(optimizer)
-        scaler.get_scale()
-        scaler.step(optimizers[0])
-        scaler.update()
-        scaler.unscale_and_clip_(optimizers[1], 1e9)
-        for optimizer in (optimizers[2], optimizers[1]):
-            scaler.step(optimizer)
-            scaler.update()
-    assert [param.item() for param in params] == [-2.0] * 3
-
-
 def _spiked(kind=GradScaler):
     """Return two parameters, their optimizers and a scaler with a guard that has warmed up on both."""
     (p, first), (q, second) = _one(), _one()
@@ -286,21 +170,6 @@ def _spiked(kind=GradScaler):
     p.data.zero_()
     q.data.zero_()
     return p, first, q, second, scaler
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 3.0])
-def test_a_spike_that_waits_is_judged_again(norm_type):
-    """Clipped after another optimizer's update, by torch's own functions or in one read, it is refused."""
-    p, first, q, second, scaler = _spiked()
-    _backward(scaler, p, q)
-    q.grad.mul_(1e4)
-    scaler.unscale_(second)
-    scaler.step(first)
-    scaler.update()
-    scaler.unscale_and_clip_(second, 1e9, norm_type)
-    scaler.step(second)
-    info = scaler.update()
-    assert (info.spiked, q.item()) == (True, 0.0)
 
 
 def test_a_spike_in_a_joint_clip_of_a_subclass():
@@ -434,37 +303,6 @@ def test_a_new_scale_after_a_spike(device):
 # -- how long things live ----------------------------------------------------------------------------------------------
 
 
-class _Reused:
-    """An optimizer of plain Python; its memory is used again immediately."""
-
-    def __init__(self, param):
-        self.param_groups = [{"params": [param]}]
-
-    def step(self):
-        for param in self.param_groups[0]["params"]:
-            param.data -= param.grad
-
-
-def test_an_optimizer_in_the_place_of_one_that_is_gone():
-    """It has the same id and is another one: its gradients are unscaled, and it was not stepped."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    scaler = GradScaler("cpu", init_scale=8.0)
-    gone = [_Reused(torch.nn.Parameter(torch.zeros(1))) for _ in range(50)]  # Python may use the memory of a single one
-    for optimizer in gone:
-        _backward(scaler, optimizer.param_groups[0]["params"][0])
-        scaler.unscale_(optimizer)
-    places = {id(optimizer) for optimizer in gone}
-    del gone, optimizer
-    others = []
-    while id(optimizer := _Reused(param)) not in places and len(others) < 1000:
-        others.append(optimizer)
-    assert id(optimizer) in places
-    _backward(scaler, param)
-    scaler.step(optimizer)
-    assert param.item() == -1.0
-    scaler.update()
-
-
 def test_a_scaler_is_freed_at_once():
     """Nothing waits for the garbage collector, so that the hooks of `protect=` end with it."""
     model = torch.nn.BatchNorm1d(2)
@@ -507,15 +345,3 @@ for _ in range(20):
 def test_many_scalers_of_one_optimizer():
     """Weak references with callbacks in garbage cycles have crashed the interpreter."""
     subprocess.run([sys.executable, "-c", _MANY_SCALERS], check=True, timeout=100)
-
-
-def test_an_optimizer_seen_for_the_first_time_after_the_scale_was_read():
-    """The scaler cannot know which of two scales its gradients have, so it is an error if they differ."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    _backward(scaler, p, q)
-    scaler.step(first)
-    scaler.update()
-    scaler.get_scale()
-    with pytest.raises(CallOrderError, match="it is unknown which"):
-        scaler.step(second)

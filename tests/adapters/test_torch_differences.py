@@ -14,7 +14,6 @@ from tests.torch_versions import TORCH
 PAGE = Path(__file__).parents[2] / "docs/torch.md"
 DIFFERENCES = {}
 NEVER = -1
-INF = float("inf")
 
 
 def difference(row, torchs, ours):
@@ -40,23 +39,13 @@ def _ready(make_scaler, **kwargs):
     return scaler
 
 
-def _step(make_scaler, grad, **kwargs):
-    """Return the parameters after a step, from zero, with this gradient."""
-    param, optimizer = _one(grad)
-    scaler = _ready(make_scaler, **kwargs)
-    scaler.step(optimizer)
-    scaler.update()
-    return param.tolist()
-
-
-def _two(make_scaler):
-    """Return two parameters, an optimizer of each, and a scaler that grows at each update, after backward of a loss."""
-    pairs = [_one() for _ in range(2)]
-    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
-    for param, _ in pairs:
-        param.grad = None
-    scaler.scale(sum(param.sum() for param, _ in pairs)).backward()
-    return *pairs[0], *pairs[1], scaler
+def _train(scaler, steps=1, value=1024.0):
+    """Take whole steps with a gradient of this value, and return the scaler."""
+    for _ in range(steps):
+        scaler.scale(torch.ones(()))
+        scaler.step(_one(torch.tensor([value]))[1])
+        scaler.update()
+    return scaler
 
 
 @difference("sums flags; a fused optimizer takes a sum of 2 for no overflow", float("-inf"), 0.0)
@@ -72,26 +61,17 @@ def _flags(make_scaler):
 
 @difference("the scale may reach 0 or infinity", (0.0, float("inf")), (2.0**-126, 2.0**126))
 def _bounds(make_scaler):
-    reached = []
-    for init_scale, grad in ((2.0**-140, float("inf")), (2.0**127, 1.0)):
-        scaler = make_scaler("cpu", init_scale=init_scale, growth_interval=1)
-        for _ in range(12):
-            scaler.scale(torch.ones(()))
-            scaler.step(_one(torch.tensor([grad]))[1])
-            scaler.update()
-        reached.append(scaler.get_scale())
+    smallest = make_scaler("cpu", init_scale=2.0**-140)
+    largest = make_scaler("cpu", init_scale=2.0**127, growth_interval=1)
+    reached = _train(smallest, 12, float("inf")).get_scale(), _train(largest, 12).get_scale()
     return reached[0], float("inf") if reached[1] == 2.0**127 else reached[1]
 
 
 @difference("a growth interval lowered below the count is never reached", 1024.0, 2048.0)
 def _lowered(make_scaler):
-    scaler = _ready(make_scaler, growth_interval=10)
-    for step in range(6):
-        scaler.set_growth_interval(2 if step == 4 else scaler.get_growth_interval())
-        scaler.scale(torch.ones(()))
-        scaler.step(_one()[1])
-        scaler.update()
-    return scaler.get_scale()
+    scaler = _train(_ready(make_scaler, growth_interval=10), 4)
+    scaler.set_growth_interval(2)
+    return _train(scaler, 2).get_scale()
 
 
 @difference("sparse duplicates are checked one by one (float32)", [float("-inf"), 0.0], [0.0, 0.0])
@@ -110,7 +90,9 @@ def _sparse(make_scaler):
     [-1 - 2j],
 )
 def _complex(make_scaler):
-    return _step(make_scaler, torch.tensor([1024 + 2048j]))
+    param, optimizer = _one(torch.tensor([1024 + 2048j]))
+    _ready(make_scaler).step(optimizer)
+    return param.tolist()
 
 
 @difference("float16 gradients are refused, and the message does not name them", NEVER, "param 0")
@@ -169,11 +151,7 @@ def _disabled(make_scaler):
 
 @difference("multiplies a scale and a factor in float64", 3.299999952316284, 3.3000001907348633)
 def _factor(make_scaler):
-    scaler = make_scaler("cpu", init_scale=3.0, growth_factor=1.1, growth_interval=1)
-    scaler.scale(torch.ones(()))
-    scaler.step(_one()[1])
-    scaler.update()
-    return scaler.get_scale()
+    return _train(make_scaler("cpu", init_scale=3.0, growth_factor=1.1, growth_interval=1)).get_scale()
 
 
 @difference("before the first loss the scale is a float64", 1 / 3, 0.3333333432674408)
@@ -202,57 +180,6 @@ def _update(make_scaler):
     return NEVER if info is None else info.applied
 
 
-@difference("once `_found_inf_per_device` was read, the scaler cannot be pickled", "AssertionError", True)
-def _look(make_scaler):
-    scaler = _ready(make_scaler)
-    scaler._found_inf_per_device(_one()[1])
-    return bool(scaler.__getstate__())
-
-
-@difference(
-    "gradients that were computed before another optimizer's update are divided by the new scale",
-    (-1.0, -0.5),
-    (-1.0, -1.0),
-)
-def _waiting(make_scaler):
-    first, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
-    scaler.step(first_optimizer)
-    scaler.update()
-    scaler.step(second_optimizer)
-    return first.item(), second.item()
-
-
-@difference("gradients that were unscaled before another optimizer's update are unscaled again", -(2.0**-11), -1.0)
-def _unscaled(make_scaler):
-    _, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
-    scaler.unscale_(first_optimizer)
-    scaler.unscale_(second_optimizer)
-    scaler.step(first_optimizer)
-    scaler.update()
-    scaler.step(second_optimizer)
-    return second.item()
-
-
-@difference("gradients that may be of two scales are divided by the last", -1.0, "CallOrderError")
-def _two_scales(make_scaler):
-    _, first_optimizer, second, second_optimizer, scaler = _two(make_scaler)
-    second_optimizer.zero_grad()
-    scaler.step(first_optimizer)
-    scaler.update()
-    (second.sum() * scaler.get_scale()).backward()
-    scaler.step(second_optimizer)
-    return second.item()
-
-
-@difference("optimizers updated one by one after one loss count as many steps", 4096.0, 2048.0)
-def _counted(make_scaler):
-    _, first_optimizer, _, second_optimizer, scaler = _two(make_scaler)
-    for optimizer in (first_optimizer, second_optimizer):
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler.get_scale()
-
-
 @difference("`backward` of a loss that was scaled before an `update` is an error", "RuntimeError: one of", 1025.0)
 def _late(make_scaler):
     param, optimizer = _one(torch.full((1,), 1024.0))
@@ -274,21 +201,6 @@ def _inference(make_scaler):
     return scaler.get_scale()
 
 
-@difference("the norm that clips is float32, and its squares overflow and underflow", (INF, 0.0), (2e30, 2e-25))
-def _norm(make_scaler):
-    norms = []
-    for size in (1e30, 1e-25):
-        param, optimizer = _one(torch.full((4,), size))
-        scaler = _ready(make_scaler, init_scale=1.0)
-        if make_scaler is GradScaler:
-            norm = scaler.unscale_and_clip_(optimizer, 1.0)
-        else:
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(param, 1.0)
-        norms.append(float(f"{norm.item():.4g}"))
-    return tuple(norms)
-
-
 class _Delegating:
     def __init__(self, inner):
         self._inner = inner
@@ -302,6 +214,45 @@ def _wrapper(make_scaler):
     param, optimizer = _one(fused=True)
     _ready(make_scaler).step(_Delegating(optimizer))
     return param.item()
+
+
+@difference("after an interrupted fused step, gradients are divided twice", -(2.0**-10), -1.0)
+def _interrupted(make_scaler):
+    param, optimizer = _one(fused=True)
+    scaler = _ready(make_scaler)
+
+    def interrupt(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    return param.item()
+
+
+@difference("a new scale of shape (1,) is an error, which a number or shape () is not", "RuntimeError: output", 4.0)
+def _new_scale(make_scaler):
+    scaler = _ready(make_scaler)
+    scaler.update(torch.tensor([4.0]))
+    return scaler.get_scale()
+
+
+@difference("a growth interval that is never reached, such as 0, reads back as given", 0, 2**31 - 1)
+def _never_reached(make_scaler):
+    return make_scaler("cpu", growth_interval=0).get_growth_interval()
+
+
+@difference("gradients of a loss that was not scaled are divided without a word", 0, 1)
+def _not_scaled(make_scaler):
+    scaler = _ready(make_scaler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            scaler.step(_one()[1])
+            scaler.update()
+    return sum("no loss was scaled since the last update" in str(each.message) for each in caught)
 
 
 def _outcome(program, make_scaler, expected):

@@ -167,7 +167,7 @@ def test_a_schedule_under_accelerate_follows_applied_steps(fused):
 
 def test_accelerate_with_two_optimizers():
     """Accelerate updates after each of them: both get their true gradients, and one loss counts as one step."""
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1, updates_per_step=2)
     accelerator = _accelerator(scaler)
     first, second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
     optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.0) for m in (first, second)))

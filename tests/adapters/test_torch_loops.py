@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
@@ -33,22 +32,6 @@ def _moved(param, call, *args):
 
 
 # -- losses that are multiplied by hand --------------------------------------------------------------------------------
-
-
-@EITHER_KIND
-@AGAINST_TORCH
-def test_a_loss_multiplied_by_a_kept_scale_tensor(make_scaler, fused):
-    """Code that keeps `_scale` multiplies by its present value."""
-    param, optimizer = _one(fused)
-    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(param.sum())
-    kept = scaler._scale
-    for _ in range(3):
-        optimizer.zero_grad()
-        (param.sum() * kept).backward()
-        assert _moved(param, scaler.step, optimizer) == 1.0
-        scaler.update()
-    assert kept.item() == scaler.get_scale() == 2.0**13
 
 
 @EITHER_KIND
@@ -113,25 +96,6 @@ def test_a_stage_that_never_scales_a_loss(fused):
 
 
 # -- gradients that were there before an update ------------------------------------------------------------------------
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("overflows", [False, True])
-def test_an_optimizer_that_is_stepped_after_the_others_update(fused, overflows):
-    """One loss for two optimizers, an update after each: torch doubles or halves what the second gets."""
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(sum(params).sum()).backward()
-        if overflows:
-            params[0].grad.fill_(float("inf"))
-        assert _moved(params[0], scaler.step, optimizers[0]) == (0.0 if overflows else 1.0)
-        scaler.update()
-        assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
-        scaler.update()
-    assert scaler.metrics()["steps"] == 3
 
 
 def test_torch_doubles_what_waits_over_an_update():
@@ -218,30 +182,6 @@ def test_a_scaled_loss_of_long_ago(make_scaler, fused):
     assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
 
 
-def test_an_early_look_decides_nothing():
-    """`unscale_` of an optimizer without gradients does not settle which scale divides those of the next loss."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(params[0].sum()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
-    scaler.unscale_(optimizers[1])
-    scaler.scale(params[1].sum()).backward()
-    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
-
-
-def test_an_unknown_scale_is_an_error():
-    """A scaled and a hand-made loss, an update between them that changed the scale, and an optimizer never seen."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(params[0].sum()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
-    (params[1].sum() * scaler.get_scale()).backward()
-    with pytest.raises(CallOrderError, match=r"by 2\*\*10, before the last update\(\), or from a later one at 2\*\*11"):
-        scaler.step(optimizers[1])
-
-
 def test_an_unknown_scale_does_not_matter_while_the_scale_is_unchanged():
     """The same loop with a scale that stays is torch's."""
     params, optimizers = _two()
@@ -251,49 +191,6 @@ def test_an_unknown_scale_does_not_matter_while_the_scale_is_unchanged():
     scaler.update()
     (params[1].sum() * scaler.get_scale()).backward()
     assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_unscaled_gradients_that_wait(writes):
-    """They are not unscaled again, also if they were written to since: the scale was not read for new ones."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(sum(params).sum()).backward()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_value_(params, 0.5)
-    scaler.step(optimizers[0])
-    scaler.update()
-    if writes:
-        torch.nn.utils.clip_grad_value_(params[1], 0.25)
-    assert _moved(params[1], scaler.step, optimizers[1]) == (0.25 if writes else 0.5)
-
-
-def test_gradients_that_were_renewed_after_they_were_unscaled():
-    """Zeroed and made by another loss before the other's update: they are those of that loss."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(sum(params).sum()).backward()
-    scaler.unscale_(optimizers[1])
-    optimizers[1].zero_grad()
-    scaler.scale(params[1].sum()).backward()
-    scaler.step(optimizers[0])
-    scaler.update()
-    assert _moved(params[1], scaler.step, optimizers[1]) == 1.0
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_unscaled_gradients_that_wait_may_be_unscaled_again(clips):
-    """A second call after the other's update divides nothing; torch divides once more."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(sum(params).sum()).backward()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizers[0])
-    scaler.update()
-    scaler.unscale_and_clip_(optimizers[1], 0.5) if clips else scaler.unscale_(optimizers[1])
-    assert _moved(params[1], scaler.step, optimizers[1]) == pytest.approx(0.5 if clips else 1.0, rel=1e-5)
 
 
 # -- too early, too late -----------------------------------------------------------------------------------------------
@@ -337,20 +234,6 @@ def test_backward_of_a_loss_scaled_before_the_scale_has_changed_is_refused(is_co
     assert param.grad is None
 
 
-@EITHER_KIND
-def test_backward_after_an_update_that_left_the_scale_alone(fused):
-    """Its gradients are of the present scale; torch's scaler refuses it whether the scale has changed or not."""
-    param, optimizer = _one(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    late = scaler.scale(3.0 * param.sum())
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    late.backward()
-    assert _moved(param, scaler.step, optimizer) == 3.0
-
-
 def test_torch_refuses_a_late_backward():
     """In words that name no call."""
     param, optimizer = _one()
@@ -371,20 +254,6 @@ def test_a_scale_written_between_loss_and_step(make_scaler):
     scaler.scale(param.sum()).backward()
     scaler._scale.fill_(512.0)
     assert _moved(param, scaler.step, optimizer) == 2.0
-
-
-@EITHER_KIND
-def test_a_state_loaded_between_loss_and_step(fused):
-    """The gradients that are there keep the scale that multiplied their loss."""
-    param, optimizer = _one(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    saved = {**scaler.state_dict(), "scale": 64.0, "loss_scale": 64.0}
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        scaler.load_state_dict(saved)
-        assert _moved(param, scaler.step, optimizer) == 1.0
-        scaler.update()
 
 
 # -- several optimizers ------------------------------------------------------------------------------------------------
@@ -544,36 +413,6 @@ def test_a_read_that_is_refused_decides_nothing():
     assert scaler.get_scale() == 512.0
 
 
-def test_a_step_under_a_dispatch_mode_leaves_later_steps_as_they_are():
-    """As one that counts floating-point operations: gradients that wait over an update keep their own scale."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale((p + q).sum()).backward()
-    with FlopCounterMode(display=False):
-        scaler.step(first)
-        scaler.step(second)
-    scaler.update()
-    first.zero_grad()
-    second.zero_grad()
-    scaler.scale((p + q).sum()).backward()
-    scaler.step(first)
-    scaler.update()
-    assert _moved(q, scaler.step, second) == 1.0
-
-
-def test_a_doubt_stays_a_doubt():
-    """The error comes again where the step is tried again."""
-    (p, first), (q, second) = _one(), _one()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale((p + q).sum()).backward()
-    scaler.step(first)
-    scaler.update()
-    (p.sum() * scaler.get_scale()).backward()
-    for _ in range(2):
-        with pytest.raises(CallOrderError, match="it is unknown which"):
-            scaler.step(second)
-
-
 def test_the_first_loss_may_be_scaled_in_inference_mode():
     """What the scaler keeps is written to later, outside of it."""
     param, optimizer = _one()
@@ -618,3 +457,99 @@ def test_a_scaled_loss_that_is_written_in_place(make_scaler):
     scaler.update()
     with pytest.raises(RuntimeError, match="backward"):
         scaled.backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_update_after_each_of_two_optimizers_of_one_loss(fused, clips):
+    """With `updates_per_step=2` both get the gradients of their loss, and one loss counts as one step."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1, updates_per_step=2)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(sum(params).sum()).backward()
+        if clips:
+            assert scaler.unscale_and_clip_(optimizers, 10.0).item() == pytest.approx(2.0**0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            assert scaler.update().applied
+        assert [param.item() for param in params] == [-float(step)] * 2
+    assert (scaler.get_scale(), scaler.metrics()["steps"]) == (1024.0 * 8.0, 3)
+
+
+def test_an_iteration_with_fewer_updates_than_promised():
+    """The next step of the same optimizer says so, and `end_of_step` closes such an iteration."""
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, updates_per_step=2)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(CallOrderError, match=r"Of updates_per_step=2 calls of update\(\), 1 came"):
+        scaler.step(optimizer)
+    scaler.update(end_of_step=True)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.update(end_of_step=True).applied
+    assert scaler.get_scale() == 32.0
+
+
+def _steps(scale_loss, prepare=lambda scaler: None):
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    for step in range(4):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 0:
+            prepare(scaler)
+        scale_loss(scaler, param.sum()).backward()
+
+
+def test_a_loss_that_was_not_scaled_is_told_once():
+    """A loop that scales its first loss only."""
+    with pytest.warns(UserWarning, match="no loss was scaled since the last update.*updates_per_step") as told:
+        _steps(lambda scaler, loss: loss)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "scale_loss",
+    [
+        lambda scaler, loss: scaler.scale(loss),
+        lambda scaler, loss: loss * scaler.get_scale(),
+        lambda scaler, loss: loss * scaler._scale,
+        lambda scaler, loss: scaler.attach(torch.ones(1, requires_grad=True), loss).sum(),
+    ],
+)
+def test_a_loss_that_was_scaled_by_hand_is_not(scale_loss):
+    """The suite turns warnings into errors."""
+    _steps(scale_loss)
+
+
+def test_a_stage_that_was_placed_is_told_nothing():
+    """It receives its gradients from another process."""
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.place_on("cpu")
+    for _ in range(3):
+        param.grad = torch.ones(1)
+        scaler.step(optimizer)
+        assert scaler.update().applied
+
+
+def test_an_optimizer_that_never_has_gradients_is_logged(caplog):
+    """After twenty updates, and `diagnose` says it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = GradScaler("cpu")
+    for _ in range(25):
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert [each.getMessage()[:40] for each in caplog.records] == ["20 updates in a row found no gradient in"]
+    assert "no gradients to check" in scaler.diagnose()

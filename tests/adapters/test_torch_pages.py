@@ -41,9 +41,6 @@ PAGES = {
     "README": Page("README.md", "lossscale"),
     "quickstart": Page("docs/quickstart.md", "PyTorch"),
     "torch": Page("docs/torch.md", "PyTorch", start="optimizer.zero_grad()"),
-    "retries": Page(
-        "docs/retries.md", "Retry a step that overflowed", start="scaler.minimize", replaced={"retries=32": "retries=0"}
-    ),
     "spike-guard": Page("docs/spike-guard.md", "Skipping spikes", lambda batch: [batch]),
     "logging": Page("docs/logging.md", "PyTorch", lambda batch: [(batch, _pair(batch))]),
     "Accelerate": Page("docs/trainers.md", "Accelerate"),
@@ -108,4 +105,4 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
 @pytest.mark.usefixtures("_one_process")
 def test_the_loop_of_fsdp2_passes():
     """The same for parameters that are sharded, over one rank here."""
-    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 7
+    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 3

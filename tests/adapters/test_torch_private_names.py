@@ -337,25 +337,6 @@ def test_a_copy_has_a_scale_of_its_own(make_scaler, duplicate):
     assert (scaler.get_scale(), twin.get_scale()) == (4.0, 64.0)
 
 
-@AGAINST_TORCH
-@pytest.mark.parametrize("interval", [0, -1, 10**10])
-def test_an_interval_that_is_never_reached(make_scaler, interval):
-    """The scale never grows, the tracker counts, and the interval is given back as it was, through a checkpoint too."""
-    param, optimizer = _one()
-    scaler = make_scaler("cpu", init_scale=4.0, growth_interval=interval)
-    for _ in range(3):
-        _backward(scaler, param)
-        scaler.step(optimizer)
-        scaler.update()
-    saved = scaler.state_dict()
-    assert (saved["scale"], saved["growth_interval"], saved["_growth_tracker"]) == (4.0, interval, 3)
-    again = make_scaler("cpu")
-    again.load_state_dict(saved)
-    assert again.get_growth_interval() == again.state_dict()["growth_interval"] == interval
-    again.set_growth_interval(5)
-    assert again.get_growth_interval() == again._growth_interval == 5
-
-
 def test_a_parameter_that_joined_a_named_group():
     """The message about its float16 gradients knows it by its place."""
     model = torch.nn.Linear(1, 1, bias=False)

@@ -78,13 +78,6 @@ def _ready(**kwargs):
     return scaler
 
 
-def _two_of_one_loss(scaler, grads, **kwargs):
-    """Return two parameters of 1.0 and an optimizer of each, after backward of one scaled loss with these gradients."""
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in grads]
-    scaler.scale(sum((param * grad).sum() for param, grad in zip(params, grads, strict=True))).backward()
-    return params, [torch.optim.SGD([param], lr=1.0, **kwargs) for param in params]
-
-
 # -- where torch is right ----------------------------------------------------------------------------------------------
 
 
@@ -110,15 +103,6 @@ def test_any_policy_runs_as_it_simulates(make, policy):
     scales, tensors = _run(GradScaler("cpu", policy=policy), make, trace)
     assert scales == simulate(policy, trace).loss_scale_after.tolist()
     assert all(torch.isfinite(tensor).all() for tensor in tensors)
-
-
-def test_it_is_a_torch_scaler():
-    """`isinstance` in users' code holds, and the public surface is complete."""
-    scaler = GradScaler("cpu")
-    assert isinstance(scaler, torch.amp.GradScaler)
-    public = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
-    ours = {name for cls in type(scaler).__mro__ if cls.__module__.startswith("lossscale_torch") for name in vars(cls)}
-    assert public <= ours
 
 
 def test_semi_private_names_are_there():
@@ -379,8 +363,11 @@ def test_a_skipped_first_step_leaves_no_garbage_in_fused_momentum():
 
 def test_any_positive_init_scale_is_taken():
     """What torch accepts is accepted, brought to where float32 keeps the scale and its reciprocal."""
-    assert GradScaler("cpu", init_scale=1e38).get_scale() == 2.0**126
-    assert GradScaler("cpu", init_scale=1e-44).get_scale() == 2.0**-126
+    for large, taken in ((1e38, 2.0**126), (1e-44, 2.0**-126)):
+        with pytest.warns(UserWarning, match="is beyond the range of policies"):
+            assert GradScaler("cpu", init_scale=large).get_scale() == taken
+    with pytest.raises(PolicyError, match="init_scale=inf must be finite"):
+        GradScaler("cpu", init_scale=float("inf"))
     with pytest.raises(PolicyError, match="init_scale"):
         GradScaler("cpu", init_scale=0.0)
 
@@ -422,57 +409,6 @@ def test_two_optimizers_skip_each_by_itself_and_back_off_once():
     assert not info.applied
     assert (good.tolist(), bad.tolist(), worse.tolist()) == ([0.0, 0.0], [1.0, 1.0], [1.0, 1.0])
     assert scaler.get_scale() == 1.0
-
-
-@pytest.mark.parametrize("first_is_finite", [True, False])
-def test_an_update_between_two_optimizers_of_one_loss(first_is_finite):
-    """It changes neither the second's gradient nor the count of steps."""
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    (_, second), (first_optimizer, second_optimizer) = _two_of_one_loss(
-        scaler, (1.0 if first_is_finite else float("inf"), 1.0)
-    )
-    scaler.step(first_optimizer)
-    scaler.update()
-    scaler.step(second_optimizer)
-    info = scaler.update()
-    assert second.tolist() == [0.0, 0.0]
-    assert info.applied is first_is_finite
-    assert scaler.get_scale() == (16.0 if first_is_finite else 4.0)
-    assert scaler.metrics()["steps"] == 1
-
-
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_who_is_unscaled_is_not_unscaled_again_after_an_update(fused, clip):
-    """Accelerate unscales every optimizer for clipping, then steps and updates one after the other."""
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for param in params]
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    for expected in (0.0, -1.0):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(sum(params).sum()).backward()
-        for optimizer in optimizers:
-            scaler.unscale_and_clip_(optimizer, 100.0) if clip else scaler.unscale_(optimizer)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            scaler.update()
-        assert [param.item() for param in params] == [expected, expected]
-    assert int(scaler.metrics()["steps"]) == 2
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_reading_the_scale_between_two_updates_changes_nothing(fused):
-    """One loss that overflowed in two optimizers backs off once, even if it is read in between once both are known."""
-    scaler = GradScaler("cpu", init_scale=64.0)
-    params, optimizers = _two_of_one_loss(scaler, (1.0, 1.0), fused=fused)
-    for is_finite, expected in ((True, 64.0), (False, 32.0)):
-        scaler.scale(sum((param * (1.0 if is_finite else float("inf"))).sum() for param in params)).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            scaler.update()
-            scaler.get_scale()
-        assert scaler.get_scale() == expected
 
 
 def test_the_scale_may_be_set_through_torchs_private_tensor():
@@ -526,16 +462,6 @@ def test_an_optimizer_of_the_old_contract_gets_the_scaler():
         assert told[0].filename == __file__
     assert optimizer.given is scaler
     assert scaler.update().applied
-
-
-def test_torch_settings_that_mean_never_are_taken():
-    """An interval beyond int32, which is given back as it was, and a checkpoint with a factor of 1."""
-    assert GradScaler("cpu", growth_interval=10**10).get_growth_interval() == 10**10
-    peer = torch.amp.GradScaler("cpu", growth_interval=10**10)
-    peer.set_growth_factor(1.0)
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict(peer.state_dict())
-    assert scaler.get_growth_factor() == pytest.approx(1.0)
 
 
 def test_gradients_without_elements_are_finite():
@@ -616,7 +542,6 @@ def test_losses_within_functional_transforms(is_on_device):
             lambda scaler, model: scaler.unscale_and_clip_(model.parameters(), 1.0),
             r"unscale_and_clip_\(\) was given a generator",
         ),
-        (lambda scaler, model: scaler.minimize(model, lambda: torch.ones(())), r"minimize\(\) was given a Linear"),
     ],
 )
 def test_what_is_not_an_optimizer_is_named(call, named):
@@ -870,7 +795,7 @@ def test_a_copy_continues_in_the_same_way(make, duplicate):
 
 def test_a_policy_goes_to_its_own_argument():
     """Not in the place of the device, and not next to torch's four settings, which would be ignored."""
-    with pytest.raises(TypeError, match="a policy goes to policy="):
+    with pytest.raises(TypeError, match=r"must name a device type, .*policy="):
         GradScaler({"kind": "dynamic"})
     with pytest.raises(PolicyError, match="pass either policy= or init_scale"):
         GradScaler("cpu", init_scale=8.0, policy="dynamic")

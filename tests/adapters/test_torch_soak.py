@@ -4,7 +4,7 @@ from benchmarks.soak_torch import soak
 
 
 def test_two_processes_that_are_killed():
-    """Overflows, spikes, retries and two kills: every number of the last checkpoint is that of a run without kills."""
+    """Overflows, spikes and two kills: every number of the last checkpoint is that of a run without kills."""
     figures = soak(processes=2, steps=60, kills=2, seed=0)
     assert figures.overflows > 3
     assert figures.spikes > 0

@@ -1,17 +1,15 @@
 """The two states of a scaler: when the host is the truth; and the device's own update is the policy's, bit for bit."""
 
-import gc
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
 from lossscale_core.testing import overflow_traces, policies
 from lossscale_torch import GradScaler
-from tests.adapters.emulated_device import Emulated, OnDevice
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.sweeping import few_examples
 
@@ -23,21 +21,14 @@ def _one(device="cpu", **kwargs):
     return param, torch.optim.SGD([param], lr=0.5, **kwargs)
 
 
-def _scaler(device, policy, state=None):
-    """Return a scaler under a policy, from a state where one is given."""
-    scaler = GradScaler(device, policy=policy)
-    if state is not None:
-        scaler.load_state_dict(state_to_dict(state, policy))
-    scaler.place_on(device)
-    return scaler
-
-
 def _require_states(policy, trace, state=None):
     """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own."""
     expected = policy.init_state() if state is None else state
     with Emulated("mps"):
         param, optimizer = _one("mps", fused=True)
-        scaler = _scaler("mps", policy, state)
+        scaler = GradScaler("mps", policy=policy)
+        if state is not None:
+            scaler.load_state_dict(state_to_dict(state, policy))
         for finite in trace:
             scaler.scale(torch.ones((), device="mps"))
             param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
@@ -101,35 +92,121 @@ def test_states_that_the_kernel_could_not_continue(fields):
             _require_states(policy, trace, saved)
 
 
-def test_how_many_calls_an_update_on_a_device_makes(monkeypatch):
-    """After a fused optimizer: at most ten, and at most eight that a graph records; torch's own scaler makes one."""
-    param, optimizer = _one(fused=True)
-    scaler = GradScaler("cpu")
-    scaler.scale(param.sum()).backward()
-    with RecordedGraph() as graph:
-        scaler.step(optimizer)
-        before = len(graph._calls)
-        scaler.update()
-        assert len(graph._calls) - before <= 8
-    calls = []
-    dispatch = OnDevice.__torch_dispatch__
+def _step(scaler, param, optimizer, finite=True):
+    """Take a step on the emulated device; return its outcome, and what `update` runs there."""
+    scaler.scale(torch.ones((), device="mps"))
+    param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
+    scaler.step(optimizer)
+    before = len(Emulated.calls)
+    return scaler.update(), Emulated.calls[before:]
 
-    def counting(_, operation, *args):
-        calls.append(operation)
-        return dispatch(operation, *args)
 
-    # Not by a dispatch mode, which the scaler would take for a recording.
-    monkeypatch.setattr(OnDevice, "__torch_dispatch__", classmethod(counting))
+@pytest.mark.parametrize("known", [0, 10], ids=["first", "late"])
+def test_an_update_after_a_fused_step_makes_ten_calls_at_most(known):
+    """Also where the host knew the steps before, and where an ordinary optimizer steps later."""
     with Emulated("mps"):
-        param, optimizer = _one("mps", fused=True)
-        scaler = GradScaler("mps")
-        for _ in range(2):
+        param, fused = _one("mps", fused=True)
+        ordinary = torch.optim.SGD([param], lr=0.5)
+        scaler = GradScaler("mps", growth_interval=3)
+        for _ in range(known):
+            _step(scaler, param, ordinary)
+        _step(scaler, param, fused)  # places the state on the device
+        for optimizer in (fused, fused, ordinary, fused, ordinary):
+            assert len(_step(scaler, param, optimizer)[1]) <= 10
+
+
+def test_an_update_after_an_ordinary_step_writes_a_changed_scale_and_no_more():
+    """The host has read the flag, and counts by itself."""
+    with Emulated("mps"):
+        param, optimizer = _one("mps")
+        scaler = GradScaler("mps", growth_interval=2)
+        _step(scaler, param, optimizer)
+        counts = [len(_step(scaler, param, optimizer, finite)[1]) for finite in (1, 1, 0, 1, 1)]
+        assert counts == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("updates_each", [False, True])
+@given(program=st.lists(st.tuples(st.sampled_from(["o", "f", "of", "fo"]), st.booleans(), st.booleans()), max_size=8))
+@few_examples
+def test_ordinary_and_fused_optimizers_in_one_scaler(updates_each, program):
+    """In either order: counters and scale are the policy's and torch's, also with an `update` after each of a step."""
+    policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
+    expected, torchs = policy.init_state(), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    with Emulated("mps"):
+        pairs = {"o": _one("mps"), "f": _one("mps", fused=True)}
+        hosts = {"o": _one(), "f": _one(fused=True)}
+        scaler = GradScaler("mps", policy=policy, updates_per_step=1 + updates_each)
+        for order, *finites in program:
+            scaler.scale(torch.ones((), device="mps"))
+            torchs.scale(torch.ones(()))
+            for name, finite in zip(order, finites, strict=False):
+                for device, (param, optimizer), each in (("mps", pairs[name], scaler), ("cpu", hosts[name], torchs)):
+                    param.grad = torch.full((2,), 2.0**10 if finite else INF, device=device)
+                    each.step(optimizer)
+                if updates_each or name == order[-1]:
+                    info = scaler.update(end_of_step=name == order[-1])
+            torchs.update()
+            expected = policy.update(expected, all(finites[: len(order)]))
+            assert bool(info.applied) == all(finites[: len(order)])
+        assert state_from_dict(scaler.state_dict(), policy) == expected
+        assert scaler.get_scale() == torchs.get_scale()
+        for name, (param, _) in pairs.items():
+            assert param.tolist() == hosts[name][0].tolist()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loading_leaves_the_state_where_it_is(fused):
+    """The scale is written in place, as a new one is, and the outcome of a step is known where it was known before."""
+    with Emulated("mps"):
+        param, optimizer = _one("mps", fused=fused)
+        scaler = GradScaler("mps", init_scale=8.0)
+        before, kept = _step(scaler, param, optimizer)[0], scaler._scale
+        scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
+        assert scaler._scale is kept
+        assert (kept.item(), scaler._growth_tracker.item()) == (64.0, 0)
+        after, _ = _step(scaler, param, optimizer)
+        assert isinstance(after.applied, torch.Tensor) == isinstance(before.applied, torch.Tensor) == fused
+        assert (after.loss_scale_used, scaler.state_dict()["steps"]) == (64.0, 1)
+        scaler.update(16.0)
+        assert scaler._scale is kept
+        assert kept.item() == scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_flag_that_was_changed_in_place_counts(fused, call):
+    """A trainer may reduce the flags over its ranks between `unscale_` and `step`."""
+    with Emulated("mps"):
+        param, optimizer = _one("mps", fused=fused)
+        scaler = GradScaler("mps", init_scale=8.0)
+        for _ in range(2):  # while the host knows the state, and from then on
             scaler.scale(torch.ones((), device="mps"))
             param.grad = torch.ones(2, device="mps")
+            getattr(scaler, call)(optimizer, *[1.0] * (call != "unscale_"))
+            for flag in scaler._found_inf_per_device(optimizer).values():
+                flag.fill_(1.0)
             scaler.step(optimizer)
-            calls.clear()
-            scaler.update()
-        assert len([each for each in calls if each is not torch.ops.prim.device.default]) <= 10
+            assert bool(scaler.update().overflowed)
+            assert param.tolist() == [1.0, 1.0]
+
+
+def test_each_flag_is_on_the_device_of_its_key():
+    """Until `step`, which combines them."""
+    with Emulated("mps") as mode:
+        params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("mps", "cpu")]
+        optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
+        scaler = GradScaler("mps", init_scale=8.0)
+        scaler.scale(torch.ones((), device="mps"))
+        for param, value in zip(params, (8.0, INF), strict=True):
+            param.grad = torch.full_like(param, value)
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        assert {device.type: (flag.device, flag.item()) for device, flag in found.items()} == {
+            "mps": (mode.device, 0.0),
+            "cpu": (torch.device("cpu"), 1.0),
+        }
+        scaler.step(optimizer)
+        assert not scaler.update().applied
 
 
 @pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
@@ -153,81 +230,23 @@ def test_replays_update_as_the_policy_does(policy, trace):
         assert state_from_dict(scaler.state_dict(), scaler.policy) == expected
 
 
-@pytest.mark.parametrize("flags", [(True, False), (False, True), (False, False), (True, True)])
-def test_two_updates_of_one_step_on_a_device(flags):
-    """They count as one step with their combined flag, as on the host, and leave exactly the policy's state."""
-    policy = DynamicScaling(init_scale=2.0**10, growth_interval=2)
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_what_others_write_to_the_scale_is_seen(device):
+    """Also without a new version; the numbers of an ordinary optimizer's steps stay plain."""
     with Emulated("mps"):
-        params, optimizers = zip(*(_one("mps", fused=True) for _ in range(2)), strict=True)
-        scaler = _scaler("mps", policy)
-        expected = policy.init_state()
-        for step in range(4):
-            scaler.scale(torch.ones((), requires_grad=True))
-            for param, finite in zip(params, flags if step == 2 else (True, True), strict=True):
-                param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                scaler.update()
-            expected = policy.update(expected, step != 2 or all(flags))
-        assert state_from_dict(scaler.state_dict(), policy) == expected
-
-
-def test_reading_the_scale_tensor_once_changes_nothing_for_good():
-    """On a CPU the host stays the truth: what others write is seen, and the numbers stay plain."""
-    param, optimizer = _one()
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scaler.scale(param.sum())
-    kept = scaler._scale
-    for expected in (1024.0, 2048.0, 2048.0):
-        scaler.scale(torch.ones(()))
-        param.grad = torch.ones(2)
-        scaler.step(optimizer)
-        info = scaler.update()
-        assert type(info.loss_scale_after) is float
-        assert kept.item() == info.loss_scale_after == expected
-    kept.data.fill_(8.0)  # much later, without a new version
-    assert scaler.scale(torch.ones(())).item() == 8.0
-    param.grad = torch.full((2,), 8.0)
-    scaler.unscale_(optimizer)
-    assert param.grad.tolist() == [1.0, 1.0]
-    scaler.step(optimizer)
-    assert scaler.update().loss_scale_used == 8.0
-
-
-def test_a_tensor_that_was_handed_out_on_a_device():
-    """An ordinary optimizer's step reads it with the flag, so that the host stays the truth there, too."""
-    with Emulated("mps"):
-        param, optimizer = _one("mps")
-        scaler = GradScaler("mps", init_scale=1024.0, growth_interval=2)
-        scaler.scale(torch.ones((), device="mps"))
+        param, optimizer = _one(device)
+        scaler = GradScaler(device, init_scale=1024.0, growth_interval=2)
+        scaler.scale(torch.ones((), device=device))
         kept = scaler._scale
-        for step, expected in enumerate((1024.0, 2048.0, 16.0)):
-            if step == 2:
-                kept.fill_(16.0)
-            scaler.scale(torch.ones((), device="mps"))
-            param.grad = torch.full((2,), kept.item(), device="mps")
+        for step, expected in enumerate((1024.0, 2048.0, 16.0, 8.0)):
+            if step > 1:
+                (kept if step == 2 else kept.data).fill_(expected)
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full((2,), kept.item(), device=device)
             before = param[0].item()
             scaler.step(optimizer)
             assert before - param[0].item() == 0.5
-            assert scaler.update().loss_scale_after == expected
+            info = scaler.update()
+            assert type(info.loss_scale_after) is float
+            assert info.loss_scale_after == expected * (2.0 if step == 3 else 1.0)
         assert kept.item() == scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("guard", [None, SpikeGuard()])
-@pytest.mark.parametrize("fused", [False, True])
-def test_ten_thousand_optimizers_leave_nothing_behind(fused, guard):
-    """An optimizer for each phase of a program that runs for long."""
-    param = torch.nn.Parameter(torch.ones(1))
-    scaler = GradScaler("cpu", init_scale=8.0, guard=guard)
-    for _ in range(10_000):
-        optimizer = torch.optim.SGD([param], lr=0.0, fused=fused)
-        scaler.scale(torch.ones(()))
-        param.grad = torch.ones(1)
-        scaler.step(optimizer)
-        scaler.update()
-    del optimizer
-    gc.collect()
-    sizes = [len(each) for each in vars(scaler).values() if isinstance(each, dict | list)]
-    assert max(sizes) <= 1, sizes
-    if guard is not None:
-        assert isinstance(scaler.state_dict()["guard"], dict)

@@ -2,162 +2,78 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lossscale_core import SpikeGuard
 from lossscale_core.errors import PolicyError
 from lossscale_torch import GradScaler, all_finite, init_state, scale, select, unscale
+from tests.adapters.emulated_device import Emulated
+
+CALLS = {
+    "step": lambda scaler, optimizer: None,
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "unscale_and_clip_": lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 1.0),
+}
 
 
-class _Lists(TorchFunctionMode):
-    """Counts the tensors that are read as lists, which on a CPU no dispatch mode sees."""
-
-    count = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count `.tolist()`."""
-        self.count += function is torch.Tensor.tolist
-        return function(*args, **(kwargs or {}))
-
-
-class _Synchronisations(TorchDispatchMode):
-    """Counts the reads of a tensor's value, each of which waits for its device."""
+class _Counts(torch.nn.Module):
+    """A module with a buffer that each forward pass changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._items, self._lists = 0, _Lists()
+        self.register_buffer("passes", torch.zeros((), device="mps"))
 
-    def __enter__(self) -> "_Synchronisations":
-        """Begin to count."""
-        self._lists.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        """End to count."""
-        super().__exit__(*exception)
-        self._lists.__exit__(*exception)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count `.item()` and its kin."""
-        self._items += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def count(self) -> int:
-        """The reads up to now."""
-        return self._items + self._lists.count
+    def forward(self) -> None:
+        """Count."""
+        self.passes += 1.0
 
 
-def _count(make, clip=False, unscale_first=False, finite=True):
-    """Return the synchronisations of one step, past the first."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
-    optimizer = make(params)
-    scaler = GradScaler("cpu")
-    for _ in range(3):
-        with _Synchronisations() as seen:
-            scaler.scale(torch.ones(()))
+def _reads(call, fused, finite=True, protects=False, **settings):
+    """Return how often the host waits for the device in a step, past the first two."""
+    with Emulated("mps") as device:
+        model = _Counts()
+        params = [torch.nn.Parameter(torch.ones(3, device="mps")) for _ in range(5)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=fused)
+        scaler = GradScaler("mps", **settings, protect=[model] if protects else ())
+        for _ in range(3):
+            before = device.reads
+            model()
+            scaler.scale(torch.ones((), device="mps"))
             for param in params:
-                param.grad = torch.full((3,), 1.0 if finite else float("inf"))
-            before = seen.count
-            if clip:
-                scaler.unscale_and_clip_(optimizer, 1.0)
-            elif unscale_first:
-                scaler.unscale_(optimizer)
+                param.grad = torch.full((3,), 1.0 if finite else float("inf"), device="mps")
+            CALLS[call](scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
-            counted = seen.count - before
-    return counted
+        return device.reads - before
 
 
-class _Plain(torch.optim.Optimizer):
-    """An optimizer with a step that reads nothing."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Do nothing."""
-
-
+@pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard()}, {"protects": True}], ids=["", "guard", "protect"])
 @pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("unscale_first", [True, False])
-def test_an_ordinary_optimizer_costs_one_synchronisation_a_step(finite, unscale_first):
-    """The flag, once; the scale is updated on the host and not read."""
-    assert _count(_Plain, unscale_first=unscale_first, finite=finite) == 1
-
-
-@pytest.mark.parametrize("unscale_first", [True, False])
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_fused_optimizer_costs_none(finite, unscale_first):
-    """Flag, decision and update stay on the device."""
-    assert _count(lambda p: torch.optim.SGD(p, lr=0.1, fused=True), unscale_first=unscale_first, finite=finite) == 0
-
-
-def test_clipping_costs_an_ordinary_optimizer_the_same_one_synchronisation():
-    """It reads the norm: if the norm is finite, so are the gradients."""
-    assert _count(_Plain, clip=True) == 1
-
-
-class _FusedOnMeta(_Plain):
-    """What a fused optimizer is to a scaler, on a device that cannot be waited for."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None) -> None:
-        """Take the factor, if any is left, and the flag, which stay where they are."""
-        assert self.grad_scale is None or self.grad_scale.is_meta
-        assert self.found_inf.is_meta
-
-
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipping_costs_a_fused_optimizer_none(norm_type, dtype):
-    """A whole step runs on torch's `meta` device, which has no values to read."""
-    params = [torch.nn.Parameter(torch.ones(3, device="meta", dtype=dtype)) for _ in range(2)]
-    optimizer = _FusedOnMeta(params)
-    scaler = GradScaler("meta", policy="dynamic")
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        scaler.scale(torch.ones((), device="meta"))
-        assert scaler.unscale_and_clip_(optimizer, 1.0, norm_type).is_meta
-        scaler.step(optimizer)
-        assert scaler.update().applied.is_meta
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_how_often_a_step_waits(fused, call, finite, settings):
+    """Once for an ordinary optimizer, twice to clip a norm that is not finite, and never for a fused one."""
+    is_clipped_twice = call == "unscale_and_clip_" and not finite
+    assert _reads(call, fused, finite, **settings) == (0 if fused else 1 + is_clipped_twice)
 
 
 def test_reading_the_outcome_is_what_costs():
     """`info.applied` of a fused step is a tensor until it is read."""
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
-    scaler = GradScaler("cpu")
-    with _Synchronisations() as seen:
-        scaler.scale(torch.ones(()))
-        param.grad = torch.ones(3)
+    with Emulated("mps") as device:
+        param = torch.nn.Parameter(torch.ones(3, device="mps"))
+        optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+        scaler = GradScaler("mps")
+        scaler.scale(torch.ones((), device="mps"))
+        param.grad = torch.ones(3, device="mps")
         scaler.step(optimizer)
         info = scaler.update()
         scaler.metrics()
-        assert seen.count == 0
+        assert device.reads == 0
         assert info.applied
-        assert seen.count == 1
-
-
-def test_the_verbs_need_no_values():
-    """On torch's `meta` device, which has none, every verb runs: none of them waits for anything."""
-    state = init_state("dynamic", device="meta")
-    grads = {
-        "w": torch.ones(3, device="meta", dtype=torch.float16),
-        "none": None,
-        "n": torch.ones(2, dtype=torch.int32),
-    }
-    assert scale(grads["w"], state).dtype == torch.float32
-    assert unscale(grads, state)["w"].dtype == torch.float32
-    flag = torch.empty((), dtype=torch.bool, device="meta")
-    assert select(flag, {"w": grads["w"]}, {"w": grads["w"]})["w"].shape == (3,)
+        assert device.reads == 1
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
@@ -174,8 +90,7 @@ def test_a_changing_scale_does_not_recompile(fused):
     def train(x):
         scaler.scale(model(x).sum()).backward()
 
-    counts = []
-    scales = set()
+    counts, scales = [], set()
     for step in range(12):
         optimizer.zero_grad()
         train(torch.ones(2, 4))
@@ -213,7 +128,7 @@ def _graph_breaks(make_scaler):
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
 @pytest.mark.filterwarnings("default:.*torch.jit.*:DeprecationWarning")  # of what Dynamo itself calls in an optimizer
 def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
-    """Neither the methods nor the hook on the scaled loss are traced."""
+    """Its methods are not traced."""
     assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
 
 
@@ -221,21 +136,6 @@ def test_importing_leaves_the_compiler_alone():
     """It takes longer to import than this package, and a plain loop has no use for it."""
     code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_compiled_autograd_takes_the_hook_on_the_scaled_loss():
-    """It traces backward, and the scaler continues."""
-    torch._dynamo.reset()
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() == 64.0
 
 
 def test_the_verbs_on_python_numbers():

@@ -1,5 +1,6 @@
 """What a `GradScaler` logs by itself, what that costs, and what it does at the floor."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -7,8 +8,10 @@ import pickle
 import pytest
 import torch
 
+from lossscale_core import DynamicScaling
+from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler
-from tests.adapters.test_torch_synchronisation import _FusedOnMeta, _Plain, _Synchronisations
+from tests.adapters.emulated_device import Emulated
 
 NAN = [float("nan")]
 FINE = [1.0]
@@ -19,20 +22,16 @@ def _log_everything(caplog):
     caplog.set_level(logging.INFO, "lossscale")
 
 
-def _fused(params):
-    return torch.optim.SGD(params, lr=0.1, fused=True)
+EACH = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
 
 
-EACH = pytest.mark.parametrize("make", [_Plain, _fused], ids=["ordinary", "fused"])
-
-
-def _run(scaler, grads, make=_Plain, device="cpu"):
+def _run(scaler, grads, fused=False, device="cpu"):
     """Take a step with each of these gradients, as a plain loop does, which reads nothing."""
     param = torch.nn.Parameter(torch.ones(1, device=device))
-    optimizer = make([param])
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
     for grad in grads:
         scaler.scale(torch.ones((), device=device))
-        param.grad = torch.full_like(param, grad)
+        param.grad = torch.full((1,), grad, device=device)
         scaler.step(optimizer)
         scaler.update()
     return scaler
@@ -43,53 +42,52 @@ def _events(caplog):
 
 
 @EACH
-def test_two_hundred_nans_are_logged(make, caplog):
-    """A plain loop on a CPU, which reads nothing, says that overflows do not end, and that the floor is reached."""
-    _run(GradScaler("cpu"), NAN * 200, make)
+def test_a_plain_loop_on_a_cpu_is_logged(fused, caplog):
+    """It reads nothing: overflows that do not end, and the floor; and on request that a healthy run is calibrated."""
+    _run(GradScaler("cpu"), NAN * 200, fused)
     assert _events(caplog) == [("below_one", 32), ("floor", 160)]
     assert all("look at the loss and the inputs first" in record.getMessage() for record in caplog.records)
-
-
-@EACH
-def test_a_healthy_run_says_that_it_is_calibrated(make, caplog):
-    """One line, of the level INFO, which is only seen on request."""
-    _run(GradScaler("cpu"), NAN * 3 + FINE * 100, make)
+    caplog.clear()
+    _run(GradScaler("cpu"), NAN * 3 + FINE * 100, fused)
     assert _events(caplog) == [("calibrated", 32)]
     assert caplog.records[0].levelno == logging.INFO
 
 
-def test_nothing_waits_for_a_device(caplog):
-    """Looking at the state adds no synchronisation to that of the step; on a device without values nothing is read."""
-    with _Synchronisations() as seen:
-        _run(GradScaler("cpu"), NAN * 40)
-    assert seen.count == 40
-    with _Synchronisations() as seen:
-        _run(GradScaler("cpu"), NAN * 40, _fused)
-    assert seen.count == 0
-    assert len(caplog.records) == 2
-    _run(GradScaler("meta", policy="dynamic"), NAN * 40, _FusedOnMeta, device="meta")
-    assert len(caplog.records) == 2
+@EACH
+def test_the_log_waits_for_no_device(fused, caplog):
+    """It needs no more reads than the steps themselves; after a fused optimizer it waits until the state is read."""
+    with Emulated("mps") as device:
+        scaler = _run(GradScaler("mps"), NAN, fused, "mps")
+        before = device.reads
+        _run(scaler, NAN * 39, fused, "mps")
+        assert device.reads - before == (0 if fused else 39)
+    assert _events(caplog) == ([] if fused else [("below_one", 32)])
 
 
-class _Far(torch.Tensor):
-    """A tensor that is read only if its value is needed, as one on a device."""
+@EACH
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_a_streak_of_overflows_is_an_error_once_the_host_knows_it(device, fused):
+    """At the limit, and again only after another streak; on a device nothing is raised where nothing is read."""
+    with Emulated("mps"):
+        scaler = GradScaler(device, policy=DynamicScaling(max_overflow_streak=3))
+        _run(scaler, NAN * 2, fused, device)
+        expected = contextlib.nullcontext()
+        if not fused or device == "cpu":
+            expected = pytest.raises(OverflowStreakError)
+        with expected:
+            _run(scaler, NAN, fused, device)
+        _run(scaler, FINE + NAN * 2, fused, device)
+        assert scaler.state_dict()["overflow_streak"] == 2
 
 
-def _far(**settings):
-    """Return a scaler after forty overflows that only its device knows of."""
-    scaler = GradScaler("cpu", **settings)
-    scaler.scale(torch.ones(()))
-    scaler._scale = torch.tensor(2.0**16).as_subclass(_Far)
-    return _run(scaler, NAN * 40, _fused)
-
-
-@pytest.mark.parametrize("read", [GradScaler.get_scale, GradScaler.state_dict, GradScaler.diagnose])
+@pytest.mark.parametrize("read", [GradScaler.state_dict, GradScaler.diagnose])
 def test_a_state_on_a_device_is_logged_where_it_is_read(read, caplog):
-    """A call that reads the scale to the host logs the events, once."""
-    scaler = _far()
-    assert caplog.records == []
-    for _ in range(3):
-        read(scaler)
+    """A call that reads the whole state to the host logs the events, once."""
+    with Emulated("mps"):
+        scaler = _run(GradScaler("mps"), NAN * 40, True, "mps")
+        assert caplog.records == []
+        for _ in range(3):
+            read(scaler)
     assert _events(caplog) == [("below_one", 40)]
 
 
@@ -100,19 +98,3 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
     _run(duplicate(scaler), NAN * 160)
     _run(scaler, NAN * 120)
     assert _events(caplog) == [("below_one", 32), ("floor", 160), ("floor", 160)]
-
-
-def test_a_subclass_may_replace_update(caplog):
-    """The methods of this class that it calls log; a disabled scaler logs nothing."""
-
-    class Counting(GradScaler):
-        updates = 0
-
-        def update(self, *args):
-            self.updates += 1
-            return super().update(*args)
-
-    assert _run(Counting("cpu"), NAN * 40).updates == 40
-    assert _events(caplog) == [("below_one", 32)]
-    _run(GradScaler("cpu", enabled=False), NAN * 40)
-    assert len(caplog.records) == 1

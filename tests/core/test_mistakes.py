@@ -241,8 +241,8 @@ def test_a_missing_file_keeps_its_number_and_name():
         ("max_norm", "1.0", "max_norm='1.0' must be a number from 0; pass 1.0 without quotes"),
         ("global_clipnorm", True, "global_clipnorm=True must be a positive number; pass"),
         ("global_clipnorm", 0, "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
-        ("retries", True, "retries=True must be a whole number from 0 to 2**31 - 1; pass 0 not to retry"),
-        ("retries", 1.5, "retries=1.5 must be a whole number from 0 to 2**31 - 1; pass 2"),
+        ("updates_per_step", True, "updates_per_step=True must be a whole number from 1 to 2**31 - 1; pass 1 for one"),
+        ("updates_per_step", 1.5, "updates_per_step=1.5 must be a whole number from 1 to 2**31 - 1; pass 2"),
     ],
 )
 def test_arguments_of_adapters_have_one_rule(name, value, sentence):
@@ -251,7 +251,7 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
         check_setting(name, value)
     assert check_setting("max_norm", float("inf")) == float("inf")
     assert check_setting("max_norm", 0) == 0.0
-    assert check_setting("retries", np.int64(3)) == 3
+    assert check_setting("updates_per_step", np.int64(3)) == 3
 
 
 TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}

@@ -16,7 +16,6 @@ ADAPTERS = {
 PLAN = {
     "lossscale_core": """
         _finite:
-        _range_records:
         errors:
         _messages:
         _tree:
@@ -32,17 +31,12 @@ PLAN = {
         _policy: _arrays _base _mistakes _settings _state _messages
         _strategies: _base _settings
         _config: _base _policy _settings errors _files _messages
-        _range_search: _policy _range_records _settings
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _placement: _arrays _config _state
-        _range_unscaled:
-        _ranges: _range_records _range_unscaled
-        _range: _range_records _range_search _range_unscaled
         _watch: _base _config _diagnosis _state _messages
         _report: _base _config _diagnosis _guard _settings _state errors _messages
         testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
-        adapters: _checkpoint _files _guard _messages _range _range_records _range_unscaled _ranges _report _settings
-            _tree
+        adapters: _checkpoint _files _guard _messages _report _settings _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
             adapters errors testing
     """,
@@ -65,41 +59,19 @@ PLAN = {
     "lossscale_torch": """
         _checkpoint:
         _gradients:
-        _step_info:
-        _types:
         _versions:
-        _watch:
-        _state: _step_info
-        _members: _gradients _state
-        _guard: _members _state
-        _ranks: _gradients _members _versions
-        _attach: _gradients _versions
-        _random: _versions
-        _weights:
-        _waiting: _gradients _members _state
-        _norm: _gradients _ranks _state _versions
-        _rescue: _checkpoint _gradients _members _random _step_info _versions _weights
-        _torch_names: _checkpoint _guard _members _ranks _state _waiting _watch
-        _verbs: _gradients _ranks _types
-        _clip: _gradients _norm _ranks _state
+        _ranks: _gradients
+        _state: _gradients
+        _verbs: _gradients _ranks
+        _optimizers: _gradients _state
+        hooks: _gradients _ranks _state _versions
+        _attach: _gradients _versions hooks
+        _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
-        range: _attach _gradients _random _verbs _versions
-        _scaler: _attach _checkpoint _clip _gradients _guard _members _ranks _state _step_info _torch_names
-            _types _versions _waiting _watch (_rescue)
-        __init__: _report _scaler _step_info _verbs range
-        testing: _gradients _members _rescue _scaler _step_info _types _versions
-    """,
-    "lossscale_torch.range": """
-        _recorder:
-        _inputs: _recorder
-        _report: _inputs _recorder
-        __init__: _report
-    """,
-    "lossscale_torch._rescue": """
-        _buffers:
-        _protect: _buffers
-        _minimize: _buffers _protect
-        __init__: _minimize _protect
+        _range: _attach _gradients _verbs
+        _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks
+        __init__: _range _report _scaler _state _verbs hooks
+        testing: _gradients _scaler _state _versions hooks
     """,
     "lossscale_jax": """
         _types:

@@ -8,6 +8,7 @@ from torch.amp.grad_scaler import OptState
 
 from lossscale.tracing._record import Record
 from lossscale_torch import GradScaler, StepInfo
+from lossscale_torch.hooks import Hook, SameOnRanks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,11 +39,10 @@ class TracedScaler(GradScaler):
         elif options.get("policy") is None:
             options.update(init_scale=init_scale, growth_factor=growth_factor)
             options.update(backoff_factor=backoff_factor, growth_interval=growth_interval)
-        super().__init__(device, enabled=enabled, **options)
+        # The first hook records before a limit on overflows in a row may end the run.
+        super().__init__(device, enabled=enabled, **{**options, "hooks": [_Recording(), *options.get("hooks", ())]})
         # The record is made with the scaler, so that a script which never updates it gets its summary, too.
         _ = self._record
-        # Before a limit on overflows in a row may end the run.
-        self._observers.append(_record_update)
 
     @torch.compiler.disable
     def scale(self, outputs: Any) -> Any:
@@ -50,15 +50,16 @@ class TracedScaler(GradScaler):
         _ = self._record
         return super().scale(outputs)
 
-    def _clip(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._record.norm = norm = super()._clip(*args, **kwargs)
+    def unscale_and_clip_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Unscale and clip, and record the norm."""
+        self._record.norm = norm = super().unscale_and_clip_(*args, **kwargs)
         return norm
 
     @staticmethod
     def note_norm(norm: Any) -> None:
         """Store a norm for the next update, if its gradients are unscaled already."""
         for scaler, record in _RECORDS.items():
-            if any(state["stage"] is not OptState.READY for state in scaler._records.values()):
+            if any(state["stage"] is not OptState.READY for state in scaler._per_optimizer_states.values()):
                 record.norm = norm
 
     @property
@@ -68,8 +69,22 @@ class TracedScaler(GradScaler):
         return _RECORDS[self]
 
 
-def _record_update(scaler: TracedScaler, info: StepInfo) -> None:
-    scaler._record.end_step(info)
+class _Recording(Hook):
+    """Records each update."""
+
+    def after_update(self, scaler: TracedScaler, info: StepInfo) -> None:
+        """Record the outcome of a step."""
+        scaler._record.end_step(info)
+
+
+class _AllRanks(SameOnRanks):
+    """Combines the flags over all ranks, as FSDP's scaler does by default; its default is looked up this late."""
+
+    def before_step(self, *args: Any) -> None:
+        """Take the group of all ranks, if there is one by now."""
+        if dist.is_initialized():
+            self.process_group = dist.group.WORLD
+        super().before_step(*args)
 
 
 class CudaScaler(TracedScaler):
@@ -102,13 +117,10 @@ def sharded(of_torch: Any) -> type[TracedScaler]:
             enabled: bool = True,
             process_group: Any = None,
         ) -> None:
-            options = {"process_group": process_group, "half_gradients": True}  # FSDP's gradients may be float16
+            # FSDP's gradients may be float16.
+            options: dict[str, Any] = {"process_group": process_group, "half_gradients": True}
+            if process_group is None:
+                options["hooks"] = [_AllRanks()]
             super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)
-
-        def scale(self, outputs: Any) -> Any:
-            # torch's default is looked up as late as this
-            if self._ranks.process_group is None and dist.is_initialized():
-                self._ranks.process_group = dist.group.WORLD
-            return super().scale(outputs)
 
     return ShardedScaler

@@ -1,0 +1,392 @@
+"""A report on the magnitudes of one forward and one backward pass: what overflows, what flushes, which scale fits."""
+
+import bisect
+import contextlib
+import functools
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lossscale_core import DynamicScaling
+from lossscale_torch._attach import attached_with
+from lossscale_torch._gradients import lifted, values_of
+from lossscale_torch._verbs import scaled
+
+_LOW_PRECISION = {
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.is_floating_point and each.itemsize < 4
+}
+_COMPUTES_NOTHING = re.compile(
+    r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
+)
+"""Operations that do not write, fill with a constant, or copy a tensor that was measured already."""
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+_OUTSIDE = "loss_fn"
+_SMALLEST, _LARGEST = -24, 126  # powers of two: below the first, float16 gradients are zero
+_DEFAULT = DynamicScaling()
+
+
+class OperationRange(NamedTuple):
+    """The result of an operation in float16, bfloat16 or float8."""
+
+    operation: str
+    """The operation, such as `"aten.mm"`."""
+    module: str
+    """The innermost module that it belongs to."""
+    dtype: torch.dtype
+    largest: float
+    """The largest magnitude among the finite elements."""
+    overflowed: bool
+    """Whether the result is not finite though the inputs are."""
+    elements: int
+    zeros: int
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.operation})"
+
+
+class RangeReport(NamedTuple):
+    """What one forward pass and a few backward passes computed; `print` it."""
+
+    loss: float
+    """The loss, unscaled."""
+    forward: tuple[OperationRange, ...]
+    """The operations of the forward pass in float16, bfloat16 or float8, in order."""
+    backward: tuple[OperationRange, ...]
+    """Those of the backward pass at `init_scale`."""
+    overflows_above: float | None
+    """The largest power of two at which the backward pass and every parameter's gradient is finite.
+
+    None if no scale fits, and infinity if nothing is computed in these dtypes.
+    """
+    overflows_first: str
+    """The module and the operation that overflow first, above this scale or at every scale; empty if none does."""
+    flushed: float
+    """The share of the gradient elements that are zero at `init_scale` and not at `overflows_above`."""
+    flushed_at_one: float
+    """The same at a scale of 1."""
+    unscaled_gradients: tuple[str, ...]
+    """The parameters with gradients that do not follow the loss scale."""
+
+    @property
+    def forward_finite(self) -> bool:
+        """Whether the loss is finite and no operation of the forward pass overflowed."""
+        return math.isfinite(self.loss) and not any(each.overflowed for each in self.forward)
+
+    @property
+    def init_scale(self) -> float | None:
+        """The recommended first loss scale: half of `overflows_above`; None if no scale fits."""
+        if self.overflows_above is None:
+            return None
+        return min(self.overflows_above / 2.0, _DEFAULT.max_scale)
+
+    def __str__(self) -> str:
+        lines = [self._forward_line(), *self._backward_lines()]
+        if self.unscaled_gradients:
+            names = ", ".join(self.unscaled_gradients[:4])
+            lines.insert(-1, f"not following the loss scale: {names}; see attach, or look for hooks that clamp")
+        return "\n".join(lines)
+
+    def _forward_line(self) -> str:
+        loss = "the loss is finite" if math.isfinite(self.loss) else f"the loss is {self.loss:g}"
+        if overflow := next((each for each in self.forward if each.overflowed), None):
+            return f"forward: overflows in {overflow}; {loss}"
+        if not math.isfinite(self.loss):
+            return f"forward: {loss}, and no operation in low precision has made it so; look at inputs and constants"
+        if not self.forward:
+            return "forward: finite; nothing is computed in float16, bfloat16 or float8"
+        most = min(self.forward, key=_room)
+        return f"forward: finite; largest {most.largest:.3g} in {most} ({_room(most):.1f} bits of room)"
+
+    def _backward_lines(self) -> list[str]:
+        if not math.isfinite(self.loss):
+            return ["backward: not run, since the loss is not finite before it is scaled"]
+        if self.init_scale is None or self.overflows_above is None:
+            where = f", first in {self.overflows_first}" if self.overflows_first else ""
+            advice = "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"
+            if self.overflows_first.startswith("the gradient"):
+                advice = "look for a division by zero, or a root or logarithm of zero"
+            return [f"backward: not finite even at a loss scale of {_power(2.0**_SMALLEST)}{where}", advice]
+        if not any(each.dtype in _LOW_PRECISION - {torch.bfloat16} for each in self.backward):
+            return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
+        init_scale, limit = _power(self.init_scale), _power(self.overflows_above)
+        low = f", min_scale={_power(self.init_scale * 2.0**-8)}" if self.init_scale < _DEFAULT.min_scale else ""
+        return [
+            f"backward: overflows above a loss scale of {limit}, first in {self.overflows_first}",
+            f"gradient elements that flush to zero: {_percent(self.flushed)} at {init_scale}, "
+            f"{_percent(self.flushed_at_one)} at 1",
+            f"use DynamicScaling(init_scale={init_scale}{low})",
+        ]
+
+
+def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
+    """Report which operation overflows, forward or backward, how much flushes to zero, and which loss scale fits.
+
+    The report runs `loss_fn` once and some ten backward passes at powers of two, and measures every computed float16,
+    bfloat16 and float8 tensor. During a report `GradScaler.attach` multiplies by the scale of each pass. Afterwards
+    gradients, buffers and the states of the random number generators of Python, NumPy and torch are as before, also if
+    `loss_fn` raises. Compiled code runs uncompiled. Synchronises with the host after every operation.
+
+    Args:
+        model: A module, for the names: an operation is named by its innermost module, a gradient by its parameter.
+        loss_fn: Runs the forward pass, under `torch.autocast` if training does, and returns the loss, unscaled: a
+            tensor with one element of any dtype.
+
+    Returns:
+        The report. `print` it, or pass its `init_scale` on to `DynamicScaling`.
+
+    Raises:
+        TypeError: `model` is not a module, or `loss_fn` is not a function that returns a tensor.
+        ValueError: The loss has several elements, or no graph leads from it to a parameter.
+    """
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise TypeError(
+            f"range_report was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
+            "function without arguments; write range_report(model, lambda: loss_fn(model(batch)))"
+        )
+    with torch.compiler.set_stance("force_eager"), _left_as_it_was(model), _Places(model) as places:
+        return _Passes(model, loss_fn, places).report()
+
+
+class _Passes:
+    """One forward pass, and backward passes of its loss at different scales."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], places: "_Places") -> None:
+        self._names = {param: _plain(name) for name, param in model.named_parameters()}
+        self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
+        self._places = places
+        self._seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
+        with _Recorder(places) as recorder, attached_with(self._attached_with):
+            loss = loss_fn()
+        self._forward = tuple(recorder.records)
+        self._early = [name for param, name in self._names.items() if param.grad is not None]
+        self._loss = scaled(_checked(loss), 1.0)
+        self._others = [leaf for leaf in _leaves_of(self._loss) if leaf not in self._names]
+
+    def report(self) -> RangeReport:
+        """Search the largest scale that fits, between one that fits and one that does not."""
+        value = float(self._loss.detach())
+        if not math.isfinite(value):
+            return RangeReport(value, self._forward, (), None, "", 0.0, 0.0, ())
+        low, high = (_SMALLEST, 0) if self._cause_at(1.0) else (0, _LARGEST + 1)
+        if cause := self._cause_at(2.0**low):
+            return RangeReport(value, self._forward, tuple(self._at(2.0**low)[0]), None, cause, 0.0, 0.0, ())
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._cause_at(2.0**middle) else (middle, high)
+        limit, half = 2.0**low, min(2.0 ** (low - 1), _DEFAULT.max_scale)
+        records, cause = tuple(self._at(half)[0]), "" if high > _LARGEST else self._cause_at(2.0**high)
+        flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
+        above = limit if records and cause else math.inf
+        return RangeReport(value, self._forward, records, above, cause, flushed, at_one, self._unscaled(limit))
+
+    def _cause_at(self, loss_scale: float) -> str:
+        """Return what overflows first at a scale: an operation, or else a parameter; empty if nothing does."""
+        records, norms = self._at(loss_scale)
+        overflow = next((str(each) for each in records if each.overflowed), "")
+        return overflow or next((f"the gradient of {name}" for name in norms if not math.isfinite(norms[name])), "")
+
+    def _at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
+        """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
+        if loss_scale not in self._seen:
+            seed = torch.full_like(self._loss, loss_scale)
+            self._attached_with.fill_(loss_scale)
+            grads = [(leaf, leaf.grad) for leaf in self._others]
+            for leaf in self._others:
+                leaf.grad = None
+            # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
+            with _random_states_kept(), attached_with(self._attached_with), _Recorder(self._places) as recorder:
+                torch.autograd.backward(self._loss, seed, retain_graph=True)
+            norms = {}
+            for param, name in self._names.items():
+                if param.grad is not None:
+                    norms[name] = float(values_of(param.grad.detach()).double().norm())
+                    param.grad = None
+            for leaf, grad in grads:
+                leaf.grad = grad
+            self._seen[loss_scale] = recorder.records, norms
+        return self._seen[loss_scale]
+
+    def _flushed(self, loss_scale: float, limit: float) -> float:
+        zeros, more = (sum(each.zeros for each in self._at(scale)[0]) for scale in (limit, loss_scale))
+        elements = sum(each.elements for each in self._at(limit)[0])
+        return max(0.0, more - zeros) / max(elements - zeros, 1)
+
+    def _unscaled(self, limit: float) -> tuple[str, ...]:
+        """Return the gradients that are not zero for a loss times zero, or hardly grow with the scale."""
+        at_limit, at_half, at_zero = (self._at(scale)[1] for scale in (limit, limit / 2.0, 0.0))
+        found = [
+            name for name, norm in at_limit.items() if at_zero.get(name) != 0.0 or at_half[name] * 1.1 > norm > 0.0
+        ]
+        return tuple(dict.fromkeys([*self._early, *found]))
+
+
+class _Places:
+    """The module that an operation belongs to: in the forward pass by hooks, in the backward pass by its node.
+
+    autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
+    https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: _plain(name) or type(module).__name__ for name, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._numbers: list[int] = []
+        self._paths: list[str] = []
+        self._kept = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Places":
+        for module, name in self._names.items():
+            enter = functools.partial(self._note, name)
+            self._kept.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            leave = functools.partial(self._note, "")
+            self._kept.callback(module.register_forward_hook(leave, always_call=True).remove)
+        # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
+        self._kept.enter_context(torch.autograd.set_multithreading_enabled(False))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+    def current(self) -> str:
+        """Return the path of the module that the running operation belongs to."""
+        node: Any = torch._C._current_autograd_node()
+        if self._stack or node is None:
+            return self._stack[-1] if self._stack else _OUTSIDE
+        place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._paths[place] if place >= 0 and node._sequence_nr() < 2**63 else _OUTSIDE
+
+    def _note(self, entered: str, *_: object) -> None:
+        """Note the node that is made next, where a module is entered or left."""
+        if entered:
+            self._stack.append(entered)
+        elif self._stack:
+            self._stack.pop()
+        self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._paths.append(self._stack[-1] if self._stack else _OUTSIDE)
+
+
+class _Recorder(TorchDispatchMode):
+    """Measures the results in low precision."""
+
+    def __init__(self, places: _Places) -> None:
+        super().__init__()
+        self._places = places
+        self.records: list[OperationRange] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # a subclass of Tensor goes first; its inner operations are measured
+        name, kwargs = str(func.overloadpacket), kwargs or {}
+        are_finite = _COMPUTES_NOTHING.match(name) is None and all(map(_is_finite, tree_leaves((args, kwargs))))
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor) or tensor.dtype not in _LOW_PRECISION or not tensor.numel():
+                continue
+            if not _COMPUTES_NOTHING.match(name) and not func.is_view:
+                self.records.append(_measured(tensor, name, self._places.current(), are_finite))
+        return result
+
+
+def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bool) -> OperationRange:
+    values = lifted(values_of(tensor.detach())).abs()
+    finite = torch.isfinite(values)
+    largest, count, zeros = float(torch.where(finite, values, 0.0).max()), values.numel(), int((values == 0.0).sum())
+    return OperationRange(
+        operation, module, tensor.dtype, largest, inputs_are_finite and not bool(finite.all()), count, zeros
+    )
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers and random states; during the context no optimizer steps in a backward pass."""
+    params = [(param, param.grad, param._post_accumulate_grad_hooks) for param in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for param, _, hooks in params:
+        param.grad = None
+        if hooks:
+            param._post_accumulate_grad_hooks = {}  # None would leave them in place
+    try:
+        with _random_states_kept():
+            yield
+    finally:
+        for param, grad, hooks in params:
+            param.grad = grad
+            if hooks:
+                param._post_accumulate_grad_hooks = hooks
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer
+            buffer.data.copy_(before)
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    python, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpys)
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that a backward pass would give gradients."""
+    leaves, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    return leaves
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__}; range_report needs a tensor: return the loss")
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; a loss has one element: return its mean or sum")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph; run the forward pass with gradients, and return the loss undetached")
+    return loss
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        is_float = value.is_floating_point() or value.is_complex()
+        return not is_float or bool(torch.isfinite(lifted(values_of(value))).all())
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _plain(name: str) -> str:
+    """Return a module's or a parameter's name without the wrappers of `torch.compile`, FSDP and checkpoints."""
+    return _WRAPPERS.sub("", name).rstrip(".")
+
+
+def _room(record: OperationRange) -> float:
+    """Return how often a result can double before it overflows."""
+    return math.log2(torch.finfo(record.dtype).max / record.largest) if record.largest else math.inf
+
+
+def _power(scale: float) -> str:
+    exponent = math.log2(scale)
+    return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
