@@ -36,5 +36,5 @@ __all__ = [
     "unscale",
 ]
 
-for _public in (GradScaler, StepInfo):
+for _public in (GradScaler, RangeReport, StepInfo):
     _public.__module__ = __name__  # a pickle stores the public module name

@@ -128,19 +128,9 @@ def test_a_script_that_uses_this_library_is_traced(folder, options):
     done = _run(folder, OWN.replace("EXPECTED", "2.0**7" if options else "2.0**10"), options=options)
     assert done.returncode == 0, done.stderr
     rows = _rows(folder / "scale.csv")
-    assert [row["applied"] for row in rows] == [
-        "True",
-        "True",
-        "False",
-        "True",
-        "True",
-        "False",
-        "True",
-        "True",
-        "True",
-    ]
-    assert [float(row["norm"]) < 100.0 for row in rows[:8]] == [step not in (2, 5) for step in range(8)]
-    assert "lossscale: healthy: 2 of 9 steps skipped" in done.stderr
+    assert [row["applied"] for row in rows] == [str(step not in (2, 5)) for step in range(8)]
+    assert [float(row["norm"]) < 100.0 for row in rows] == [step not in (2, 5) for step in range(8)]
+    assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
 
 
 def test_a_plain_loop_is_traced_and_keeps_its_exit_status(folder, monkeypatch):
