@@ -41,7 +41,7 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
     if order != 2.0 and (order != math.inf or gradients.are_complex):
         return None
     scale, device = scaler._scale, scaler._scale.device
-    is_double = any(bucket[0].dtype is torch.float64 for bucket in gradients.buckets)
+    is_double = torch.float64 in [bucket[0].dtype for bucket in gradients.buckets]
     stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
     if (groups and not _are_shards(optimizers, groups)) or ((stays or groups) and device.type not in _HAVE_FLOAT64):
         return None
@@ -66,7 +66,7 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
     gradients.multiply_(factor)
     norm = norm if is_double else norm.float()
     for optimizer, record in zip(optimizers, records, strict=True):
-        if groups or any(param.grad is not None for param in params_of(optimizer)):
+        if groups or [param for param in params_of(optimizer) if param.grad is not None]:
             record["found_inf_per_device"] = {device: flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
             if not stays:

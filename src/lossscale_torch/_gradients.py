@@ -207,8 +207,11 @@ def _bucket_norm(bucket: Bucket, order: float) -> Tensor:
 
 def _norm_by_dots(bucket: Bucket) -> Tensor:
     """Return the 2-norm by dot products, which read at memory speed on a CPU; small tensors are joined for one."""
-    flat = [each.reshape(-1) for each in bucket if each.numel() >= _JOIN_BELOW]
-    if small := [each for each in bucket if each.numel() < _JOIN_BELOW]:
+    flat: list[Tensor] = []
+    small: list[Tensor] = []
+    for each in bucket:
+        (small if each.numel() < _JOIN_BELOW else flat).append(each.reshape(-1))
+    if small:
         flat.append(_flatten_dense_tensors(small))
     dots = [torch.dot(each, each) for each in flat]
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()

@@ -42,7 +42,7 @@ from lossscale_torch._checkpoint import (
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import Gradients, lifted, moved
 from lossscale_torch._optimizers import kind_of
-from lossscale_torch._state import READY, STEPPED, UNSCALED, Flags, Placed, Readings, StepInfo, is_any_set
+from lossscale_torch._state import READY, STEPPED, UNSCALED, Flags, Placed, Readings, StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
 
@@ -360,9 +360,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
         flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
-        if not readings.know(flags):  # Ctrl-C may come while this waits
-            readings.read([*flags, self._scale], self._scale.device)
-        optimizer_state["applied"] = applied = not is_any_set(flags, readings)
+        if (is_set := readings.is_any_set(flags)) is None:
+            readings.read([*flags, self._scale], self._scale.device)  # Ctrl-C may come while this waits
+            is_set = readings.is_any_set(flags)
+        optimizer_state["applied"] = applied = not is_set
         return optimizer.step(*args, **kwargs) if applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -374,17 +375,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
-        return not any(
-            getattr(type(self), name) is not vars(GradScaler)[name] or name in vars(self)
-            for name in ("unscale_", "_unscale_grads_")
-        )
+        kind, names = type(self), ("unscale_", "_unscale_grads_")
+        is_ours = kind.unscale_ is GradScaler.unscale_ and kind._unscale_grads_ is GradScaler._unscale_grads_
+        return is_ours and vars(self).keys().isdisjoint(names)
 
     def _advance(self, flags: Flags, stays: bool) -> StepInfo:
         """Let the policy move the scale: on the host if it can tell each flag, else on the device, from then on."""
         scale, readings = vars(self)["_scale"], self._readings
         if not isinstance(self._state, Placed):
-            if readings.know([scale, *flags.overflows, *flags.vetoes]):
-                return self._advance_on_host(flags.on_host(readings), stays)
+            found = flags.on_host(readings)
+            if found is not None and readings.known(scale) is not None:
+                return self._advance_on_host(found, stays)
             self._state = _state.placed(self._state, self.policy, scale.device)
             self._growth_tracker = moved(self._growth_tracker, scale.device)
             self._keep_tracker_reachable()
@@ -551,7 +552,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = vars(self)["_scale"]
         if isinstance(self._state, Placed):
             state = _state.copies(self._live())
-        elif scale is None or self._readings.know([scale, self._growth_tracker]):
+        elif scale is None or None not in map(self._readings.known, (scale, self._growth_tracker)):
             state = self._live()
         else:
             state = self._state._make((scale.clone(), self._growth_tracker.clone(), *self._state[2:]))

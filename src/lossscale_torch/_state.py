@@ -86,7 +86,7 @@ class Readings:
 
     def read(self, tensors: list[Tensor], device: torch.device) -> list[float]:
         """Return numbers of shape `()`; all devices together are waited for once."""
-        if all(each.is_cpu for each in tensors):
+        if all([each.is_cpu for each in tensors]):  # noqa: C419  # a generator takes twice as long
             values = [each.item() for each in tensors]
         else:
             dtype = torch.float64 if any(each.dtype is torch.float64 for each in tensors) else torch.float32
@@ -95,18 +95,27 @@ class Readings:
             self.note(tensor, value)
         return values
 
-    def know(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether the host can tell each number without a wait; of running code that is recorded, if it has."""
-        is_recorded = is_being_recorded()
-        for each in tensors:  # noqa: SIM110  # a generator for `all` takes as long as the rest of a step on a CPU
-            if (is_recorded or not each.is_cpu) and not self._knows(each):
-                return False
-        return True
+    def known(self, tensor: Tensor) -> float | None:
+        """Return a number that the host can tell without a wait, else None.
+
+        The memory of a CPU is always read, but not by running code that is recorded.
+        """
+        return tensor.item() if tensor.is_cpu and not is_being_recorded() else self._kept(tensor)
+
+    def is_any_set(self, flags: Iterable[Tensor]) -> bool | None:
+        """Return whether a flag is not 0.0; NaN is not, either. None if the host cannot tell without a wait."""
+        is_set, is_recorded = False, is_being_recorded()
+        for flag in flags:
+            value = flag.item() if flag.is_cpu and not is_recorded else self._kept(flag)
+            if value is None:
+                return None
+            is_set = is_set or value != 0.0
+        return is_set
 
     def value(self, tensor: Tensor) -> float:
-        """Return a number; waits for its device unless it is known. The memory of a CPU is always read."""
-        is_known = self._read and (not tensor.is_cpu or is_being_recorded()) and self._knows(tensor)
-        return self._read[id(tensor)][2] if is_known else tensor.item()
+        """Return a number; waits for its device unless it is known."""
+        known = self.known(tensor)
+        return tensor.item() if known is None else known
 
     def note(self, tensor: Tensor, value: float) -> None:
         """Remember a number that the host has just read or written."""
@@ -116,9 +125,9 @@ class Readings:
         """Forget all numbers at the end of a step."""
         self._read.clear()
 
-    def _knows(self, tensor: Tensor) -> bool:
+    def _kept(self, tensor: Tensor) -> float | None:
         known = self._read.get(id(tensor))
-        return known is not None and known[0] is tensor and known[1] == tensor._version
+        return known[2] if known is not None and known[0] is tensor and known[1] == tensor._version else None
 
 
 class Flags(NamedTuple):
@@ -132,31 +141,24 @@ class Flags(NamedTuple):
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]]) -> "Flags":
         """Return the flags of some records."""
-        flags = cls([], [], [])
+        overflows, vetoes, spikes = [], [], []
         for record in records:
             for key, flag in record["found_inf_per_device"].items():
                 if type(key) is not str:
-                    flags.overflows.append(flag)
+                    overflows.append(flag)
                 else:
-                    flags.vetoes.append(flag)
+                    vetoes.append(flag)
                     if key == SPIKE:
-                        flags.spikes.append(flag)
-        return flags
+                        spikes.append(flag)
+        return cls(overflows, vetoes, spikes)
 
-    def on_host(self, readings: Readings) -> tuple[bool, bool, bool]:
-        """Return whether a flag of each kind is set, for flags that the host knows."""
-        overflowed = is_any_set(self.overflows, readings)
-        if not self.vetoes:
-            return overflowed, False, False
-        return overflowed, is_any_set(self.vetoes, readings), not overflowed and is_any_set(self.spikes, readings)
-
-
-def is_any_set(flags: Iterable[Tensor], readings: Readings) -> bool:
-    """Return whether a flag is not 0.0; NaN is not, either. Waits for the device of a flag that is not known."""
-    for flag in flags:  # noqa: SIM110  # see `Readings.know`
-        if readings.value(flag) != 0.0:
-            return True
-    return False
+    def on_host(self, readings: Readings) -> tuple[bool, bool, bool] | None:
+        """Return whether a flag of each kind is set, or None if the host cannot tell without a wait."""
+        overflowed = readings.is_any_set(self.overflows)
+        if overflowed is None or not self.vetoes:
+            return None if overflowed is None else (overflowed, False, False)
+        vetoed, spiked = readings.is_any_set(self.vetoes), readings.is_any_set(self.spikes)
+        return None if vetoed is None or spiked is None else (overflowed, vetoed, spiked and not overflowed)
 
 
 def advance_on_host(policy: Any, state: Any, overflowed: bool, vetoed: bool, spiked: bool) -> tuple[Any, StepInfo]:
@@ -219,8 +221,8 @@ def with_optimizers(info: StepInfo, records: dict[int, Any], readings: Readings)
 def _applied(record: dict[str, Any], records: dict[int, Any], info: StepInfo, readings: Readings) -> Any:
     """Return whether a kernel has stepped, or a subclass: they decide by the flags."""
     flags = [*record["found_inf_per_device"].values()]
-    if readings.know(flags):
-        return not is_any_set(flags, readings)
+    if (is_set := readings.is_any_set(flags)) is not None:
+        return not is_set
     return info.applied if len(records) == 1 else combined(flags, flags[0].device) == 0.0
 
 

@@ -90,7 +90,7 @@ class Guard(Hook):
         key = id(optimizer)
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        state, is_known = self._states[key], readings.know([norm])
+        state, is_known = self._states[key], readings.known(norm) is not None
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if isinstance(state.mean, Tensor) or (is_fused and not is_known):
             found[SPIKE] = self._veto_on_device(key, state, norm)
