@@ -19,12 +19,10 @@ from lossscale_core import DynamicScaling
 from lossscale_torch._attach import attached_with
 from lossscale_torch._gradients import lifted, values_of
 from lossscale_torch._verbs import scaled
+from lossscale_torch.hooks import buffers_of, put_back
 
-_LOW_PRECISION = {
-    each
-    for each in vars(torch).values()
-    if isinstance(each, torch.dtype) and each.is_floating_point and each.itemsize < 4
-}
+_DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
 _COMPUTES_NOTHING = re.compile(
     r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
 )
@@ -74,8 +72,6 @@ class RangeReport(NamedTuple):
     """The share of the gradient elements that are zero at `init_scale` and not at `overflows_above`."""
     flushed_at_one: float
     """The same at a scale of 1."""
-    unscaled_gradients: tuple[str, ...]
-    """The parameters with gradients that do not follow the loss scale."""
 
     @property
     def forward_finite(self) -> bool:
@@ -85,16 +81,11 @@ class RangeReport(NamedTuple):
     @property
     def init_scale(self) -> float | None:
         """The recommended first loss scale: half of `overflows_above`; None if no scale fits."""
-        if self.overflows_above is None:
-            return None
-        return min(self.overflows_above / 2.0, _DEFAULT.max_scale)
+        limit = self.overflows_above
+        return None if limit is None else min(limit / 2.0, _DEFAULT.max_scale)
 
     def __str__(self) -> str:
-        lines = [self._forward_line(), *self._backward_lines()]
-        if self.unscaled_gradients:
-            names = ", ".join(self.unscaled_gradients[:4])
-            lines.insert(-1, f"not following the loss scale: {names}; see attach, or look for hooks that clamp")
-        return "\n".join(lines)
+        return "\n".join([self._forward_line(), *self._backward_lines()])
 
     def _forward_line(self) -> str:
         loss = "the loss is finite" if math.isfinite(self.loss) else f"the loss is {self.loss:g}"
@@ -168,18 +159,20 @@ class _Passes:
         with _Recorder(places) as recorder, attached_with(self._attached_with):
             loss = loss_fn()
         self._forward = tuple(recorder.records)
-        self._early = [name for param, name in self._names.items() if param.grad is not None]
         self._loss = scaled(_checked(loss), 1.0)
-        self._others = [leaf for leaf in _leaves_of(self._loss) if leaf not in self._names]
+        for leaf in _leaves_of(self._loss):
+            if leaf not in self._names:
+                places.callback(setattr, leaf, "grad", leaf.grad)
+                leaf.grad = None
 
     def report(self) -> RangeReport:
         """Search the largest scale that fits, between one that fits and one that does not."""
         value = float(self._loss.detach())
         if not math.isfinite(value):
-            return RangeReport(value, self._forward, (), None, "", 0.0, 0.0, ())
+            return RangeReport(value, self._forward, (), None, "", 0.0, 0.0)
         low, high = (_SMALLEST, 0) if self._cause_at(1.0) else (0, _LARGEST + 1)
         if cause := self._cause_at(2.0**low):
-            return RangeReport(value, self._forward, tuple(self._at(2.0**low)[0]), None, cause, 0.0, 0.0, ())
+            return RangeReport(value, self._forward, tuple(self._at(2.0**low)[0]), None, cause, 0.0, 0.0)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._cause_at(2.0**middle) else (middle, high)
@@ -187,7 +180,7 @@ class _Passes:
         records, cause = tuple(self._at(half)[0]), "" if high > _LARGEST else self._cause_at(2.0**high)
         flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
         above = limit if records and cause else math.inf
-        return RangeReport(value, self._forward, records, above, cause, flushed, at_one, self._unscaled(limit))
+        return RangeReport(value, self._forward, records, above, cause, flushed, at_one)
 
     def _cause_at(self, loss_scale: float) -> str:
         """Return what overflows first at a scale: an operation, or else a parameter; empty if nothing does."""
@@ -200,9 +193,6 @@ class _Passes:
         if loss_scale not in self._seen:
             seed = torch.full_like(self._loss, loss_scale)
             self._attached_with.fill_(loss_scale)
-            grads = [(leaf, leaf.grad) for leaf in self._others]
-            for leaf in self._others:
-                leaf.grad = None
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
             with _random_states_kept(), attached_with(self._attached_with), _Recorder(self._places) as recorder:
                 torch.autograd.backward(self._loss, seed, retain_graph=True)
@@ -211,8 +201,6 @@ class _Passes:
                 if param.grad is not None:
                     norms[name] = float(values_of(param.grad.detach()).double().norm())
                     param.grad = None
-            for leaf, grad in grads:
-                leaf.grad = grad
             self._seen[loss_scale] = recorder.records, norms
         return self._seen[loss_scale]
 
@@ -221,16 +209,8 @@ class _Passes:
         elements = sum(each.elements for each in self._at(limit)[0])
         return max(0.0, more - zeros) / max(elements - zeros, 1)
 
-    def _unscaled(self, limit: float) -> tuple[str, ...]:
-        """Return the gradients that are not zero for a loss times zero, or hardly grow with the scale."""
-        at_limit, at_half, at_zero = (self._at(scale)[1] for scale in (limit, limit / 2.0, 0.0))
-        found = [
-            name for name, norm in at_limit.items() if at_zero.get(name) != 0.0 or at_half[name] * 1.1 > norm > 0.0
-        ]
-        return tuple(dict.fromkeys([*self._early, *found]))
 
-
-class _Places:
+class _Places(contextlib.ExitStack):
     """The module that an operation belongs to: in the forward pass by hooks, in the backward pass by its node.
 
     autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
@@ -238,24 +218,21 @@ class _Places:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._names = {module: _plain(name) or type(module).__name__ for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._paths: list[str] = []
-        self._kept = contextlib.ExitStack()
 
     def __enter__(self) -> "_Places":
         for module, name in self._names.items():
             enter = functools.partial(self._note, name)
-            self._kept.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            self.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             leave = functools.partial(self._note, "")
-            self._kept.callback(module.register_forward_hook(leave, always_call=True).remove)
+            self.callback(module.register_forward_hook(leave, always_call=True).remove)
         # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
-        self._kept.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self.enter_context(torch.autograd.set_multithreading_enabled(False))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._kept.close()
 
     def current(self) -> str:
         """Return the path of the module that the running operation belongs to."""
@@ -310,12 +287,7 @@ def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bo
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random states; during the context no optimizer steps in a backward pass."""
     params = [(param, param.grad, param._post_accumulate_grad_hooks) for param in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    buffers = buffers_of(model)
     for param, _, hooks in params:
         param.grad = None
         if hooks:
@@ -328,9 +300,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             param.grad = grad
             if hooks:
                 param._post_accumulate_grad_hooks = hooks
-        for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer
-            buffer.data.copy_(before)
+        put_back(buffers)
 
 
 @contextlib.contextmanager

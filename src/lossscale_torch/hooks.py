@@ -184,37 +184,21 @@ class Protect(Hook):
                     self._handles.append(each.register_forward_pre_hook(hooks[0], prepend=True))
                     self._handles.append(each.register_load_state_dict_post_hook(hooks[1]))
 
-    @torch.no_grad()
     def save(self, root: Module) -> None:
         """Copy the buffers of a module that is about to run, unless that was done in this step."""
         if root not in self._saved:
-            self._saved[root] = [
-                (module, name, buffer, buffer.detach().clone())
-                for module in root.modules()
-                for name, buffer in module._buffers.items()
-                if buffer is not None and _can_be_written(buffer)
-            ]
+            self._saved[root] = buffers_of(root)
 
     def forget(self, root: Module | None) -> None:
         """Drop the copies of a module, since its state was loaded."""
         self._saved.pop(root, None)  # type: ignore[arg-type]  # None is no key
 
-    @torch.no_grad()
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Write the copies back if the step was not applied."""
         saved, self._saved = self._saved, {}
-        if info.applied is True:
-            return
-        for module, name, buffer, before in (entry for entries in saved.values() for entry in entries):
-            now = module._buffers.get(name)
-            # A new tensor that is not saved, or of another shape, is a cache: what belongs to it stays, too.
-            if now is None or (now is not buffer and not _is_same_statistic(module, name, now, buffer)):
-                continue
-            if isinstance(info.applied, Tensor):
-                now.data.copy_(torch.where(moved(info.applied, now.device), now, before))
-            else:
-                module._buffers[name] = buffer
-                buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+        if info.applied is not True:
+            for buffers in saved.values():
+                put_back(buffers, info.applied)
 
     def __reduce__(self) -> Any:
         if self._handles:
@@ -264,6 +248,31 @@ def _remove(handles: list[Any]) -> None:
 class _Nothing:
     def __call__(self, *_: Any) -> None:
         """Do nothing."""
+
+
+def buffers_of(root: Module) -> list[tuple[Module, str, Tensor, Tensor]]:
+    """Return each buffer that can be written, with its module and its name, and a copy."""
+    return [
+        (module, name, buffer, buffer.detach().clone())
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and _can_be_written(buffer)
+    ]
+
+
+@torch.no_grad()
+def put_back(buffers: Iterable[tuple[Module, str, Tensor, Tensor]], unless: Any = False) -> None:
+    """Make buffers what they were when they were copied; `unless`, a bool or a bool tensor, keeps them as they are."""
+    for module, name, buffer, before in buffers:
+        now = module._buffers.get(name)
+        # A new tensor that is not saved, or of another shape, is a cache: what belongs to it stays, too.
+        if now is None or (now is not buffer and not _is_same_statistic(module, name, now, buffer)):
+            continue
+        if isinstance(unless, Tensor):
+            now.data.copy_(torch.where(moved(unless, now.device), now, before))
+        else:
+            module._buffers[name] = buffer
+            buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
 
 
 def _can_be_written(buffer: Tensor) -> bool:

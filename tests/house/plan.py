@@ -68,7 +68,7 @@ PLAN = {
         _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
-        _range: _attach _gradients _verbs
+        _range: _attach _gradients _verbs hooks
         _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks
         __init__: _range _report _scaler _state _verbs hooks
         testing: _gradients _scaler _state _versions hooks
