@@ -1,7 +1,6 @@
 """A check for training loops: what a skipped step changes, what the loss scale changes, and which losses miss it."""
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,13 +14,11 @@ from lossscale_core.testing import loops
 from lossscale_torch._gradients import params_of, values_of
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import StepInfo
-from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Protect
 
 __all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
 
 _STEPS = 8
-_SETTINGS = "optimizer.param_groups."
 _PARTED = 0.5
 """The relative difference of norms in later steps up to which rounding may have parted runs at two loss scales."""
 _NOISE = 1e-6
@@ -107,7 +104,11 @@ def _check_skips(build: Callable[[Any], TrainingLoop]) -> bool:
             clean.set_scale(run.scaler.get_scale())
             run.step(number)
             clean.step(number)
-            _require_alike(number, run.followers(), clean.followers())
+            # A setting that differs is the cause of what else differs.
+            names = sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name))
+            if names:
+                listed = loops.listed(names)
+                raise LoopError(f"after step {number}, unlike without the skipped steps, {listed}; {_FOLLOW}")
     if not _differing(start, _flat("", params)):
         raise LoopError("no parameter changed in eight steps; look for scaler.step, lr and losses that are not finite")
     return True
@@ -127,18 +128,11 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     zeros = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)}
     before = {**zeros, **before}
     # A loop may set the learning rate at the head of a step, where it follows the step before.
-    changed = [name for name in _differing(before, after) if not name.startswith(_SETTINGS)]
+    changed = [name for name in _differing(before, after) if not _is_setting(name)]
     if changed:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
         raise LoopError(loops.not_skipped(number, changes, hint))
-
-
-def _require_alike(number: int, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise `LoopError` for a run that differs from the one without skipped steps; it names settings first."""
-    names = sorted(_differing(found, expected), key=lambda name: not name.startswith(_SETTINGS))
-    if names:
-        raise LoopError(f"after step {number}, unlike without the skipped steps, {loops.listed(names)}; {_FOLLOW}")
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop]) -> bool:
@@ -237,7 +231,7 @@ class _PlantingScaler(GradScaler):
     sizes: dict[Any, float]
 
     def __init__(self) -> None:
-        super().__init__(_device_type(), init_scale=loops.SCALES[1], growth_interval=3)
+        super().__init__("cpu", init_scale=loops.SCALES[1], growth_interval=3)
 
     def scale(self, outputs: Any) -> Any:
         scaled = super().scale(outputs)
@@ -249,28 +243,17 @@ class _PlantingScaler(GradScaler):
     def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
         return super().attach(x, aux_loss * 0.0 if self.factor == 0.0 else aux_loss)
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        self._measure([optimizer])
-        super().unscale_(optimizer)
-
-    def unscale_and_clip_(self, optimizer: Any, *args: Any, **settings: Any) -> Tensor:
-        self._measure(optimizer if isinstance(optimizer, list | tuple) else [optimizer])
-        return super().unscale_and_clip_(optimizer, *args, **settings)
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **settings: Any) -> Any:
-        self._measure([optimizer])
-        return super().step(optimizer, *args, **settings)
-
     def update(self, *args: Any, **settings: Any) -> StepInfo:  # type: ignore[override]  # torch's says None
         self.updates += 1
         return super().update(*args, **settings)
 
-    @not_compiled
-    def _measure(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
         """Note the largest element of each gradient where it is seen first in a step, before it is unscaled."""
-        for param in itertools.chain(*map(params_of, optimizers)):
+        record = super()._open(optimizer, caller)
+        for param in params_of(optimizer):
             values = torch.zeros(()) if param.grad is None else values_of(param.grad)
             self.sizes.setdefault(param, float(values.abs().max()) if values.numel() else 0.0)
+        return record
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -289,6 +272,5 @@ def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in {**a, **b} if not loops.same(a.get(name), b.get(name))]
 
 
-def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
+def _is_setting(name: str) -> bool:
+    return name.startswith("optimizer.param_groups.")

@@ -71,7 +71,7 @@ PLAN = {
         _range: _attach _gradients _verbs hooks
         _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks
         __init__: _range _report _scaler _state _verbs hooks
-        testing: _gradients _scaler _state _versions hooks
+        testing: _gradients _scaler _state hooks
     """,
     "lossscale_jax": """
         _types:
