@@ -12,7 +12,18 @@ T = TypeVar("T")
 
 
 def loss_scale_of(state: Any, call: str) -> Any:
-    """Return the loss scale of a state; raise the error that shows the `call` if `state` is not a state."""
+    """Return the loss scale of a state.
+
+    Args:
+        state: A state, or any other value.
+        call: The right call, for the error, such as `unscale(grads, state)`.
+
+    Returns:
+        The loss scale, on the device of the state.
+
+    Raises:
+        TypeError: `state` is not a state.
+    """
     try:
         return state.loss_scale
     except AttributeError as error:

@@ -17,6 +17,7 @@ from lossscale_core._messages import (
     shown_names,
     shown_number,
 )
+from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._report import GradientReport, OverflowReport, check_overflow_streak
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 
@@ -32,6 +33,7 @@ __all__ = [
     "escaped",
     "explain_arguments",
     "guard_state_from_dict",
+    "loss_scale_of",
     "nearest_name",
     "not_a_flag",
     "not_a_state",

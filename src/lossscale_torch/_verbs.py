@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import tree
+from lossscale_core.adapters import loss_scale_of, not_a_flag, shown, tree
 from lossscale_torch._gradients import buckets, check_and_multiply_, lifted, moved, values_of
 from lossscale_torch._ranks import reduce_max
 
@@ -52,7 +52,7 @@ def scale(loss: Any, state: HasLossScale) -> Any:
     Raises:
         TypeError: A leaf of `loss` is not a number, or `state` is not a state.
     """
-    loss_scale = _loss_scale_of(state, "scale(loss, state)")
+    loss_scale = loss_scale_of(state, "scale(loss, state)")
 
     def scale_leaf(leaf: Any) -> Tensor | None:
         return None if leaf is None else scaled(_as_tensor(leaf), loss_scale)
@@ -97,7 +97,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     Raises:
         TypeError: A leaf of `grads` is neither a tensor nor a number, or `state` is not a state.
     """
-    loss_scale = _loss_scale_of(state, "unscale(grads, state)")
+    loss_scale = loss_scale_of(state, "unscale(grads, state)")
 
     def unscale_leaf(leaf: Any) -> Any:
         if not is_gradient(leaf):
@@ -124,10 +124,7 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
     if isinstance(grads_finite, bool):
         return cast(Tree, tree.map_leaves(lambda a, b: a if grads_finite else b, new, old))
     if not isinstance(grads_finite, Tensor) or grads_finite.dtype is not torch.bool or grads_finite.dim():
-        raise TypeError(
-            f"grads_finite is {_named(grads_finite)}, which is neither a Python bool nor a bool tensor of shape (); "
-            "pass what all_finite returned, in this order: select(grads_finite, new, old)"
-        )
+        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
 
     def select_leaf(a: Any, b: Any) -> Tensor | None:
         if a is None:
@@ -152,26 +149,7 @@ def is_gradient(leaf: Any) -> bool:
         return False
     if isinstance(leaf, (float, complex)):
         return True
-    raise TypeError(f"{_named(leaf)} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
-
-
-def _loss_scale_of(state: Any, call: str) -> Any:
-    """Return the loss scale of a state; raise `TypeError` for another value, for example if arguments are swapped."""
-    try:
-        return state.loss_scale
-    except AttributeError:
-        raise TypeError(
-            f"state is {_named(state)}, which has no loss_scale; pass the state that init_state returned, in this "
-            f"order: {call}"
-        ) from None
-
-
-def _named(value: Any) -> str:
-    """Return a short text for a value in a message, since the values of tensors may fill pages."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    is_short = value is None or isinstance(value, str | float | int) or getattr(value, "shape", None) == ()
-    return repr(value) if is_short else f"a value of type {type(value).__name__}"
+    raise TypeError(f"{shown(leaf)} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
 
 
 def _as_tensor(leaf: Any) -> Tensor:
@@ -183,7 +161,7 @@ def _as_tensor(leaf: Any) -> Tensor:
     try:
         return torch.tensor(leaf, dtype=torch.complex64 if isinstance(leaf, complex) else None)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{_named(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
+        raise TypeError(f"{shown(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
 
 
 def _readable(values: Tensor) -> Tensor:
