@@ -17,7 +17,7 @@ _HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
 
 def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) -> Tensor:
-    """Unscale and clip; return the norm before clipping. If it is not finite, the step will be skipped."""
+    """Unscale and clip; return the norm before clipping."""
     if not optimizers:
         raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
     max_norm, norm_type = _max_norm(max_norm), float(norm_type)

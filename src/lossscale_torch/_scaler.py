@@ -76,7 +76,8 @@ class GradScaler(torch.amp.GradScaler):
         scheduler.step()
     ```
 
-    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`; a fused one costs none.
+    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`, and the first step one
+    more; a fused one costs none.
 
     Args:
         device: The device type of the loss scale, such as `"cuda"`; its device is that of the first scaled loss.
@@ -220,8 +221,9 @@ class GradScaler(torch.amp.GradScaler):
         Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. It takes two passes, as these do, for norms
         of other orders than 2 and infinity, for a norm that is not finite or tiny, for parameters on several meshes
         or replicated over one, and if `unscale_` was replaced. Synchronises with the host once for an ordinary
-        optimizer; for a fused one on a CUDA device not at all. The norm of parameters on device meshes is that of all
-        ranks, and every rank of a mesh must make this call. A disabled scaler only clips.
+        optimizer, and once more if it then takes two passes; for a fused one on a CUDA device not at all. The norm of
+        parameters on device meshes is that of all ranks, and every rank of a mesh must make this call. A disabled
+        scaler only clips.
 
         Args:
             optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
@@ -230,8 +232,9 @@ class GradScaler(torch.amp.GradScaler):
             norm_type: The order of the norm.
 
         Returns:
-            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is. If it
-            is not finite, the step will be skipped.
+            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is. It is
+            not finite if a gradient is not, and the step will be skipped; or if the squares of finite gradients leave
+            float32, and two passes then clip to 0, as in torch.
 
         Raises:
             PolicyError: For a `max_norm` that is not a number from 0, infinity included.
