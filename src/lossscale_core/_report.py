@@ -16,7 +16,10 @@ from lossscale_core.errors import OverflowStreakError
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):
-    """The outcome of one step; each field has shape `()` and stays on its device until it is read."""
+    """The outcome of one step: true if it was applied.
+
+    Each field has shape `()` and stays on its device until it is read. `if info:` reads `applied`.
+    """
 
     applied: Array
     """bool: the step was applied; it was skipped if it overflowed or spiked."""
@@ -30,6 +33,10 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     """bool: a gradient held NaN or infinity."""
     spiked: Array = False
     """bool: the gradients were finite, and a `SpikeGuard` refused their norm."""
+
+    def __bool__(self) -> bool:
+        """Return whether the step was applied; waits for the device of `applied`."""
+        return bool(self.applied)
 
 
 class GradientReport(NamedTuple):

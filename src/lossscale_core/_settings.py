@@ -122,6 +122,7 @@ _MAX_NORM = Rule(float, "a number from 0", "pass math.inf not to clip", maximum=
 _ARGUMENTS = {
     "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax; in Keras it does not clip
     "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),
+    "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 8, or 0 for one try"),
     "updates_per_step": dataclasses.replace(COUNT, hint="pass 1 for one update at the end of each step"),
 }
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
@@ -132,7 +133,7 @@ def check_setting(name: str, value: Any) -> Any:
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
-            `"max_norm"`, `"global_clipnorm"` or `"updates_per_step"`.
+            `"max_norm"`, `"global_clipnorm"`, `"retries"` or `"updates_per_step"`.
         value: Any value.
 
     Returns:

@@ -8,6 +8,7 @@ LossScaleError
 ├── TraceFileError(ValueError)               a recorded run cannot be read
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
+├── RetriesExhaustedError(FloatingPointError) a step overflowed in each of its tries
 ├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 └── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
@@ -51,6 +52,10 @@ class ScaleStateError(LossScaleError, LookupError):
 
 class SyncError(LossScaleError, RuntimeError):
     """Ranks that must hold the same state do not."""
+
+
+class RetriesExhaustedError(LossScaleError, FloatingPointError):
+    """A step overflowed in each of its tries; the message names their loss scales."""
 
 
 class OverflowStreakError(LossScaleError, FloatingPointError):

@@ -4,12 +4,10 @@ import bisect
 import contextlib
 import functools
 import math
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lossscale_core import DynamicScaling
 from lossscale_torch._attach import attached_with
 from lossscale_torch._gradients import lifted, values_of
+from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import scaled
-from lossscale_torch.hooks import buffers_of, put_back
 
 _DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
@@ -287,7 +285,8 @@ def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bo
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random states; during the context no optimizer steps in a backward pass."""
     params = [(param, param.grad, param._post_accumulate_grad_hooks) for param in model.parameters()]
-    buffers = buffers_of(model)
+    buffers = Buffers()
+    buffers.copy_from(model)
     for param, _, hooks in params:
         param.grad = None
         if hooks:
@@ -300,18 +299,16 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             param.grad = grad
             if hooks:
                 param._post_accumulate_grad_hooks = hooks
-        put_back(buffers)
+        buffers.put_back()
 
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    python, numpys = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpys)
+    put_back = random_states()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:

@@ -9,12 +9,13 @@ import copy
 import dataclasses
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import (
@@ -42,12 +43,14 @@ from lossscale_torch._checkpoint import (
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import Gradients, lifted, moved
 from lossscale_torch._optimizers import kind_of
-from lossscale_torch._state import READY, STEPPED, UNSCALED, Flags, Placed, Readings, StepInfo
+from lossscale_torch._state import READY, STEPPED, UNSCALED, Attempt, Flags, Placed, Readings, StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
+from lossscale_torch.hooks import BAD_LOSS, Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
 
 Outputs = TypeVar("Outputs")
 """A tensor, or a nested structure or iterable of them, which is returned with the same structure."""
+
+_MANY = 64
 
 
 def _setting(name: str) -> Any:
@@ -146,6 +149,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = self._growth_tracker = None
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._readings = Readings()
+        self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
         self._half_gradients = half_gradients
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
         self._has_loss = self._is_told = False  # of a loss since the last update, and of the warning about none
@@ -178,6 +182,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(outputs.device)
             if _state.is_being_recorded():
                 self._is_told = True  # later steps may follow a replay
+            elif type(outputs) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
+                self._losses.append(outputs.detach())
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
             return loss * moved(self._scale, loss.device)  # type: ignore[return-value]
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
@@ -327,6 +333,43 @@ class GradScaler(torch.amp.GradScaler):
             self._end_step(info, had_no_gradients=not flags.overflows and info.has_stepped())
         return info
 
+    def attempts(self, *modules: torch.nn.Module, retries: int = 8, raise_at_end: bool = False) -> Iterator[Attempt]:
+        """Return a loop around a step that takes it again, at the lower loss scale, while its gradients overflow.
+
+        ```python
+        for attempt in scaler.attempts(model, retries=8):
+            optimizer.zero_grad()
+            scaler.scale(loss_fn(model(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if attempt.info:
+            scheduler.step()
+        ```
+
+        The body is a whole step with all its micro-batches and one `update`; what follows an applied step stands after
+        the loop. Before another try the buffers of the modules, the random states of Python, NumPy, the CPU and all
+        used devices are what they were, and the gradients of the optimizers that were stepped are None. A parameter has
+        not moved, since a skipped step changes nothing. Python attributes and generators of your own are not put back.
+
+        The loop ends when a step was applied, or skipped for another reason than an overflow; if the loss is NaN or
+        infinite; and if the policy does not adapt. If retries are used up, it warns, and the loss scale is that after
+        the first try. Leaving the body before `update` drops the step. Each rank must take the same tries: pass
+        `process_group=` where ranks hold different parameters. Synchronises once a try after a fused optimizer.
+
+        Args:
+            modules: The modules whose buffers are put back, such as BatchNorm's statistics.
+            retries: How often a step is taken again.
+            raise_at_end: Whether used-up retries raise `RetriesExhaustedError`.
+
+        Raises:
+            CallOrderError: For a body that ends no step, or several, and for a loop within another of the same scaler.
+            PolicyError: For `retries` that is not a whole number from 0.
+            TypeError: For what is not a module.
+        """
+        from lossscale_torch._attempts import attempts  # outside the step, which needs nothing of it
+
+        return attempts(self, modules, retries, raise_at_end)
+
     # What belongs to a step.
 
     def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
@@ -430,11 +473,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._has_loss, self._updates = False, 0
+        self._updates = 0
         self._watch.without_gradients = self._watch.without_gradients + 1 if had_no_gradients else 0
         for hook in self._hooks:
             hook.after_update(self, info)
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        """Forget what belongs to a step that has ended, or was left before its end."""
+        if self._per_optimizer_states:
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._has_loss, self._updates, self._losses = False, 0, []
         self._readings.forget()
+
+    def _are_losses_finite(self) -> bool:
+        """Return whether the losses that were scaled in this step are finite. Synchronises with the host."""
+        return all(bool(torch.isfinite(loss).all()) for loss in self._losses)
 
     def _end_disabled(self) -> StepInfo:
         """Return the outcome of a step that only `skip` can have left out."""
@@ -571,6 +625,8 @@ class GradScaler(torch.amp.GradScaler):
         guards = [each for hook in self._hooks if isinstance(hook, Guard) for each in hook.states()]
         worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
         answer = diagnose(self.policy, state, guard=worst)
+        if self._watch.has_bad_loss:
+            answer += f" In the last step {BAD_LOSS}."
         if self._watch.without_gradients:
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
@@ -621,6 +677,10 @@ class GradScaler(torch.amp.GradScaler):
         self.policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
         for hook in [*self._hooks]:
             hook.load_state_dict(state_dict)
+        self._put(state)
+
+    def _put(self, state: Any) -> None:
+        """Continue from a state of host scalars, in the tensors that exist."""
         scale = vars(self)["_scale"]
         self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
         if isinstance(self._state, Placed):
@@ -636,7 +696,11 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises within a step
         own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch})
-        fresh = {"_per_optimizer_states": defaultdict(_refresh_per_optimizer_state), "_readings": Readings()}
+        fresh = {
+            "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
+            "_readings": Readings(),
+            "_losses": [],
+        }
         return {**state, **own, **fresh, "_state": self._state_on_host()}
 
 

@@ -55,6 +55,23 @@ class StepInfo(lossscale_core.StepInfo):
         return self.by_optimizer.get(id(optimizer), self.of_others)
 
 
+class Attempt:
+    """What is known of the tries of one step: the loop variable of `GradScaler.attempts`, one object for all tries."""
+
+    number: int = 0
+    """The number of the present try, from 0."""
+    info: StepInfo | None = None
+    """The outcome of the last try; None before its `update`. It is true if the step was applied."""
+
+    def __init__(self) -> None:
+        self._infos: list[StepInfo] = []
+
+    @property
+    def scales(self) -> list[float]:
+        """The loss scale of each try so far. Reading it synchronises after a fused optimizer."""
+        return [float(info.loss_scale_used) for info in self._infos]
+
+
 class Placed(NamedTuple):
     """A state on a device, in persistent tensors: a recorded CUDA graph reads and writes this memory."""
 

@@ -24,6 +24,7 @@ from lossscale_core.adapters import (
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_member, require_same_on_ranks
+from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import SPIKE, StepInfo, combined, fill, unrecorded
 from lossscale_torch._versions import not_compiled
 
@@ -31,6 +32,15 @@ __all__ = ["Guard", "Hook", "Protect", "Resumption", "SameOnRanks", "Watch"]
 
 _EVERY = 32  # checking the state on the host takes about as long as its update
 _MANY = 20
+_NO_GRADIENTS = (
+    f"{_MANY} updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss was "
+    "detached, or an optimizer holds other parameters than the model"
+)
+BAD_LOSS = (
+    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
+    "logarithms, roots and divisions in the forward pass"
+)
+"""What is said of a step that was skipped for its loss."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -172,7 +182,8 @@ class Protect(Hook):
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
-        self._saved: dict[Module, list[tuple[Module, str, Tensor, Tensor]]] = {}
+        self._copies: dict[Module, Buffers] = {}
+        self._saved: set[Module] = set()  # in this step
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
         for root in roots:
@@ -187,18 +198,19 @@ class Protect(Hook):
     def save(self, root: Module) -> None:
         """Copy the buffers of a module that is about to run, unless that was done in this step."""
         if root not in self._saved:
-            self._saved[root] = buffers_of(root)
+            self._saved.add(root)
+            self._copies.setdefault(root, Buffers()).copy_from(root)
 
     def forget(self, root: Module | None) -> None:
         """Drop the copies of a module, since its state was loaded."""
-        self._saved.pop(root, None)  # type: ignore[arg-type]  # None is no key
+        self._saved.discard(root)
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Write the copies back if the step was not applied."""
-        saved, self._saved = self._saved, {}
+        saved, self._saved = self._saved, set()
         if info.applied is not True:
-            for buffers in saved.values():
-                put_back(buffers, info.applied)
+            for root in saved:
+                self._copies[root].put_back(unless=info.applied)
 
     def __reduce__(self) -> Any:
         if self._handles:
@@ -250,41 +262,6 @@ class _Nothing:
         """Do nothing."""
 
 
-def buffers_of(root: Module) -> list[tuple[Module, str, Tensor, Tensor]]:
-    """Return each buffer that can be written, with its module and its name, and a copy."""
-    return [
-        (module, name, buffer, buffer.detach().clone())
-        for module in root.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and _can_be_written(buffer)
-    ]
-
-
-@torch.no_grad()
-def put_back(buffers: Iterable[tuple[Module, str, Tensor, Tensor]], unless: Any = False) -> None:
-    """Make buffers what they were when they were copied; `unless`, a bool or a bool tensor, keeps them as they are."""
-    for module, name, buffer, before in buffers:
-        now = module._buffers.get(name)
-        # A new tensor that is not saved, or of another shape, is a cache: what belongs to it stays, too.
-        if now is None or (now is not buffer and not _is_same_statistic(module, name, now, buffer)):
-            continue
-        if isinstance(unless, Tensor):
-            now.data.copy_(torch.where(moved(unless, now.device), now, before))
-        else:
-            module._buffers[name] = buffer
-            buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
-
-
-def _can_be_written(buffer: Tensor) -> bool:
-    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-    return buffer.layout is torch.strided and not (is_expanded or buffer.is_inference() or buffer.is_quantized)
-
-
-def _is_same_statistic(module: Module, name: str, now: Tensor, buffer: Tensor) -> bool:
-    is_alike = (now.shape, now.dtype, now.device) == (buffer.shape, buffer.dtype, buffer.device)
-    return is_alike and name not in module._non_persistent_buffers_set
-
-
 class SameOnRanks(Hook):
     """Combines the flags of a step over the ranks of a group and of the parameters' meshes, also without gradients.
 
@@ -296,10 +273,7 @@ class SameOnRanks(Hook):
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        groups = groups_of([optimizer])
-        if self.process_group is not None and self.process_group not in groups:
-            require_member(self.process_group)
-            groups.append(self.process_group)
+        groups = self._groups([optimizer])
         if not groups or record.get("known_to") == groups:
             return
         found, device = record["found_inf_per_device"], scaler._scale.device
@@ -311,10 +285,25 @@ class SameOnRanks(Hook):
         found.clear()
         found.update(zip((device, SPIKE, "veto"), flags.unbind(), strict=False))
 
+    def any_of(self, mine: bool, optimizers: list[Any], device: torch.device) -> bool:
+        """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
+        if groups := self._groups(optimizers):
+            flag = torch.tensor(float(mine)).to(device)
+            reduce_max(flag, groups)
+            return bool(flag)
+        return mine and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
     def require_same(self, mine: dict[str, Any]) -> None:
         """Raise `SyncError` with the ranks that have another state than rank 0."""
         require_member(self.process_group)
         require_same_on_ranks(mine, self.process_group)
+
+    def _groups(self, optimizers: list[Any]) -> list[Any]:
+        groups = groups_of(optimizers)
+        if self.process_group is not None and self.process_group not in groups:
+            require_member(self.process_group)
+            groups.append(self.process_group)
+        return groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
         return self  # a group is shared, not copied
@@ -380,11 +369,17 @@ class Watch(Hook):
         self._left = _EVERY
         self.without_gradients = 0
         """The updates in a row for which no optimizer had a gradient."""
+        self.has_bad_loss = self._has_logged_loss = False
+        """Whether the loss of the last step was NaN or infinite, and the host knows it."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Check the state on the host at each update if there is a limit, else at each 32nd."""
         if self.without_gradients == _MANY:
-            self._log_missing_gradients()
+            _warn("no_gradients", _NO_GRADIENTS)
+        self.has_bad_loss = info.applied is False and not scaler._are_losses_finite()
+        if self.has_bad_loss and not self._has_logged_loss:
+            self._has_logged_loss = True
+            _warn("bad_loss", BAD_LOSS)
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
@@ -400,14 +395,11 @@ class Watch(Hook):
         """Log the events of a state on the host."""
         self._watch.log(policy, state)
 
-    def _log_missing_gradients(self) -> None:
-        import logging
 
-        logging.getLogger("lossscale").warning(
-            "%d updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss was "
-            "detached, or an optimizer holds other parameters than the model",
-            _MANY,
-        )
+def _warn(event: str, text: str) -> None:
+    import logging  # most processes log nothing
+
+    logging.getLogger("lossscale").warning(text, extra={"event": event})
 
 
 def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ FUNCTIONS = [
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
     "torch._C._current_autograd_node",
     "torch._C._current_graph_task_id",
+    "torch._C._are_functorch_transforms_active",
     "torch._C._len_torch_dispatch_stack",
     "torch._utils._flatten_dense_tensors",
     "torch.autograd._get_sequence_nr",

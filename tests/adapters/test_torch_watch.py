@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import math
 import pickle
 
 import pytest
@@ -98,3 +99,29 @@ def test_a_copy_says_nothing_twice(duplicate, caplog):
     _run(duplicate(scaler), NAN * 160)
     _run(scaler, NAN * 120)
     assert _events(caplog) == [("below_one", 32), ("floor", 160), ("floor", 160)]
+
+
+def test_a_loss_that_is_not_finite_is_said_at_the_first_skipped_step(caplog):
+    """Once in the log, and by diagnose after such a step; an overflow of the gradients alone says nothing."""
+    _log_everything(caplog)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def step(factor, grad=1.0):
+        optimizer.zero_grad()
+        scaler.scale([model(torch.ones(1, 1)).sum(), factor * model(torch.ones(1, 1)).sum()])[1].backward()
+        model.weight.grad.mul_(grad)
+        scaler.step(optimizer)
+        return scaler.update()
+
+    step(1.0, grad=math.inf)
+    assert not caplog.records
+    assert not step(math.nan)
+    assert not step(math.inf)
+    (record,) = caplog.records
+    assert (record.event, record.levelname) == ("bad_loss", "WARNING")
+    assert "the loss itself is NaN or infinite: no loss scale fixes this" in record.getMessage()
+    assert "the loss itself is NaN or infinite" in scaler.diagnose()
+    assert step(1.0)
+    assert "the loss itself" not in scaler.diagnose()

@@ -62,14 +62,16 @@ PLAN = {
         _versions:
         _ranks: _gradients
         _state: _gradients
+        _snapshots: _gradients
         _verbs: _gradients _ranks
         _optimizers: _gradients _state
-        hooks: _gradients _ranks _state _versions
+        hooks: _gradients _ranks _snapshots _state _versions
         _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
-        _range: _attach _gradients _verbs hooks
-        _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks
+        _range: _attach _gradients _snapshots _verbs
+        _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks (_attempts)
+        _attempts: _gradients _snapshots _state hooks
         __init__: _range _report _scaler _state _verbs hooks
         testing: _gradients _scaler _state hooks
     """,

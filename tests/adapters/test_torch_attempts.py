@@ -1,0 +1,268 @@
+"""`GradScaler.attempts`: a step is taken again at the lower scale, as if the run had begun there."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lossscale_core import FixedScaling, SpikeGuard
+from lossscale_core.errors import CallOrderError, PolicyError, RetriesExhaustedError
+from lossscale_torch import GradScaler
+
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+class Run:
+    """A model with BatchNorm and Dropout in float16, whose step draws from all generators."""
+
+    def __init__(self, fused=False, init_scale=2.0**16, **settings):
+        torch.manual_seed(0)
+        random.seed(1)
+        np.random.seed(1)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
+        self.scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6, **settings)
+        self.applied = 0
+
+    def body(self, batch):
+        self.optimizer.zero_grad()
+        for part in batch.chunk(2):
+            noise = torch.tensor(np.random.rand(), dtype=torch.float32) + random.random()
+            with torch.autocast("cpu", torch.float16):
+                loss = self.model(part * noise).float().square().mean() * 40
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_and_clip_(self.optimizer, 1.0)
+        self.scaler.step(self.optimizer)
+        return self.scaler.update()
+
+    def run(self, steps, **settings):
+        for step in range(steps):
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            for attempt in self.scaler.attempts(self.model, **settings):  # noqa: B007  # used after the loop
+                self.body(batch)
+            self.applied += bool(attempt.info)
+        return self
+
+    def tensors(self):
+        return [*self.model.parameters(), *self.model.buffers()]
+
+
+@FUSED
+def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
+    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
+    found = Run(fused, init_scale=2.0**30).run(40, retries=30)
+    began = Run(fused, init_scale=found.scaler.get_scale()).run(40, retries=0)
+    assert (found.applied, began.applied) == (40, 40)
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), began.tensors(), strict=True))
+    assert found.scaler.metrics()["skipped_steps"] > 5
+
+
+@FUSED
+def test_what_is_known_of_the_tries(fused):
+    """Their number, their scales and the last outcome, which is true if the step was applied."""
+    run = Run(fused, init_scale=2.0**30)
+    numbers = []
+    for attempt in run.scaler.attempts(run.model, retries=30):
+        numbers.append(attempt.number)
+        assert attempt.info is None
+        info = run.body(torch.ones(16, 8))
+        assert attempt.info is info
+    assert attempt.info
+    assert numbers == list(range(len(attempt.scales)))
+    assert attempt.scales == [2.0 ** (30 - number) for number in numbers]
+
+
+def _step(run, is_bad):
+    run.optimizer.zero_grad()
+    run.scaler.scale(run.model(torch.ones(16, 8)).square().mean()).backward()
+    if is_bad:
+        run.model[0].weight.grad[0, 0] = float("nan")
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+
+
+def _steps(run, bad, **settings):
+    for is_bad in bad:
+        for _ in run.scaler.attempts(run.model, **settings):
+            _step(run, is_bad)
+
+
+@FUSED
+def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(fused):
+    """The scale after used-up retries is that of the run without them; a warning names the scales, at the loop."""
+    run, plain = Run(fused, init_scale=512.0), Run(fused, init_scale=512.0)
+    with pytest.warns(UserWarning, match="overflowed in 4 tries, at the loss scales 512, 256, 128, 64;") as caught:
+        _steps(run, [False, True, False], retries=3)
+    assert [each.filename for each in caught] == [__file__]
+    for is_bad in (False, True, False):
+        _step(plain, is_bad)
+    assert run.scaler.state_dict() == plain.scaler.state_dict()
+    with pytest.raises(RetriesExhaustedError, match="at the loss scales 256, 128;"):
+        _steps(run, [True], retries=1, raise_at_end=True)
+
+
+def test_one_per_cent_of_bad_batches_leaves_the_scale_as_without_retries():
+    """A step whose loss is NaN or infinite is not taken again."""
+    runs = [Run(init_scale=64.0), Run(init_scale=64.0)]
+    tries = 0
+    for step in range(300):
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        if step % 100 == 50:
+            batch[0, 0] = [float("nan"), float("inf")][step % 200 == 50]
+        for _ in runs[0].scaler.attempts(runs[0].model, retries=8):
+            runs[0].body(batch)
+            tries += 1
+        runs[1].body(batch)
+    assert tries == 300
+    assert runs[0].scaler.state_dict() == runs[1].scaler.state_dict()
+
+
+@pytest.mark.parametrize("end", ["spike", "skip", "fixed", "disabled"])
+def test_a_step_that_no_lower_scale_saves_is_not_taken_again(end):
+    """A spike, a step that the body skips, a policy that does not adapt, a scaler that is disabled."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {
+        "spike": {"guard": SpikeGuard(threshold=2.0, warmup=1)},
+        "fixed": {"policy": FixedScaling(4.0)},
+        "disabled": {"enabled": False},
+    }
+    scaler = GradScaler("cpu", **settings.get(end, {}))
+    tries = 0
+    for step in range(3):
+        is_last = step == 2
+        for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
+            tries += 1
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            scaler.scale(loss * (1e3 if end == "spike" and is_last else 1.0)).backward()
+            if end == "fixed" and is_last:
+                model.weight.grad.fill_(float("inf"))
+            if end == "skip" and is_last:
+                scaler.skip(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update(scaler.get_scale() if end == "skip" and is_last else None)
+    assert tries == 3
+    assert bool(attempt.info) is (end == "disabled")
+
+
+def test_buffers_come_back_by_name():
+    """A buffer that the forward pass assigns anew, too, in each further try."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.linear(x)
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**15)
+    for attempt in scaler.attempts(model):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if attempt.number < 5:
+            model.linear.weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    assert (attempt.number, model.calls.item()) == (5, 1.0)
+
+
+@pytest.mark.parametrize("how", ["break", "raise", "continue"])
+def test_a_body_that_is_left_before_update_leaves_no_record(how):
+    """The next step begins anew; `continue` is a body without `update`."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+
+    def leave():
+        for _ in scaler.attempts(model):
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.unscale_(optimizer)
+            if how == "break":
+                break
+            if how == "raise":
+                raise KeyError
+            continue
+
+    if how == "break":
+        leave()
+    else:
+        with pytest.raises(KeyError if how == "raise" else CallOrderError):
+            leave()
+    optimizer.zero_grad()
+    for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert attempt.info
+
+
+@pytest.mark.parametrize(
+    ("updates", "depth", "sentence"),
+    [
+        (0, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
+        (2, 1, "ended 2 steps"),
+        (1, 2, "inside a loop over attempts"),
+    ],
+)
+def test_a_body_that_is_not_one_step(updates, depth, sentence):
+    """No update, two, and a loop within a loop."""
+    run = Run()
+
+    def loop(depth):
+        for _ in run.scaler.attempts(run.model):
+            if depth > 1:
+                loop(depth - 1)
+            for _ in range(updates):
+                _step(run, is_bad=False)
+
+    with pytest.raises(CallOrderError, match=sentence):
+        loop(depth)
+
+
+def test_wrong_arguments():
+    """They are refused when the loop is made."""
+    scaler = GradScaler("cpu")
+    with pytest.raises(PolicyError, match="retries=-1"):
+        scaler.attempts(retries=-1)
+    with pytest.raises(TypeError, match=r"given str; it takes modules: scaler.attempts\(model\)"):
+        scaler.attempts("model")
+
+
+@FUSED
+def test_updates_per_step(fused):
+    """A try ends at the last update of a step, and an overflow of the first optimizer is tried again with all."""
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in models]
+    scaler = GradScaler("cpu", init_scale=1024.0, updates_per_step=2)
+    for attempt in scaler.attempts(*models):
+        for each in optimizers:
+            each.zero_grad()
+        scaler.scale(sum(model(torch.ones(1, 2)).sum() for model in models)).backward()
+        if attempt.number < 2:
+            models[0].weight.grad.fill_(float("inf"))
+        for each in optimizers:
+            scaler.step(each)
+            scaler.update()
+    assert attempt.info
+    assert attempt.scales == [1024.0, 512.0, 256.0]
+
+
+def test_a_finite_step_patches_nothing_and_warns_of_nothing():
+    """The scaler's methods are its class's, during the loop and after it."""
+    run = Run(init_scale=16.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in run.scaler.attempts(run.model):
+            assert not {"scale", "step", "update"} & vars(run.scaler).keys()
+            run.body(torch.ones(16, 8))
