@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
 
 from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_torch import hooks
+from lossscale_torch._guarded import guarded
 from lossscale_torch._range import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
@@ -27,6 +28,7 @@ __all__ = [
     "RangeReport",
     "StepInfo",
     "all_finite",
+    "guarded",
     "hooks",
     "init_state",
     "overflow_report",

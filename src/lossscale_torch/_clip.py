@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from lossscale_core.adapters import check_setting
-from lossscale_torch._gradients import Gradients, is_dtensor, lifted, params_of
+from lossscale_torch._gradients import HAVE_FLOAT64, Gradients, is_dtensor, lifted, params_of
 from lossscale_torch._optimizers import Fused, kind_of
 from lossscale_torch._ranks import groups_of
 from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 
 _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
-_HAVE_FLOAT64 = ("cpu", "cuda")  # MPS and Intel Arc have none
 
 
 def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) -> Tensor:
@@ -43,7 +42,7 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
     scale, device = scaler._scale, scaler._scale.device
     is_double = torch.float64 in [bucket[0].dtype for bucket in gradients.buckets]
     stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
-    if (groups and not _are_shards(optimizers, groups)) or ((stays or groups) and device.type not in _HAVE_FLOAT64):
+    if (groups and not _are_shards(optimizers, groups)) or ((stays or groups) and device.type not in HAVE_FLOAT64):
         return None
     if stays and is_double:
         return None  # no wider dtype has room for the squares

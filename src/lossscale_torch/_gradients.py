@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+HAVE_FLOAT64 = ("cpu", "cuda")
+"""The types of devices that have float64; MPS and Intel Arc have none."""
+
 Bucket = list[Tensor]
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does

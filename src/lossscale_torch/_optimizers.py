@@ -49,19 +49,23 @@ class Fused:
         if preset is not None:
             factor = preset if factor is None else factor * preset
         found = combined(record["found_inf_per_device"].values(), scale.device)
-        states = getattr(optimizer, "state", {})
-        known = len(states)
-        # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-        optimizer.found_inf = found = (found != 0.0).float()
-        optimizer.grad_scale = factor
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale
-            del optimizer.found_inf
-        if len(states) > known:
-            _zero_unwritten_momentum([*states.values()][known:], found)
-        return result
+        return step_with_flag(optimizer.step, optimizer, (found != 0.0).float(), factor, *args, **kwargs)
+
+
+def step_with_flag(step: Any, optimizer: Any, found: Tensor, factor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a fused optimizer's `step`, which divides gradients by a factor, and changes nothing at a flag of 1.0."""
+    states = getattr(optimizer, "state", {})
+    known = len(states)
+    # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+    optimizer.found_inf, optimizer.grad_scale = found, factor
+    try:
+        result = step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+    if len(states) > known:
+        _zero_unwritten_momentum([*states.values()][known:], found)
+    return result
 
 
 class Legacy:

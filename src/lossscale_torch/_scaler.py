@@ -383,6 +383,11 @@ class GradScaler(torch.amp.GradScaler):
                 f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
                 "pass the torch.optim.Optimizer of these parameters"
             )
+        if hasattr(optimizer, "_lossscale_judge"):
+            raise CallOrderError(
+                f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
+                "either the scaler or guarded(), which both skip bad steps"
+            )
         record = self._per_optimizer_states[id(optimizer)]
         unscales = caller.startswith("unscale_")
         if record["stage"] is UNSCALED and unscales:

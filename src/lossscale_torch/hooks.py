@@ -97,23 +97,33 @@ class Guard(Hook):
         if "norm" not in record:  # there are no gradients
             return
         norm, readings, scale = record["norm"], scaler._readings, scaler._scale
+        value = readings.known(norm)
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if value is None and not is_fused and not self.is_on_device(optimizer):
+            value = readings.read([norm, *found.values(), scale], scale.device)[0]  # the one wait of this step
+        found[SPIKE] = self.veto(optimizer, norm, value)
+
+    def is_on_device(self, optimizer: Any) -> bool:
+        """Return whether the state of an optimizer is on a device, where it stays."""
+        return id(optimizer) in self._states and isinstance(self._states[id(optimizer)].mean, Tensor)
+
+    def veto(self, optimizer: Any, norm: Tensor, value: float | None) -> Tensor:
+        """Return 1.0 if a norm is a spike, else 0.0; on the host if `value` is its number, else where the norm is."""
         key = id(optimizer)
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        state, is_known = self._states[key], readings.known(norm) is not None
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if isinstance(state.mean, Tensor) or (is_fused and not is_known):
-            found[SPIKE] = self._veto_on_device(key, state, norm)
-            return
-        if not is_known:  # the one wait of this step
-            readings.read([norm, *found.values(), scale], scale.device)
-        value = readings.value(norm)
+        if value is None or self.is_on_device(optimizer):
+            return self._veto_on_device(key, self._states[key], norm)
         # A norm beyond float32 is a spike, and not an overflow.
         self._norms[key] = min(value, _LARGEST) if math.isfinite(value) else value
-        accepted, self._states[key] = self.rule.check(state, self._norms[key])
-        found[SPIKE] = torch.tensor(float(not accepted), dtype=torch.float32)
+        accepted, self._states[key] = self.rule.check(self._states[key], self._norms[key])
+        return torch.tensor(float(not accepted), dtype=torch.float32)
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
+        self.require_no_streak()
+
+    def require_no_streak(self) -> None:
         """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
         for key, norm in list(self._norms.items()):
             if not isinstance(self._states[key].mean, Tensor):

@@ -72,7 +72,8 @@ PLAN = {
         _range: _attach _gradients _snapshots _verbs
         _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks (_attempts)
         _attempts: _gradients _snapshots _state hooks
-        __init__: _range _report _scaler _state _verbs hooks
+        _guarded: _gradients _optimizers _ranks _state _versions hooks
+        __init__: _guarded _range _report _scaler _state _verbs hooks
         testing: _gradients _scaler _state hooks
     """,
     "lossscale_jax": """

@@ -1,0 +1,271 @@
+"""`guarded`: an optimizer's step is taken as a whole or not at all, without a scaler."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lossscale_core import SpikeGuard
+from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError, SpikeStreakError
+from lossscale_torch import GradScaler, guarded
+from tests.adapters.emulated_device import Emulated
+from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.torch_versions import FSDP2
+
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+MAKES = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "rprop": partial(torch.optim.Rprop, lr=1e-2),
+    "fused sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "fused adamw": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "fused adagrad": partial(torch.optim.Adagrad, lr=1e-2, fused=True),
+}
+
+
+def _step(model, optimizer, number, bad=None):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(next(model.parameters()).dtype)
+    optimizer.zero_grad()
+    model(x).float().square().mean().backward()
+    if bad is not None:
+        model[0].weight.grad[0, 0] = bad
+    return optimizer.step()
+
+
+def _model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(dtype)
+
+
+def _tensors(model, optimizer):
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return [*model.parameters(), *states]
+
+
+def _same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# torch's fused SGD in bfloat16 on a CPU gives another momentum from run to run by itself.
+IN_BFLOAT16 = [(make, torch.bfloat16) for make in MAKES if make != "fused sgd"]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize(("make", "dtype"), [*((make, torch.float32) for make in MAKES), *IN_BFLOAT16])
+def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
+    """Parameters and state are bit for bit those of a run without the bad batches, from the first step on."""
+    bad = {0: math.nan, 3: math.inf, 4: -math.inf, 9: math.nan}
+    runs = []
+    for planted in (True, False):
+        model = _model(dtype)
+        optimizer = guarded(MAKES[make](model.parameters()), max_norm=max_norm)
+        for number in range(12):
+            if planted or number not in bad:
+                _step(model, optimizer, number, bad.get(number) if planted else None)
+                assert bool(optimizer.last_step) is (number not in bad)
+        runs.append(_tensors(model, optimizer))
+    assert _same(*runs)
+
+
+def _clip(model, *_):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@FUSED
+def test_it_clips_as_torch_does(fused):
+    """The clipped gradients make the step of clip_grad_norm_, up to the last bits of the norm."""
+    runs = []
+    for is_ours in (True, False):
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        optimizer = guarded(optimizer, max_norm=0.1) if is_ours else optimizer
+        if not is_ours:
+            optimizer.register_step_pre_hook(partial(_clip, model))
+        for number in range(8):
+            _step(model, optimizer, number)
+        runs.append([*model.parameters()])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_norm_whose_squares_leave_float32_is_not_bad():
+    """The step is taken, and clipped by the norm."""
+    model = _model()
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=1.0), max_norm=1.0)
+    before = model[0].weight.detach().clone()
+    _step(model, optimizer, 0, bad=1e30)
+    assert optimizer.last_step
+    assert (before - model[0].weight)[0, 0].item() == pytest.approx(1.0)
+
+
+@FUSED
+@pytest.mark.parametrize("guards_first", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_schedulers(guards_first, fused):
+    """No warning, whether the scheduler is made before or after, and `step` stays a bound method."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    if guards_first:
+        guarded(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if not guards_first:
+        guarded(optimizer)
+    for number in range(4):
+        _step(model, optimizer, number, math.nan if number == 0 else None)
+        if optimizer.last_step:
+            scheduler.step()
+    assert optimizer.step.__self__ is optimizer
+    assert scheduler.last_epoch == 3
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+def test_hooks_run_once_and_not_for_a_skipped_step():
+    """torch's hooks of an ordinary optimizer; copies run them once, too."""
+    model, calls = _model(), []
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    _step(model, optimizer, 0)
+    _step(model, optimizer, 1, math.nan)
+    assert calls == [1]
+
+
+def test_a_closure_runs_once_before_the_gradients_are_judged():
+    """Its result comes back, of a skipped step, too."""
+    model = _model()
+    optimizer = guarded(torch.optim.Adam(model.parameters(), lr=0.1))
+    runs = []
+
+    def closure():
+        runs.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 8), [1.0, math.nan][len(runs) - 1])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).isfinite()
+    assert optimizer.last_step
+    assert optimizer.step(closure).isnan()
+    assert not optimizer.last_step
+    assert runs == [True, True]
+
+
+@FUSED
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_are_guarded(duplicate, fused):
+    """With their memory of norms; a scheduler may follow a copy."""
+    model = _model()
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), guard=SpikeGuard(), max_norm=1.0)
+    for number in range(3):
+        _step(model, optimizer, number)
+    model, other = duplicate((model, optimizer))
+    assert other.state_dict()["guard"] == optimizer.state_dict()["guard"]
+    _step(model, other, 3, math.nan)
+    assert not other.last_step
+    _step(model, other, 4)
+    assert other.last_step
+
+
+@FUSED
+def test_the_guard(fused):
+    """A norm far above those before is a spike; the memory is in the state dict; a streak raises."""
+    model = _model()
+    rule = SpikeGuard(threshold=2.0, warmup=4, max_streak=3)
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused), guard=rule)
+    for number in range(8):
+        _step(model, optimizer, number)
+        assert optimizer.last_step
+    other = guarded(torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused), guard=rule)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, other):
+        before = model[0].weight.detach().clone()
+        _step(model, each, 8, bad=1e4)
+        assert (bool(each.last_step), bool(each.last_step.spiked)) == (False, True)
+        assert torch.equal(before, model[0].weight)
+    _step(model, optimizer, 9, bad=1e4)
+    with pytest.raises(SpikeStreakError):
+        _step(model, optimizer, 10, bad=1e4)
+
+
+@FUSED
+def test_max_streak(fused):
+    """So many bad steps in a row raise; a good one begins anew."""
+    model = _model()
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), max_streak=3)
+    for number, bad in enumerate([math.nan, math.nan, None, math.nan, math.nan]):
+        _step(model, optimizer, number, bad)
+    with pytest.raises(OverflowStreakError, match=r"3 steps in a row .* max_streak=3"):
+        _step(model, optimizer, 5, math.nan)
+
+
+def test_what_is_refused():
+    """An optimizer of several passes, a second guard, a scaler, and settings that break their rules."""
+    model = _model()
+    with pytest.raises(TypeError, match="given LBFGS, which computes gradients several times"):
+        guarded(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="given Sequential, which has no param_groups"):
+        guarded(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for settings, words in (({"max_norm": -1.0}, "max_norm"), ({"guard": 3}, "guard"), ({"max_streak": 0}, "streak")):
+        with pytest.raises(PolicyError, match=words):
+            guarded(sgd, **settings)
+    guarded(sgd)
+    with pytest.raises(CallOrderError, match="guarded already"):
+        guarded(sgd)
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        fused = guarded(torch.optim.SGD(_model().parameters(), lr=0.1, fused=True))
+        fused.param_groups[0]["params"][0].grad = torch.ones(8, 8)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(CallOrderError, match=r"guarded SGD|guarded optimizer was given to a scaler"):
+            scaler.step(fused)
+
+
+@pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)], ids=["plain", "fused"])
+def test_a_fused_optimizer_is_not_read(fused, reads):
+    """The flag and the clip factor stay on the device, and the outcome there."""
+    with Emulated("mps") as device:
+        param = nn.Parameter(torch.ones(4, device="mps"))
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+        guarded(optimizer, max_norm=1.0, guard=SpikeGuard())
+        for number, value in enumerate([1.0, math.nan, 2.0, 3.0]):
+            param.grad = torch.full((4,), value, device="mps")
+            before = device.reads
+            optimizer.step()
+            if number > 0:
+                assert device.reads - before == reads
+            assert bool(optimizer.last_step) is math.isfinite(value)
+            assert not hasattr(optimizer, "found_inf")
+
+
+def _train(rank, world_size, kind, fused):
+    model = _model()
+    if kind == "fsdp2":
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+    group = dist.group.WORLD if kind == "group" else None
+    optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused), max_norm=0.5, process_group=group)
+    for number in range(6):
+        before = [each.detach().clone() for each in _local(model)]
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        if number % 2 and rank == number % world_size:
+            grad = model[0].weight.grad
+            (grad.to_local() if hasattr(grad, "to_local") else grad).fill_(math.nan)
+        optimizer.step()
+        assert bool(optimizer.last_step) is (number % 2 == 0), number
+        assert _same(before, _local(model)) is (number % 2 == 1), number
+
+
+@pytest.mark.parametrize("kind", ["group", FSDP2])
+@FUSED
+def test_ranks_decide_together(kind, fused):
+    """A bad gradient on one rank skips on each: by a group, or by the norm of sharded parameters."""
+    _on_ranks(2, partial(_train, kind=kind, fused=fused))
