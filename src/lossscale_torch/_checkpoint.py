@@ -72,7 +72,7 @@ def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growt
     given: Any = init_scale
     if not isinstance(given, str) and given > 0 and given != (within := min(max(given, SMALLEST_SCALE), LARGEST_SCALE)):
         note = f"init_scale={shown(given)} is beyond the range of policies, and becomes {shown_number(within)}"
-        warnings.warn(note, stacklevel=5)  # at the line that makes the scaler
+        warnings.warn(note, stacklevel=6)  # at the line that makes the scaler
         given = within
     return DynamicScaling(
         init_scale=given,

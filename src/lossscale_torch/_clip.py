@@ -22,7 +22,7 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) ->
     max_norm, norm_type = _max_norm(max_norm), float(norm_type)
     if not scaler.is_enabled():
         return _clip_as_torch(optimizers, max_norm, norm_type)
-    records = [scaler._open(each, "unscale_and_clip_") for each in optimizers]
+    records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
     norm = _clip_in_one_read(scaler, optimizers, records, max_norm, norm_type) if scaler._unscales_as_torch() else None
     if norm is None:
         norm = _clip_in_two_passes(scaler, optimizers, records, max_norm, norm_type)

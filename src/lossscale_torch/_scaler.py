@@ -377,7 +377,7 @@ class GradScaler(torch.amp.GradScaler):
         if vars(self)["_scale"] is None:
             self._check_scale_growth_tracker(caller)
         if not (self._has_loss or self._is_told or self.last_step is None):
-            self._tell_of_no_loss()
+            self._tell_of_no_loss(depth=5 if caller == "unscale_and_clip_" else 4)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
@@ -467,13 +467,13 @@ class GradScaler(torch.amp.GradScaler):
             self._readings.note(scale, within)
         return scale.clone() if isinstance(self._state, Placed) else self._readings.value(scale)
 
-    def _tell_of_no_loss(self) -> None:
+    def _tell_of_no_loss(self, depth: int) -> None:
         self._is_told = True
         warnings.warn(
             "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
             "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
             "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
-            stacklevel=4,  # past this function, `_open` and `step`
+            stacklevel=depth,  # past this function, `_open`, perhaps `clip`, and `step`
         )
 
     def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
