@@ -611,13 +611,13 @@ class GradScaler(torch.amp.GradScaler):
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
         guard = next((hook.first() for hook in self._hooks if isinstance(hook, Guard)), None)
-        scale = vars(self)["_scale"]
-        if isinstance(self._state, Placed):
+        scale, state = vars(self)["_scale"], self._state  # which another thread may replace
+        if isinstance(state, Placed):
             state = _state.copies(self._live())
         elif scale is None or None not in map(self._readings.known, (scale, self._growth_tracker)):
             state = self._live()
         else:
-            state = self._state._make((scale.clone(), self._growth_tracker.clone(), *self._state[2:]))
+            state = state._make((scale.clone(), self._growth_tracker.clone(), *state[2:]))
         numbers = metrics(state, guard=guard)
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
 
