@@ -339,21 +339,6 @@ def test_nothing_is_counted_without_gradients():
         scaler.update(4.0)
 
 
-@pytest.mark.parametrize(
-    ("x", "aux_loss", "named"),
-    [
-        (torch.ones(3), 0.5, "aux_loss is float"),
-        (torch.ones(3), torch.ones((), dtype=torch.int64), "aux_loss is a torch.int64 tensor"),
-        (torch.ones(3, dtype=torch.int32), torch.ones(()), "x is a torch.int32 tensor"),
-        ((torch.ones(3),), torch.ones(()), "x is tuple"),
-    ],
-)
-def test_other_values_are_refused(x, aux_loss, named):
-    """What no gradient flows through is an error that names it."""
-    with pytest.raises(TypeError, match=named):
-        _scaler(4.0).attach(x, aux_loss)
-
-
 def test_copies_and_pickles():
     """A scaler that has attached a loss is copied and pickled as before, and a copy warns of its own losses only."""
     scaler = GradScaler("cpu", init_scale=4.0)

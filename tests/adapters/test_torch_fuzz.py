@@ -144,7 +144,7 @@ class _Side:
             if event == "flag":
                 for flag in scaler._found_inf_per_device(optimizer).values():
                     flag.fill_(1.0)
-        elif event == "check":
+        if event == "check":
             self.seen += [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()]
         if event == "inspect":
             self.seen.append(len(scaler._found_inf_per_device(optimizer)))

@@ -1,4 +1,4 @@
-"""`range_report` on real float16 models: its predictions are right, its names too, and it changes nothing."""
+"""The reports on gradients, on real float16 models: what they predict and name is right, and nothing is changed."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling
-from lossscale_torch import GradScaler, range_report
+from lossscale_torch import GradScaler, overflow_report, range_report
 
 
 class Attention(nn.Module):
@@ -130,22 +130,6 @@ def test_parameters_in_float16_are_measured_as_well():
     assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
 
 
-def test_a_scaler_that_begins_with_the_scale_applies_its_first_step():
-    """And does not with four times the limit."""
-    model, x = _network("attention")
-    report = range_report(model, _loss_fn(model, x))
-    for scale, applied in ((report.init_scale, True), (4 * report.overflows_above, False)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=scale))
-        scaler.scale(_loss_fn(model, x)()).backward()
-        scaler.step(optimizer)
-        assert scaler.update().applied is applied
-        model.zero_grad()
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
 # -- no scale fits -----------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +153,7 @@ def test_a_scale_below_one_fits_where_one_overflows():
 
 
 def test_nan_without_infinity_is_predicted():
-    """If only the backward pass of attention overflows, the report finds the scale that leaves NaN and no infinity."""
+    """In float16 attention the backward pass of the softmax subtracts two infinities; half the scale fixes it."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in ("query", "key")})
     images, values = torch.randn(8, 16), 300.0 * torch.randn(8, 16)
@@ -180,24 +164,41 @@ def test_nan_without_infinity_is_predicted():
             return (weights.half() @ values.half()).float().mean()
 
     report = range_report(model, loss_fn)
-    assert report.forward_finite
-    assert report.overflows_above == 2048.0
+    assert (report.forward_finite, report.overflows_above) == (True, 2048.0)
+    found = {}
+    for scale in (4096.0, 2048.0):
+        model.zero_grad()
+        loss = loss_fn()
+        (loss * scale).backward()
+        found[scale] = overflow_report(model.named_parameters(), loss=loss)
+    assert found[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
+    assert found[4096.0].verdict == "finite loss: a smaller loss scale fixes this"
+    assert (found[2048.0], found[2048.0].verdict) == ([], "every gradient is finite")
 
 
-# -- what is not finite before anything is computed --------------------------------------------------------------------
+# -- overflow_report ---------------------------------------------------------------------------------------------------
 
 
-def _with_nan(tensor, index=0, value=torch.nan):
-    changed = tensor.detach().clone()
-    changed.view(-1)[index] = value
-    return changed
+def test_overflow_report_names_the_parameters():
+    """NaN and infinities apart, and the largest finite magnitude; finite gradients are not in it."""
+    model = nn.Linear(4, 3)
+    model.weight.grad = torch.tensor([[1.0, -9.0, torch.nan, torch.inf]] * 3)
+    model.bias.grad = torch.ones(3)
+    (report,) = overflow_report(model.named_parameters())
+    assert report == ("weight", 3, 3, 0, 9.0)
+    model.bias.grad = torch.tensor([-torch.inf] * 3)
+    assert overflow_report(model.named_parameters())[1] == ("bias", 0, 0, 3, 0.0)
 
 
-def test_a_module_within_vmap_is_measured():
-    """The arguments there have no memory of their own that could identify them."""
-    model, x = _network("mlp")
-    report = range_report(model, lambda: _square(torch.vmap(model), _with_nan(x)))
-    assert not report.forward_finite
+@pytest.mark.parametrize("loss", [torch.tensor(torch.nan), torch.inf, torch.tensor([1.0, -torch.inf])])
+def test_a_loss_that_is_not_finite_is_the_cause(loss):
+    """Whatever the gradients hold; the text has a line for each of them and one for the cause."""
+    model = nn.Linear(4, 3)
+    model.weight.grad = torch.full_like(model.weight, torch.nan)
+    report = overflow_report(model.named_parameters(), loss=loss)
+    assert report.verdict.startswith("the loss itself is not finite")
+    assert str(report) == f"weight: 12 NaN, 0 +inf, 0 -inf, largest finite 0\n{report.verdict}"
+    assert "pass loss=" in overflow_report(model.named_parameters()).verdict
 
 
 # -- nothing changes ---------------------------------------------------------------------------------------------------
@@ -211,21 +212,14 @@ def test_the_loss_is_computed_once():
 
 
 def test_compiled_models_run_uncompiled():
-    """So that their operations are seen, under the names that the model has without `torch.compile`."""
+    """So that their operations are seen, under the names that the model has without `torch.compile`; so under vmap."""
     model, x = _network("mlp")
     plain = range_report(model, lambda: _square(model, x))
     compiled = torch.compile(model, backend="eager")
     report = range_report(compiled, lambda: _square(compiled, x))
     assert [record[:3] for record in report.backward] == [record[:3] for record in plain.backward]
     assert report.overflows_above == plain.overflows_above
-
-
-@pytest.fixture
-def process_group():
-    """One process on its own."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    assert range_report(model, lambda: _square(torch.vmap(model), x)).overflows_above == plain.overflows_above
 
 
 @pytest.mark.parametrize(
@@ -241,12 +235,6 @@ def test_what_is_not_a_loss_is_refused(make, error, message):
     model, x = _network("mlp")
     with pytest.raises(error, match=message):
         range_report(model, lambda: make(_square(model, x)))
-
-
-_LOSS_FN = (
-    "it takes a function without arguments that runs the model and returns the loss; "
-    "write range_report(model, lambda: loss_fn(model(batch)))"
-)
 
 
 def test_an_error_of_the_loss_is_its_own():
@@ -278,11 +266,6 @@ def test_it_takes_at_most_half_more_memory_than_a_step():
     assert peak(lambda: range_report(model, lambda: _square(model, x))) <= 1.5 * step
 
 
-def _narrow(model, x):
-    with torch.autocast("cpu", torch.float16):
-        return model(x).float().square().mean()
-
-
 class _Loud(nn.Module):
     def forward(self, x):
         return 1e5 * x
@@ -291,7 +274,7 @@ class _Loud(nn.Module):
 def test_an_overflow_of_the_forward_pass_is_named():
     """The operation and its module; the backward pass is not run."""
     model = nn.Sequential(nn.Linear(4, 1), _Loud())
-    report = range_report(model, lambda: _narrow(model, torch.full((2, 4), 100.0)))
+    report = range_report(model, lambda: _square(model, torch.full((2, 4), 100.0)))
     assert [str(each) for each in report.forward if each.overflowed] == ["1 (aten.mul)"]
     assert (report.overflows_above, report.init_scale, report.backward) == (None, None, ())
     assert "overflows in 1 (aten.mul)" in str(report)
@@ -301,7 +284,7 @@ def test_the_operation_that_overflows_first_is_named_with_its_module_in_the_back
     """At twice the limit it overflows, and at the limit nothing does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
-    report = range_report(model, lambda: _narrow(model, torch.full((2, 4), 50.0)))
+    report = range_report(model, lambda: _square(model, torch.full((2, 4), 50.0)))
     assert report.overflows_first == "0 (aten.mm)"
     assert {"0", "1", "2"} <= {each.module for each in report.backward}
     assert f"2**{report.overflows_above.hex().split('p')[1].lstrip('+')}" in str(report)
@@ -312,7 +295,7 @@ def test_checkpointed_modules_keep_their_names(reentrant):
     """What is computed again in the backward pass, too."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = torch.ones(2, 4, requires_grad=True)
-    report = range_report(model, lambda: checkpoint(lambda y: _narrow(model, y), x, use_reentrant=reentrant))
+    report = range_report(model, lambda: checkpoint(lambda y: _square(model, y), x, use_reentrant=reentrant))
     assert {each.module for each in report.backward} <= {"0", "1", "loss_fn"}
     assert "0" in {each.module for each in report.backward}
     assert x.grad is None
@@ -333,7 +316,7 @@ def test_a_mask_of_infinity_is_not_an_overflow():
 def test_small_gradients_flush_to_zero_without_a_scale():
     """The report says how many, at the recommended scale and at 1."""
     model = nn.Linear(4, 1)
-    report = range_report(model, lambda: 1e-7 * _narrow(model, torch.full((2, 4), 1e-2)))
+    report = range_report(model, lambda: 1e-7 * _square(model, torch.full((2, 4), 1e-2)))
     assert report.flushed < 0.01
     assert report.flushed_at_one > 0.3
     assert report.init_scale > 2.0**16
@@ -359,7 +342,7 @@ def test_nothing_is_changed(raises):
         param.grad = torch.ones_like(param)
 
     def loss_fn():
-        loss = _narrow(model, torch.randn(8, 4)) * other + random.random() + np.random.rand()
+        loss = _square(model, torch.randn(8, 4)) * other + random.random() + np.random.rand()
         model[1].running_mean = torch.zeros(4)
         if raises:
             raise KeyError("loss")

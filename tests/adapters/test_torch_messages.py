@@ -1,0 +1,320 @@
+"""Every error and every warning of the scaler and its reports, in three tables: a program, the kind, and the words."""
+
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
+from lossscale_torch import GradScaler, overflow_report
+from tests.torch_versions import TORCH
+
+INF, NAN = float("inf"), float("nan")
+TORCHS = torch.amp.GradScaler("cpu").state_dict()
+
+
+def _sgd(grad=None, **kwargs):
+    """Return an optimizer of one parameter with a gradient."""
+    grad = torch.ones(2) if grad is None else grad
+    param = torch.nn.Parameter(torch.ones(grad.shape, dtype=grad.dtype))
+    param.grad = grad
+    return torch.optim.SGD([param], lr=1.0, **kwargs)
+
+
+def _ready(make=GradScaler, **settings):
+    """Return a scaler that has scaled a loss."""
+    scaler = make("cpu", **settings)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def _calls(*calls):
+    """Return a program that scales a loss and makes these calls with an optimizer."""
+
+    def program(make, optimizer):
+        scaler = _ready(make)
+        for name, *args in calls:
+            getattr(scaler, name)(optimizer, *args)
+
+    return program
+
+
+def _pickled_in_a_step(make, optimizer):
+    scaler = _ready(make)
+    scaler.unscale_(optimizer)
+    pickle.dumps(scaler)
+
+
+def _backward_late(make, optimizer):
+    scaler, param = make("cpu", growth_interval=1), torch.nn.Parameter(torch.ones(1))
+    late = scaler.scale(param.sum())
+    scaler.step(optimizer)
+    scaler.update()
+    late.backward()
+
+
+def _csr():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its beta state
+        param = torch.nn.Parameter(torch.eye(2).to_sparse_csr())
+    param.grad = param.detach().clone()
+    return torch.optim.SGD([param])
+
+
+def _said(message, words):
+    """Return whether a message holds each of these words, which dots divide."""
+    return all(each in message for each in words.split(" ... "))
+
+
+AS_TORCH = {
+    "no loss to step": (lambda make, o: make("cpu").step(o), AssertionError, "Attempted step but _scale is None."),
+    "no loss to unscale": (lambda make, o: make("cpu").unscale_(o), AssertionError, "unscale_ but _scale is None."),
+    "no loss to update": (lambda make, o: make("cpu").update(), AssertionError, "update but _scale is None."),
+    "no step to update": (
+        lambda make, o: _ready(make).update(),
+        AssertionError,
+        "No inf checks were recorded",
+    ),
+    "unscaled twice": (
+        _calls(("unscale_",), ("unscale_",)),
+        RuntimeError,
+        "unscale_() has already been called",
+    ),
+    "unscaled late": (_calls(("step",), ("unscale_",)), RuntimeError, "unscale_() is being called after step()."),
+    "stepped twice": (_calls(("step",), ("step",)), RuntimeError, "step() has already been called since the last up"),
+    "a closure": (lambda make, o: _ready(make).step(o, closure=print), RuntimeError, "Closure use is not currently"),
+    "a number as loss": (lambda make, o: make("cpu").scale(5), ValueError, "outputs must be a Tensor or an iterable"),
+    "a late backward pass": (_backward_late, RuntimeError, "modified by an inplace operation"),
+    "an empty state": (lambda make, o: make("cpu").load_state_dict({}), RuntimeError, "source state dict is empty"),
+    "a state of one key": (lambda make, o: make("cpu").load_state_dict({"scale": 1.0}), KeyError, "growth_factor"),
+    "two new scales": (lambda make, o: _ready(make).update(torch.ones(2)), AssertionError, "should be a float or"),
+    "pickled in a step": (_pickled_in_a_step, AssertionError, "may only be pickled"),
+    "a growth of 1": (lambda make, o: make("cpu", growth_factor=1.0), AssertionError, "growth factor must be > 1.0"),
+    "a backoff of 1": (lambda make, o: make("cpu", backoff_factor=1.0), AssertionError, "factor must be < 1.0"),
+}
+
+
+@pytest.mark.parametrize(("program", "error", "words"), AS_TORCH.values(), ids=AS_TORCH)
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+def test_errors_that_are_torchs(make, program, error, words):
+    """The same type and the same words, from torch's scaler and from ours."""
+    with pytest.raises(error) as caught:
+        program(make, _sgd())
+    assert _said(str(caught.value), words)
+
+
+def _settings(words, *args, **settings):
+    return lambda: GradScaler("cpu", *args, **settings), PolicyError, words
+
+
+def _loss(words, outputs):
+    return lambda: GradScaler("cpu").scale(outputs), ValueError, f"iterable of Tensors. It is {words}; pass the loss"
+
+
+def _not_optimizer(call, given):
+    return call, TypeError, f"was given a {given}, which has no param_groups; it takes an optimizer; pass the torch"
+
+
+def _max_norm(value):
+    words = f"max_norm={value!r} must be a number from 0; pass"
+    return lambda: _ready().unscale_and_clip_(_sgd(), value), PolicyError, words
+
+
+def _new_scale(value):
+    given = "a tensor of shape" if isinstance(value, torch.Tensor) else repr(value)
+    words = f"new_scale should be a float ... It is {given} ... pass a positive number, or a tensor of one element on"
+    return lambda: _ready().update(value), AssertionError, words
+
+
+def _load(words, **entries):
+    return lambda: GradScaler("cpu").load_state_dict({**TORCHS, **entries}), CheckpointError, words
+
+
+def _report(given, value):
+    words = f"was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+    return lambda: overflow_report(value), TypeError, words
+
+
+def _attach(words, x, aux_loss):
+    return lambda: GradScaler("cpu").attach(x, aux_loss), TypeError, words
+
+
+def _half():
+    model = torch.nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3).half()))  # later, without a name
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    _ready().unscale_(optimizer)
+
+
+def _too_few_updates():
+    scaler, optimizer = _ready(updates_per_step=2), _sgd()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+
+
+NOT_POSITIVE = (0.0, -4.0, INF, -INF, NAN, True, "64", None)
+LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
+HALF = (
+    "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
+    "group 0 (torch.float16, shape (3,)) ... torch.autocast ... half_gradients=True"
+)
+BOTH = (
+    "policy='none' and init_scale=1024.0 are both given; pass either policy= or init_scale, "
+    "growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling(init_scale=1024.0)"
+)
+BOTH_TWO = "max_overflow_streak=None) and growth_factor=4.0, growth_interval=100 are both given"
+A_POLICYS = (
+    "GradScaler has no argument min_scale, which is a setting of a policy; "
+    "write GradScaler('cpu', policy=DynamicScaling(min_scale=1.0))"
+)
+ERRORS = {
+    "a scale of NaN": _settings("init_scale=nan must be a number from 2**-126 to 2**126, where ... ; pass", NAN),
+    "a scale of 0": _settings("init_scale=0.0 must be a number from ... ; pass", 0.0),
+    "an infinite scale": _settings("init_scale=inf must be finite; pass 2.0**16", INF),
+    "a scale as text": _settings("init_scale='1024' must be a number from ... ; pass", "1024"),
+    "no scale": _settings("init_scale=None must be a number; pass 2.0**16, or a policy as policy=", None),
+    "a policy as scale": _settings("init_scale=DynamicScaling( ... or a policy as policy=", DynamicScaling()),
+    "a growth as text": _settings("growth_factor='2' must be above 1 ... ; pass", growth_factor="2"),
+    "no backoff": _settings("backoff_factor=None must be between 0 and 1 ... ; pass", backoff_factor=None),
+    "an interval as text": _settings("growth_interval='20' must be a whole number ... ; pass", growth_interval="20"),
+    "no updates": _settings("updates_per_step=0 must be a whole number from 1 ... ; pass", updates_per_step=0),
+    "no guard": _settings("guard=1 must be a SpikeGuard; pass SpikeGuard()", guard=1),
+    "a policy and a scale": _settings(BOTH, 1024.0, policy="none"),
+    "a policy and more": _settings(BOTH_TWO, policy=DynamicScaling(), growth_interval=100, growth_factor=4.0),
+    "a bad factor set": (lambda: GradScaler("cpu").set_growth_factor(0.5), PolicyError, "growth_factor=0.5 must be"),
+    "a factor without a rule": (
+        lambda: GradScaler("cpu", policy="none").set_growth_interval(3),
+        PolicyError,
+        "NoScaling() has no growth_interval; make the scaler with another policy",
+    ),
+    "a policy's setting": (lambda: GradScaler("cpu", min_scale=1.0), TypeError, A_POLICYS),
+    "misspelt": (
+        lambda: GradScaler("cpu", grow_interval=3),
+        TypeError,
+        "did you mean 'growth_interval'",
+    ),
+    "a scale as device": (lambda: GradScaler(2.0**16), TypeError, "write GradScaler('cuda', init_scale=65536.0)"),
+    "a policy as device": (lambda: GradScaler({"kind": "none"}), TypeError, "must name a device type ... policy="),
+    "an unknown device": (lambda: GradScaler("gpu"), ValueError, "device='gpu' is not a device ... pass 'cuda'"),
+    "protect 1": (lambda: GradScaler("cpu", protect=1), TypeError, "protect= takes modules, and 1 is not one; pass"),
+    "protect a name": (lambda: GradScaler("cpu", protect=["m"]), TypeError, "takes modules, and 'm' is not one; pass"),
+    "a loss of a number": _loss("3", 3),
+    "no loss": _loss("None", None),
+    "a loss of text": _loss("'loss'", "loss"),
+    "a number among losses": _loss("3", [torch.ones(()), 3]),
+    "a number in a dict": _loss("3", {"loss": 3}),
+    "a module stepped": _not_optimizer(lambda: _ready().step(LINEAR), "Linear"),
+    "a module unscaled": _not_optimizer(lambda: _ready().unscale_(LINEAR), "Linear"),
+    "a module skipped": _not_optimizer(lambda: _ready().skip(LINEAR), "Linear"),
+    "parameters clipped": _not_optimizer(lambda: _ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
+    "no optimizers": (lambda: _ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
+    **{f"a largest norm of {value!r}": _max_norm(value) for value in (NAN, -1.0, True, "1", None)},
+    "float16 gradients": (_half, ValueError, HALF),
+    "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
+    "a positional closure": (lambda: _ready().step(_sgd(), print), RuntimeError, "Closure use is not"),
+    "stepped after skip": (partial(_calls(("skip",), ("step",)), GradScaler, _sgd()), RuntimeError, "step() has alr"),
+    "too few updates": (
+        _too_few_updates,
+        CallOrderError,
+        "Of updates_per_step=2 calls ... end_of_step=True",
+    ),
+    "a guard without gradients": (lambda: _ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
+    **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
+    "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
+    **{f"a saved {value!r}": _load("scale= ... must be a positive", scale=value) for value in NOT_POSITIVE},
+    **{
+        f"a saved factor of {value!r}": _load("growth_factor= ... must be a positive finite", growth_factor=value)
+        for value in NOT_POSITIVE
+    },
+    "half a saved count": _load("growth_tracker=0.5", _growth_tracker=0.5),
+    "a report of a module": _report("Linear", LINEAR),
+    "a report of a sequence": _report("Sequential", torch.nn.Sequential(LINEAR)),
+    "a report of nothing": _report("NoneType", None),
+    "a report of parameters": _report("an iterable of Parameter", LINEAR.parameters()),
+    "a report of a dict": _report("an iterable of str", dict(LINEAR.named_parameters())),
+    "a report of short names": _report("an iterable of str", {"wb": LINEAR.weight}),
+    "a report turned round": _report("an iterable of tuple", [(LINEAR.weight, "weight")]),
+    "a number attached": _attach("aux_loss is float", ONES, 0.5),
+    "whole numbers attached": _attach("aux_loss is a torch.int64 tensor", ONES, ONES.long()),
+    "attached to whole numbers": _attach("x is a torch.int32 tensor", ONES.int(), ONES),
+    "attached to a tuple": _attach("x is tuple", (ONES,), ONES),
+}
+
+
+@pytest.mark.parametrize(("program", "error", "words"), ERRORS.values(), ids=ERRORS)
+def test_errors(program, error, words):
+    """Each says what was given, the rule and what to do; a policy's error has no other one behind it."""
+    with pytest.raises(error) as caught:
+        program()
+    assert _said(str(caught.value), words), str(caught.value)
+    assert error is not PolicyError or caught.value.__cause__ is caught.value.__context__ is None
+
+
+class _Old(torch.optim.SGD):
+    """An optimizer of torch's older contract."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        """Do nothing."""
+        grad_scaler.unscale_(self)
+
+
+def _stepped():
+    """Return an optimizer that has taken a step, and has gradients."""
+    optimizer = _sgd(momentum=0.9)
+    optimizer.step()
+    return optimizer
+
+
+def _after_a_step():
+    """Return a scaler that has scaled the loss of its first step only."""
+    scaler = _ready()
+    scaler.step(_sgd())
+    scaler.update()
+    return scaler
+
+
+def _taken(words, **entries):
+    words = f"of the saved state was ... and becomes {words}"
+    return lambda: GradScaler("cpu").load_state_dict({**TORCHS, **entries}), CheckpointWarning, words
+
+
+NO_CUDA = "CUDA is not available.  Disabling."
+NO_LOSS = "no loss was scaled since the last update() ... pass each loss through scaler.scale ... updates_per_step=2"
+NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
+WARNINGS = {
+    "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
+    "no CUDA, by name": (lambda: GradScaler("cuda", growth_interval=7), UserWarning, NO_CUDA),
+    "a large scale": (lambda: GradScaler("cpu", 1e38), UserWarning, "is beyond the range of ... and becomes 2**126"),
+    "a small scale": (lambda: GradScaler("cpu", 1e-44), UserWarning, "is beyond the range of ... and becomes 2**-126"),
+    "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
+    "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
+    "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
+    "a scaler for each step": (lambda: _ready().step(_stepped()), CheckpointWarning, NEW),
+    "an old optimizer": (lambda: _ready().step(_Old([ONES])), FutureWarning, "stop passing itself as a keyword"),
+    "a small saved scale": _taken("2**-126", scale=1e-40),
+    "a large saved scale": _taken("2**126", scale=1e300),
+    "a saved factor below 1": _taken("1", growth_factor=0.5),
+    "a saved factor above 1": _taken("1", backoff_factor=2.0),
+}
+
+
+@pytest.mark.parametrize(("program", "category", "words"), WARNINGS.values(), ids=WARNINGS)
+def test_warnings(program, category, words):
+    """Each comes once, and points to the line of the caller."""
+    if words is NO_CUDA and torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA; there the warning is not due")
+    with pytest.warns(category) as caught:
+        program()
+    (warning,) = caught
+    assert _said(str(warning.message), words), str(warning.message)
+    if TORCH >= (2, 7):  # earlier versions have a wrapper in between
+        assert warning.filename == __file__
+        assert warning.lineno in {line for *_, line in program.__code__.co_lines()}
