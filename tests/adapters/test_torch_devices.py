@@ -94,7 +94,7 @@ def test_a_norm_with_squares_that_overflow_is_a_spike(call):
 
 
 def _clip_shards(rank: int, device: str, kind: str, init_scale: float) -> tuple[Any, ...]:
-    """Take steps with half of a parameter; return the outcomes, norms, weights and counts of collectives.
+    """Take steps with half of a parameter; return the outcomes, norms, weights, and counts of collectives and reads.
 
     Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
     the device itself: "PyTorch is not linked with support for xpu devices".
@@ -107,20 +107,20 @@ def _clip_shards(rank: int, device: str, kind: str, init_scale: float) -> tuple[
     param = torch.nn.Parameter(shard(1.0))
     optimizer = OPTIMIZERS[kind]([param])
     scaler = GradScaler(device, init_scale=init_scale, growth_interval=2)
-    applied, norms, calls = [], [], []
+    applied, norms, calls, reads = [], [], set(), set()
     for size in (1.0, INF, 1e18, 2.0, float("nan"), 1.0):
         scaler.scale(torch.ones((), device=device))
         spoilt = size if math.isfinite(size) or rank == 1 else 1.0  # one rank's overflow skips on both
         param.grad = shard((1.0 + rank) * spoilt * scaler.get_scale())
+        before = Emulated.reads
         with CommDebugMode() as collectives:
             norm = scaler.unscale_and_clip_(optimizer, 1.0)
             scaler.step(optimizer)
-        norms.append(
-            norm.cpu().item() if math.isfinite(norm.cpu().item()) else math.nan
-        )  # of two passes it is infinite
-        calls.append(collectives.get_total_counts())
+        reads.add(Emulated.reads - before)
+        norms.append(norm.item() if norm.isfinite() else math.nan)  # of two passes it is infinite
+        calls.add(collectives.get_total_counts())
         applied.append(bool(scaler.update().applied))
-    return applied, norms, param.detach().to_local().cpu().flatten().tolist(), set(calls)
+    return applied, norms, param.detach().to_local().cpu().flatten().tolist(), calls, reads
 
 
 def _compare_shards(rank: int, world_size: int) -> None:
@@ -133,13 +133,14 @@ def _compare_shards(rank: int, world_size: int) -> None:
         with Emulated(device):
             found = _clip_shards(rank, device, kind, init_scale)
         assert (found[0], found[3]) == (expected[0], calls), (device, kind, found)
+        assert found[4] == {int(kind == "sgd")}  # a fused step waits for nothing
         for place in (1, 2):
             assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.skipif(TORCH == (2, 10), reason="a mesh of torch 2.10 needs the GPUs themselves")
 def test_sharded_clipping_is_that_of_the_host():
-    """Norms, outcomes and weights are those of the CPU: in one collective, and in two where float64 is missing."""
+    """In one collective, and in two where float64 is missing; the host reads once, and never for a fused optimizer."""
     _on_ranks(2, _compare_shards)
 
 
