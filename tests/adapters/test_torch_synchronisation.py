@@ -104,34 +104,6 @@ def test_a_changing_scale_does_not_recompile(fused):
     assert counts[-1] == counts[3], counts
 
 
-def _graph_breaks(make_scaler):
-    """Return how often a compiled training step, scaler and all, leaves its graph."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = make_scaler("cpu", init_scale=8.0, growth_interval=1)
-
-    @torch.compile(backend="eager")
-    def train(x):
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    for _ in range(3):
-        optimizer.zero_grad()
-        train(torch.ones(2, 4))
-    assert scaler.get_scale() == 64.0
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
-@pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
-@pytest.mark.filterwarnings("default:.*torch.jit.*:DeprecationWarning")  # of what Dynamo itself calls in an optimizer
-def test_a_compiled_step_breaks_its_graph_no_more_often_than_with_torchs_scaler():
-    """Its methods are not traced."""
-    assert _graph_breaks(GradScaler) <= _graph_breaks(torch.amp.GradScaler)
-
-
 def test_importing_leaves_the_compiler_alone():
     """It takes longer to import than this package, and a plain loop has no use for it."""
     code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
