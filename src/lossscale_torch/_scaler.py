@@ -532,10 +532,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _live(self) -> Any:
         """Return the policy's state where it is, with torch's two tensors first; on the host this may wait."""
-        state, scale = self._state, vars(self)["_scale"]
+        tracker, scale, state = self._growth_tracker, vars(self)["_scale"], self._state
         if isinstance(state, Placed):
             return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
-        if scale is None:
+        if tracker is None:  # torch makes it after the scale, and another thread may ask in between
             first: Any = self._init_scale, self._init_growth_tracker
         else:
             if not self._growth_tracker.is_cpu:
@@ -611,13 +611,13 @@ class GradScaler(torch.amp.GradScaler):
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
         guard = next((hook.first() for hook in self._hooks if isinstance(hook, Guard)), None)
-        scale, state = vars(self)["_scale"], self._state  # which another thread may replace
+        tracker, scale, state = self._growth_tracker, vars(self)["_scale"], self._state  # another thread may replace it
         if isinstance(state, Placed):
             state = _state.copies(self._live())
-        elif scale is None or None not in map(self._readings.known, (scale, self._growth_tracker)):
+        elif tracker is None or None not in map(self._readings.known, (scale, tracker)):
             state = self._live()
         else:
-            state = state._make((scale.clone(), self._growth_tracker.clone(), *state[2:]))
+            state = state._make((scale.clone(), tracker.clone(), *state[2:]))
         numbers = metrics(state, guard=guard)
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
 
