@@ -445,6 +445,8 @@ class GradScaler(torch.amp.GradScaler):
         return _state.advance_on_device(self.policy, self._state, self._live(), flags)
 
     def _advance_on_host(self, found: tuple[bool, bool, bool], stays: bool) -> StepInfo:
+        if not self._growth_tracker.is_cpu:
+            self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts
         before, scale = self._live(), vars(self)["_scale"]
         if stays:
             return _state.stay_on_host(before, *found)
@@ -538,9 +540,7 @@ class GradScaler(torch.amp.GradScaler):
         if tracker is None:  # torch makes it after the scale, and another thread may ask in between
             first: Any = self._init_scale, self._init_growth_tracker
         else:
-            if not self._growth_tracker.is_cpu:
-                self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts
-            first = self._readings.value(scale), self._growth_tracker.item()
+            first = self._readings.value(scale), tracker.item()
         if state[:2] == first:  # which is faster than to make the same scalars again
             return state
         return state._make((np.float32(first[0]), np.int32(first[1]), *state[2:]))
