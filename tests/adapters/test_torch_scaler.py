@@ -244,6 +244,19 @@ def test_a_disabled_scaler(copied):
 # -- other threads -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_reading_replaces_no_tensor(device):
+    """A thread that reads must not move what a step is about to write."""
+    with Emulated("mps"):
+        scaler = GradScaler(device)
+        scaler.place_on(device)
+        kept = scaler._scale, scaler._growth_tracker
+        for read in (scaler.get_scale, scaler.metrics, scaler.state_dict, scaler.diagnose):
+            read()
+        assert scaler._scale is kept[0]
+        assert scaler._growth_tracker is kept[1]
+
+
 @EITHER_KIND
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_another_thread_reads_while_steps_run(device, fused):
