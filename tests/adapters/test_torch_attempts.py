@@ -1,16 +1,24 @@
 """`GradScaler.attempts`: a step is taken again at the lower scale, as if the run had begun there."""
 
+import contextlib
+import math
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import FixedScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, PolicyError, RetriesExhaustedError
 from lossscale_torch import GradScaler
+from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.torch_versions import FSDP2
 
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
@@ -266,3 +274,61 @@ def test_a_finite_step_patches_nothing_and_warns_of_nothing():
         for _ in run.scaler.attempts(run.model):
             assert not {"scale", "step", "update"} & vars(run.scaler).keys()
             run.body(torch.ones(16, 8))
+
+
+def _on_a_rank(rank, world_size, kind, fused):
+    """From 2**30 each rank takes the tries of the others, and its bits are those of a run that began lower."""
+
+    def run(init_scale):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        if kind == "fsdp2":
+            fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+        model = DistributedDataParallel(model) if kind == "ddp" else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        group = dist.group.WORLD if kind == "group" else None
+        scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6, process_group=group)
+        for step in range(3):
+            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(world_size * step + rank))
+            batch *= 1.0 + 100.0 * (rank == step % world_size)  # one rank overflows at lower scales than the other
+            for attempt in scaler.attempts(model, retries=30):  # noqa: B007  # used after the loop
+                optimizer.zero_grad()
+                for part, is_last in zip(batch.chunk(2), (False, True), strict=True):
+                    with model.no_sync() if kind == "ddp" and not is_last else contextlib.nullcontext():
+                        with torch.autocast("cpu", torch.float16):
+                            loss = model(part).float().square().mean()
+                        scaler.scale(loss).backward()
+                scaler.unscale_and_clip_(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            assert attempt.info
+        scaler.check_sync()
+        return scaler, [*_local(model), *model.buffers()]
+
+    scaler, found = run(2.0**30)
+    assert scaler.metrics()["skipped_steps"] > 5
+    _, began = run(scaler.get_scale())
+    assert all(torch.equal(a, b) for a, b in zip(found, began, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "group", FSDP2])
+@FUSED
+def test_ranks_take_the_same_tries(kind, fused):
+    """With micro-batches under `no_sync`, different parameters on each rank, and sharded ones."""
+    _on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))
+
+
+def _bad_loss_on_one_rank(rank, world_size):
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
+        scaler.scale(model(torch.full((1, 8), math.nan if rank else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (attempt.number, bool(attempt.info)) == (0, False)
+
+
+def test_a_bad_loss_on_one_rank_ends_the_tries_of_all():
+    """The ranks of a group agree that no scale helps."""
+    _on_ranks(2, _bad_loss_on_one_rank)

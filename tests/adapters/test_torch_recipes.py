@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from transformers import TrainingArguments
 
 from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.pages import code_of, headings_with_code
 
@@ -209,6 +210,34 @@ def test_accelerate(fused):
     assert names["optimizer"].scaler is names["scaler"]
     assert names["accelerator"].optimizer_step_was_skipped is False
     assert names["scaler"].get_scale() == 2.0 ** (16 - len(OVERFLOWS))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_attempts_around_accelerate(fused):
+    """Its engine in the body, with both micro-batches of an accumulation; a body of one is refused."""
+    accelerator = in_float16(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    accelerator.scaler = scaler = GradScaler("cpu", init_scale=2.0**30, growth_interval=10**6)
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
+
+    def step(micro_batches):
+        for attempt in scaler.attempts(model, retries=30):  # noqa: B007  # used after the loop
+            for part in torch.ones(micro_batches, 8, 8):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(part).float().square().mean())
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return attempt
+
+    assert step(2).info
+    assert step(2).info
+    assert layers[1].num_batches_tracked.item() == 4
+    assert scaler.metrics()["skipped_steps"] > 5
+    with pytest.raises(CallOrderError, match="with Accelerate, all bodies of accumulate"):
+        step(1)
 
 
 class _Lightning(LightningModule):
