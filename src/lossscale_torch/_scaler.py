@@ -173,6 +173,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: From `backward` after an `update` that has changed the scale, or any while the state is on the
                 device; torch's own scaler raises after every update.
+            CallOrderError: A loss is what this scaler has returned.
             ValueError: `outputs` is neither a tensor nor an iterable.
         """
         if not self._enabled:
@@ -184,8 +185,12 @@ class GradScaler(torch.amp.GradScaler):
                 self._is_told = True  # later steps may follow a replay
             elif type(outputs) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
                 self._losses.append(outputs.detach())
+            if getattr(outputs, "_scaled_by", None) == id(self):
+                raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
-            return loss * moved(self._scale, loss.device)  # type: ignore[return-value]
+            scaled: Any = loss * moved(self._scale, loss.device)
+            scaled._scaled_by = id(self)
+            return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return cast(Outputs, tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs))
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):

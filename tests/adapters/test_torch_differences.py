@@ -255,6 +255,14 @@ def _not_scaled(make_scaler):
     return sum("no loss was scaled since the last update" in str(each.message) for each in caught)
 
 
+@difference(
+    "a loss that is scaled twice gets gradients that are too large", 2.0**20, "CallOrderError: this loss is scaled"
+)
+def _scaled_twice(make_scaler):
+    scaler = make_scaler("cpu", init_scale=1024.0)
+    return scaler.scale(scaler.scale(torch.ones(()))).item()
+
+
 def _outcome(program, make_scaler, expected):
     try:
         with warnings.catch_warnings():

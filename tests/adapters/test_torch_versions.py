@@ -44,7 +44,8 @@ ATTRIBUTES = {  # of the object that each function makes
     "_enabled": lambda: torch.amp.GradScaler("cpu"),
     "_step_supports_amp_scaling": lambda: torch.optim.SGD([torch.ones(())], fused=True),
 }
-WRITTEN = {"_torchdynamo_disable"}  # Dynamo reads it
+WRITTEN = {"_torchdynamo_disable", "_wrapped_by_lr_sched"}  # Dynamo and schedulers read them
+OWN = {"_lossscale_judge", "_scaled_by"}  # set on optimizers and on losses
 OTHERS = {"_C", "_Function", "_asdict", "_fields", "_make", "_replace"}  # a module, a type variable, of NamedTuples
 
 
@@ -89,6 +90,6 @@ def test_the_list_is_complete():
     """Every private name in the sources is one of ours, or is listed above."""
     used = {name for name in _private_names() if name.isidentifier() and not name.startswith("__")}
     paths = [path.rpartition(".")[2] for path in (*FUNCTIONS, *OF_DYNAMO, *OF_OLD_DYNAMO)]
-    listed = {*paths, *ATTRIBUTES, *WRITTEN, *OTHERS}
+    listed = {*paths, *ATTRIBUTES, *WRITTEN, *OWN, *OTHERS}
     assert {name for name in used if name.startswith("_")} <= listed
     assert listed <= used
