@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from lossscale_torch._gradients import buckets, moved
 
@@ -41,18 +42,25 @@ class Buffers:
             torch._foreach_copy_(copies, tensors)
 
     @torch.no_grad()
-    def put_back(self, unless: Any = False) -> None:
-        """Make the buffers what they were; `unless`, a bool or a bool tensor, leaves them as they are."""
+    def put_back(self) -> None:
+        """Make the buffers what they were, by their names, whatever is there now."""
+        for module, name, buffer, before in self._entries:
+            module._buffers[name] = buffer
+            buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+
+    @torch.no_grad()
+    def put_back_unless(self, is_applied: bool | Tensor) -> None:
+        """Make the statistics what they were, if the flag, a bool or a bool tensor, is false."""
         for module, name, buffer, before in self._entries:
             now = module._buffers.get(name)
             # A new tensor that is not saved, or of another shape, is a cache: what belongs to it stays, too.
             if now is None or (now is not buffer and not _is_same_statistic(module, name, now, buffer)):
                 continue
-            if isinstance(unless, Tensor):
-                now.data.copy_(torch.where(moved(unless, now.device), now, before))
-            elif not unless:
+            if isinstance(is_applied, Tensor):
+                now.data.copy_(torch.where(moved(is_applied, now.device), now, before))
+            elif not is_applied:
                 module._buffers[name] = buffer
-                buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+                buffer.data.copy_(before)
 
 
 def random_states() -> Callable[[], None]:
@@ -79,6 +87,8 @@ def _used_devices() -> Iterable[tuple[Any, int]]:
 
 
 def _can_be_written(buffer: Tensor) -> bool:
+    if is_lazy(buffer):
+        return False
     is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.layout is torch.strided and not (is_expanded or buffer.is_inference() or buffer.is_quantized)
 

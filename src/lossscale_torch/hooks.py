@@ -220,7 +220,7 @@ class Protect(Hook):
         saved, self._saved = self._saved, set()
         if info.applied is not True:
             for root in saved:
-                self._copies[root].put_back(unless=info.applied)
+                self._copies[root].put_back_unless(info.applied)
 
     def __reduce__(self) -> Any:
         if self._handles:

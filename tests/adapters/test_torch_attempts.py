@@ -159,16 +159,18 @@ def test_a_step_that_no_lower_scale_saves_is_not_taken_again(end):
 
 
 def test_buffers_come_back_by_name():
-    """A buffer that the forward pass assigns anew, too, in each further try."""
+    """Those that the forward pass assigns anew, too, of another shape, too."""
 
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(2, 1)
             self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("seen", torch.zeros(0))
 
         def forward(self, x):
             self.calls = self.calls + 1
+            self.seen = torch.cat([self.seen, x.detach().sum()[None]])
             return self.linear(x)
 
     model = Counting()
@@ -181,7 +183,22 @@ def test_buffers_come_back_by_name():
             model.linear.weight.grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
-    assert (attempt.number, model.calls.item()) == (5, 1.0)
+    assert (attempt.number, model.calls.item(), len(model.seen)) == (5, 1.0, 1)
+
+
+def test_a_lazy_module():
+    """Its buffers are made by the first try, and put back from the next step on."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
+    scaler = GradScaler("cpu")
+    for tries in (1, 3):
+        for attempt in scaler.attempts(model):
+            scaler.scale(model(torch.randn(4, 2)).sum()).backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if attempt.number < tries - 1:
+                model[0].weight.grad.fill_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+    assert model[1].num_batches_tracked.item() == 2
 
 
 @pytest.mark.parametrize("how", ["break", "raise", "continue"])
