@@ -18,6 +18,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Module, str, Tensor, Tensor]] = []
+        self._found: list[tuple[Module, str, Tensor]] = []
         self._keys: list[Any] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -28,15 +29,16 @@ class Buffers:
             (module, name, buffer)
             for module in root.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and _can_be_written(buffer)
+            if buffer is not None and not is_lazy(buffer)
         ]
         keys = [(id(module), name, id(buffer), buffer.shape) for module, name, buffer in found]
         if keys != self._keys:
             with torch.inference_mode(False):
-                self._entries = [(*each, each[2].detach().clone()) for each in found]
+                self._entries = [(*each, each[2].detach().clone()) for each in found if _can_be_written(each[2])]
             by_copy = {id(copy): buffer for _, _, buffer, copy in self._entries}
             groups = buckets(copy for *_, copy in self._entries)
             self._keys, self._groups = keys, [(group, [by_copy[id(copy)] for copy in group]) for group in groups]
+            self._found = found  # so that the ids stay theirs
             return
         for copies, tensors in self._groups:
             torch._foreach_copy_(copies, tensors)
@@ -87,8 +89,6 @@ def _used_devices() -> Iterable[tuple[Any, int]]:
 
 
 def _can_be_written(buffer: Tensor) -> bool:
-    if is_lazy(buffer):
-        return False
     is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.layout is torch.strided and not (is_expanded or buffer.is_inference() or buffer.is_quantized)
 
