@@ -13,8 +13,8 @@ import lossscale_jax
 import lossscale_keras
 import lossscale_tf
 import lossscale_torch
-from lossscale_core.testing.conformance import Adapter, Way
 from tests.conformance.core_backends import ALL_DTYPES, CORE, on_numpy
+from tests.conformance.suite import Adapter, Way
 from tests.jax_names import enable_x64
 
 

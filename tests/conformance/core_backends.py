@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 
 import lossscale_core
-from lossscale_core.testing.conformance import Adapter
+from tests.conformance.suite import Adapter
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lossscale_core.testing import conformance
+from tests.conformance import suite as conformance
 from tests.conformance.backends import BACKENDS
 from tests.core.own_policies import policy_of_the_docs
 from tests.core.test_tool_runs import POLICIES, RUNS

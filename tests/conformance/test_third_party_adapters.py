@@ -11,7 +11,7 @@ import lossscale_jax
 import lossscale_tf
 import lossscale_torch
 from lossscale_core import DynamicScaling
-from lossscale_core.testing import conformance
+from tests.conformance import suite as conformance
 from tests.conformance.backends import jax_adapter, tf_adapter, torch_adapter
 
 

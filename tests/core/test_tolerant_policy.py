@@ -10,7 +10,8 @@ import pytest
 from lossscale_core import as_policy, policy_to_dict, state_from_dict, state_to_dict
 from lossscale_core._policy import KINDS
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import conformance, simulate
+from lossscale_core.testing import simulate
+from tests.conformance import suite as conformance
 from tests.conformance.core_backends import CORE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tolerant_policy.py"

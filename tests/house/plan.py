@@ -35,7 +35,7 @@ PLAN = {
         _placement: _arrays _config _state
         _watch: _base _config _diagnosis _state _messages
         _report: _base _config _diagnosis _guard _settings _state errors _messages
-        testing: _base _checkpoint _config _guard _policy _settings _state _messages _tree (_strategies)
+        testing: _base _config _guard _messages _policy _state (_strategies)
         adapters: _checkpoint _files _guard _messages _mistakes _report _settings _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
             adapters errors testing
@@ -44,17 +44,6 @@ PLAN = {
         _simulation:
         loops:
         __init__: _simulation
-        conformance: _simulation
-    """,
-    "lossscale_core.testing.conformance": """
-        _adapter:
-        _scenarios:
-        _trial: _adapter
-        _finiteness: _trial
-        _scaling: _trial
-        _steps: _scenarios _trial
-        _checks: _adapter _finiteness _scaling _scenarios _steps _trial
-        __init__: _adapter _checks _scenarios
     """,
     "lossscale_torch": """
         _checkpoint:

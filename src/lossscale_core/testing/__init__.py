@@ -5,8 +5,7 @@ trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
 trace.loss_scale_after  # 65536, 65536, 131072, 65536
 ```
 
-Import separately `lossscale_core.testing.conformance`, which checks an adapter of your own, and
-`lossscale_core.testing.loops`, which has what a check of training loops needs.
+Import separately `lossscale_core.testing.loops`, which has what a check of training loops needs.
 """
 
 from lossscale_core.testing._simulation import (

@@ -3,9 +3,8 @@
 import random
 from typing import NamedTuple
 
-from lossscale_core._base import KINDS, ScalingPolicy
-from lossscale_core._policy import LIBRARY_KINDS, DynamicScaling
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, rules_of
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 
 
 class Scenario(NamedTuple):
@@ -24,17 +23,10 @@ def _flags(seed: int, share_finite: float, steps: int = 120) -> list[bool]:
 _DOWN_AND_UP = [False] * 145 + [True] * 255
 """Flags that lower a scale to the smallest of any policy, and then raise it to the largest."""
 
-_SMALL = {"init_scale": 1024.0, "growth_interval": 3}
-
-
-def _of_kind(kind: str) -> ScalingPolicy:
-    """Return a policy of this kind with a scale that soon grows, if it ever does."""
-    names = {field.name for field, _ in rules_of(KINDS[kind])}
-    return KINDS[kind](**{name: value for name, value in _SMALL.items() if name in names})
-
-
 SCENARIOS = {
-    **{kind: Scenario(_of_kind(kind), _flags(n, 0.7)) for n, kind in enumerate(LIBRARY_KINDS)},
+    "none": Scenario(NoScaling(), _flags(0, 0.7)),
+    "fixed": Scenario(FixedScaling(1024.0), _flags(1, 0.7)),
+    "dynamic": Scenario(DynamicScaling(init_scale=1024.0, growth_interval=3), _flags(2, 0.7)),
     "rare overflows": Scenario(DynamicScaling(growth_interval=3), _flags(3, 0.95)),
     "unbounded": Scenario(
         DynamicScaling(growth_interval=1, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE), _DOWN_AND_UP

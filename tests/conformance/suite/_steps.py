@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._checkpoint import state_from_dict, state_to_dict
-from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
-from lossscale_core.testing.conformance._scenarios import Scenario
-from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_structure
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_from_dict, state_to_dict
+from tests.conformance.suite._scenarios import Scenario
+from tests.conformance.suite._trial import LIFTED, Trial, require_structure
 
 _OLD = [1.5, -0.0, 0.375, 2.0**-20]
 _NEW = [np.nan, np.inf, -np.inf, 7.0]

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core import _tree as tree
-from lossscale_core.testing.conformance._adapter import Adapter, Way
+from lossscale_core.adapters import tree
+from tests.conformance.suite._adapter import Adapter, Way
 
 _WIDEST = {"b": np.bool_, "i": np.int32, "u": np.int32, "f": np.float64, "c": np.complex128}
 LIFTED = {"float16": "float32", "bfloat16": "float32", "int32": "float32"}

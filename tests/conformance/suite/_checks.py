@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lossscale_core.testing.conformance import _finiteness, _scaling, _steps
-from lossscale_core.testing.conformance._adapter import Adapter, Way
-from lossscale_core.testing.conformance._scenarios import SCENARIOS, Scenario
-from lossscale_core.testing.conformance._trial import Trial, require
+from tests.conformance.suite import _finiteness, _scaling, _steps
+from tests.conformance.suite._adapter import Adapter, Way
+from tests.conformance.suite._scenarios import SCENARIOS, Scenario
+from tests.conformance.suite._trial import Trial, require
 
 VERBS = {
     "init_state": ["policy"],

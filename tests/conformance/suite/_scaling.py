@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._policy import FixedScaling
-from lossscale_core.testing.conformance._trial import LIFTED, Trial, require_structure
+from lossscale_core import FixedScaling
+from tests.conformance.suite._trial import LIFTED, Trial, require_structure
 
 _SCALE = 2.0**16
 _OTHER_SCALES = (2.0**-20, 2.0**120)

@@ -13,9 +13,9 @@ def test_my_adapter(check):
 A check that fails raises an `AssertionError` that names the adapter, the way of running, the rule and the value.
 """
 
-from lossscale_core.testing.conformance._adapter import Adapter, Way, dtype_name
-from lossscale_core.testing.conformance._checks import Check, check, checks
-from lossscale_core.testing.conformance._scenarios import SCENARIOS, Scenario
+from tests.conformance.suite._adapter import Adapter, Way, dtype_name
+from tests.conformance.suite._checks import Check, check, checks
+from tests.conformance.suite._scenarios import SCENARIOS, Scenario
 
 __all__ = ["SCENARIOS", "Adapter", "Check", "Scenario", "Way", "check", "checks", "dtype_name"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core.testing._simulation import LARGEST_NUMBER
-from lossscale_core.testing.conformance._trial import Trial
+from lossscale_core.testing import LARGEST_NUMBER
+from tests.conformance.suite._trial import Trial
 
 # 67 is a prime number, so that a loop over vectors of any width has a remainder, which is easily left unchecked.
 _SHAPES = ((), (1,), (67,), (3, 5))
