@@ -21,7 +21,7 @@ from measuring import Row, interleaved, resnet50_shapes, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lossscale_core import SpikeGuard
-from lossscale_torch import GradScaler
+from lossscale_torch import GradScaler, guarded
 
 Step = Callable[[], object]
 
@@ -82,6 +82,12 @@ def clip_with_ours(scaler: Any, optimizer: Any, device: str) -> None:
 def clip_without_scaler(optimizer: Any, params: list[Any], device: str) -> None:
     """Clip and step without any scaling."""
     torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+    synchronize(device)
+
+
+def step_alone(optimizer: Any, device: str) -> None:
+    """Step an optimizer that checks and clips by itself."""
     optimizer.step()
     synchronize(device)
 
@@ -172,13 +178,39 @@ def launch_rows() -> list[Row]:
         param = torch.nn.Parameter(torch.ones(4))
         optimizer = torch.optim.SGD([param], lr=1e-6, fused=True)
         scaler: Any = make("cpu")
-        scaler.scale(param.sum()).backward()
-        with CallCounter():
-            scaler.step(optimizer)
-        with CallCounter() as calls:
-            scaler.update()
+        for _ in range(2):  # the first update puts the state on the device
+            scaler.scale(param.sum()).backward()
+            with CallCounter():
+                scaler.step(optimizer)
+            with CallCounter() as calls:
+                scaler.update()
         counts.append(calls.count)
-    return [Row("calls of torch in a recorded update after a fused optimizer", f"(torch: {counts[0]})", counts[1], 8)]
+    return [Row("calls of torch in a recorded update after a fused optimizer", f"(torch: {counts[0]})", counts[1], 10)]
+
+
+def attempts_rows(quick: bool, device: str) -> list[Row]:
+    """Time a finite step of about a millisecond within `attempts`, which copies buffers and random states."""
+    layers = [layer for _ in range(10) for layer in (torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))]
+    model = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = GradScaler(device, init_scale=2.0, growth_interval=2**30)
+    batch = torch.randn(64, 64, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        synchronize(device)
+
+    def step_in_attempts() -> None:
+        for _ in scaler.attempts(model):
+            step()
+
+    alone, tried = interleaved([step, step_in_attempts], 3 if quick else 201)
+    return [
+        Row(f"a finite step of {alone * 1e3:.1f} ms in attempts ({device})", "× the step alone", tried / alone, 1.15)
+    ]
 
 
 class CallCounter(TorchDispatchMode):
@@ -212,14 +244,16 @@ def training_rows(quick: bool, device: str) -> list[Row]:
         peer, ours = (
             scaler(device, init_scale=2.0, growth_interval=2**30) for scaler in (torch.amp.GradScaler, GradScaler)
         )
-        guarded = GradScaler(device, init_scale=2.0, growth_interval=2**30, guard=SpikeGuard())
+        watching = GradScaler(device, init_scale=2.0, growth_interval=2**30, guard=SpikeGuard())
+        alone = guarded(make(params), max_norm=1.0)
         steps: list[Step] = [
             functools.partial(step_with, peer, optimizer, device),
             functools.partial(step_with, ours, optimizer, device),
             functools.partial(clip_with_torch, peer, optimizer, params, device),
             functools.partial(clip_with_ours, ours, optimizer, device),
             functools.partial(clip_without_scaler, optimizer, params, device),
-            functools.partial(clip_with_ours, guarded, optimizer, device),
+            functools.partial(clip_with_ours, watching, optimizer, device),
+            functools.partial(step_alone, alone, device),
         ]
         times = interleaved(steps, 3 if quick else 41, before=functools.partial(restore, params))
         bound = ours_streams / torchs_streams
@@ -231,6 +265,12 @@ def training_rows(quick: bool, device: str) -> list[Row]:
             Row(f"clip + step, {bounded}", "× unscale_ + clip_grad_norm_ + step + update", times[3] / times[2], bar),
             Row(f"clip + step, {where}", "× clip_grad_norm_ + step, no scaler", times[3] / times[4], 1.0),
             Row(f"clip + step with a spike guard, {where}", "× the same without a guard", times[5] / times[3], 1.03),
+            Row(
+                f"guarded step, {where}",
+                "× clip_grad_norm_ + step",
+                times[6] / times[4],
+                1.0 if ours_streams == 6 else 1.05,
+            ),
         ]
     return rows
 
@@ -299,7 +339,7 @@ def restore(params: list[Any]) -> None:
 def measure(quick: bool) -> list[Row]:
     """Measure on the CPU, and on CUDA where there is a device."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    kinds = (own_cost_rows, training_rows)
+    kinds = (own_cost_rows, training_rows, attempts_rows)
     rows = [row for device in devices for rows_of in kinds for row in rows_of(quick, device)] + launch_rows()
     return rows + (device_rows(quick) if "cuda" in devices else [])
 
