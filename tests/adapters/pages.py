@@ -26,10 +26,17 @@ def headings_with_code(page: str) -> list[str]:
 
 def _blocks(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for block in re.finditer(r"^( *)```python\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+    for block in re.finditer(r"^( *)```(python|diff)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
         above = re.findall(r"^(?:#+ |=== \")(.+?)\"?(?: \{.*)?$", text[: block.start()], re.MULTILINE)
-        found.setdefault(above[-1], []).append(textwrap.dedent(block[2]))
+        code = textwrap.dedent(block[3])
+        found.setdefault(above[-1], []).append(after_diff(code) if block[2] == "diff" else code)
     return found
+
+
+def after_diff(diff: str) -> str:
+    """Return the code that a diff ends in."""
+    lines = [line for line in diff.splitlines(keepends=True) if not line.startswith("-")]
+    return "".join(line[1:] if line[0] in "+ " else line for line in lines)
 
 
 def split_loop(source: str, start: str | None = None) -> tuple[CodeType, CodeType]:

@@ -16,15 +16,17 @@ import lossscale
 import lossscale_jax
 import lossscale_tf
 import lossscale_torch
+from tests.adapters.pages import after_diff
 
 ROOT = Path(__file__).parents[2]
 
 
 def _block(path, word):
-    """Return the Python block of a page that holds a word."""
-    blocks = re.findall(r"^ *```python\n(.*?)^ *```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if word in block]
-    return textwrap.dedent(block)
+    """Return the Python block of a page that holds a word; of a diff, what it ends in."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```(python|diff)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    (found,) = [(kind, block) for kind, block in blocks if word in block]
+    return after_diff(found[1]) if found[0] == "diff" else textwrap.dedent(found[1])
 
 
 def test_the_readmes_pytorch_lines_train():
