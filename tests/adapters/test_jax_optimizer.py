@@ -379,7 +379,7 @@ def test_a_state_that_does_not_fit_is_refused():
         plain.update(GRADS, windowed.init(PARAMS), PARAMS)
     with pytest.raises(ScaleStateError, match="ScaleState is not a state of loss_scaled"):
         plain.update(GRADS, get_scale_state(plain.init(PARAMS)), PARAMS)
-    with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).loss_scale"):
+    with pytest.raises(TypeError, match=r"LossScaledState is not a scale state.* get_scale_state\(opt_state\)"):
         scale(jnp.ones(()), plain.init(PARAMS))
 
 
@@ -560,7 +560,7 @@ def test_a_rebuilt_optimizer_has_everything(rebuild):
 def test_an_optimizer_with_another_update_has_no_apply_gradients():
     """It cannot apply what it does not know, and says so."""
     replaced = loss_scaled(optax.adam(0.1), POLICY)._replace(update=optax.sgd(0.1).update)
-    with pytest.raises(AttributeError, match="update was replaced"):
+    with pytest.raises(AttributeError, match="no attribute 'apply_gradients'"):
         replaced.apply_gradients(GRADS, None, PARAMS)
 
 
@@ -633,17 +633,6 @@ def test_the_same_wrappers_may_stand_inside():
     for inner in (optax.apply_if_finite(optax.adam(0.1), 3), skipping.gradient_transformation()):
         _, opt_state = _run(loss_scaled(inner, POLICY), [BAD, BAD, GRADS])
         assert get_scale_state(opt_state).loss_scale == SCALE / 4
-
-
-def test_an_attribute_that_is_elsewhere():
-    """The message says where it is: in the scale state, in the wrapped optimizer's, or in neither by that name."""
-    opt_state = loss_scaled(optax.inject_hyperparams(optax.adam)(0.1), POLICY).init(PARAMS)
-    with pytest.raises(AttributeError, match=r"did you mean get_scale_state\(opt_state\).skipped_steps\?"):
-        opt_state.skipped_steps  # noqa: B018
-    with pytest.raises(AttributeError, match=r"did you mean opt_state.inner_state.hyperparams\?"):
-        opt_state.hyperparams  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no mu; what the wrapped optimizer keeps is in opt_state.inner_state"):
-        opt_state.mu  # noqa: B018
 
 
 def test_a_nan_of_the_optimizers_own_is_still_found():

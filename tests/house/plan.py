@@ -66,24 +66,13 @@ PLAN = {
         testing: _gradients _scaler _state hooks
     """,
     "lossscale_jax": """
-        _types:
-        _versions:
-        _axes: _types _versions
-        _leaves: _types
-        _arguments: _leaves _types
-        _decide: _axes _leaves _types
-        _finite: _axes _decide _leaves _types
-        _updates: _leaves _types
-        _verbs: _arguments _axes _finite _leaves _types
-        _report: _leaves _types _verbs
-        testing: _leaves _types
-        _stages: _axes _decide _finite _leaves _types _verbs
-        _accumulation: _decide _finite _leaves _stages _types _verbs
-        _autodiff: _arguments _axes _types _verbs
-        _state: _accumulation _types
-        _export: _accumulation _autodiff _state
-        _optimizer: _accumulation _arguments _axes _decide _leaves _stages _state _types _updates _verbs
-        __init__: _autodiff _decide _export _optimizer _report _state _verbs
+        _gradients:
+        _verbs: _gradients
+        _states: _gradients
+        testing: _gradients
+        _autodiff: _gradients _verbs
+        _optimizer: _gradients _states _verbs
+        __init__: _autodiff _optimizer _states _verbs
     """,
     "lossscale_tf": """
         _documented:

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from lossscale_core import DynamicScaling, ScaleState, state_to_dict, step_info
+from lossscale_core import DynamicScaling, ScaleState, ScalingPolicy, state_to_dict, step_info
 from lossscale_core.adapters import GradientReport
 from lossscale_jax import (
     LossScaledState,
     LossScaledTransformation,
-    ScaledGradients,
     all_finite,
     get_scale_state,
     init_state,
@@ -68,6 +67,7 @@ def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
     assert_type(optimizer, LossScaledTransformation)
     opt_state = optimizer.init(params)
     assert_type(opt_state, LossScaledState)
+    assert_type(optimizer.policy, ScalingPolicy)
     assert_type(opt_state.scale_state, ScaleState)
 
     grads = gradients(params, batch, opt_state)
@@ -100,10 +100,13 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
     state = init_state(POLICY)
     assert_type(state, ScaleState)
     out = value_and_grad(loss)(state, params, batch)
-    assert_type(out, ScaledGradients[jax.Array, None, Params])
+    assert_type(out.value, jax.Array)
+    assert_type(out.aux, None)
+    assert_type(out.grads, Params)
     assert_type(out.grads_finite, jax.Array)
     with_aux = value_and_grad(loss_and_count, has_aux=True)(state, params, batch)
-    assert_type(with_aux, ScaledGradients[jax.Array, int, Params])
+    assert_type(with_aux.aux, int)
+    assert_type(with_aux.grads, Params)
     positional = value_and_grad(loss_and_count, 0, True)(state, params, batch)
     assert_type(positional.aux, int)
     averaged = value_and_grad(loss, axis_name=("data", "model"))(state, params, batch=batch)

@@ -1,0 +1,40 @@
+"""Loss scaling for JAX: the five verbs over pytrees, a scaled `value_and_grad`, and a wrapper for any optimizer.
+
+All functions are pure, and work eagerly and under every transform. The state is a pytree of 0-d arrays.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
+    raise ModuleNotFoundError(
+        f'lossscale_jax needs jax and optax, and {error.name} is not installed; run: pip install "lossscale[jax]"',
+        name=error.name,
+    ) from error
+
+from lossscale_jax._autodiff import value_and_grad
+from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
+from lossscale_jax._states import LossScaledState, get_scale_state, load_scale_state
+from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale
+
+__all__ = [
+    "LossScaledState",
+    "LossScaledTransformation",
+    "all_finite",
+    "get_scale_state",
+    "init_state",
+    "load_scale_state",
+    "loss_scaled",
+    "overflow_report",
+    "scale",
+    "select",
+    "unscale",
+    "value_and_grad",
+]
+
+for _type in (LossScaledState, LossScaledTransformation):
+    # A pickle stores the module name of a class: the public one lets the private modules change.
+    _type.__module__ = __name__
+del _type

@@ -1,0 +1,201 @@
+"""Gradients in pytrees: which leaves they are, whether they are finite, their norm, and the axes they vary over."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+PyTree: TypeAlias = Any
+"""Nested containers of arrays; JAX has no static type for them."""
+
+Tree = TypeVar("Tree")
+"""A pytree that is returned with the same structure."""
+
+Skip = Literal["cond", "select"]
+"""The way to skip a compiled step: a conditional around it, or a choice between its results and the old values."""
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether `leaf` is an array or a Python number."""
+    return (hasattr(leaf, "dtype") and not isinstance(leaf, type)) or isinstance(leaf, bool | int | float | complex)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Return whether `leaf` holds floats, real or complex; raise `TypeError` if it is not an array."""
+    if not is_array(leaf):
+        raise TypeError(f"{leaf!r} is not an array; pass a pytree of arrays, such as jax.grad returns")
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def gradients_of(grads: PyTree) -> dict[Any, Array]:
+    """Return the leaves that hold floats by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return {path: jnp.asarray(leaf) for path, leaf in leaves if is_gradient(leaf) and jnp.size(leaf)}
+
+
+def map_gradients(function: Callable[[Array], Array], tree: Tree) -> Tree:
+    """Return a pytree with `function` applied to the leaves that hold floats."""
+    return jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
+
+
+def name_of(path: Any) -> str:
+    """Return a leaf's path as text for a message."""
+    return jax.tree_util.keystr(path) or "the leaf"
+
+
+def lift(array: Array) -> Array:
+    """Return `array` in float32, or in its own dtype if that is wider."""
+    is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and jnp.finfo(array.dtype).bits >= 32
+    return array if is_wide else array.astype(jnp.float32)
+
+
+def times(array: Array, factor: Array) -> Array:
+    """Return an array times a factor of shape `()`, in float32 or wider."""
+    wide = lift(array)
+    return wide * factor.astype(wide.dtype)
+
+
+def real_parts(array: Array) -> tuple[Array, ...]:
+    """Return a complex array's real and imaginary part, or a real array alone."""
+    return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
+
+
+# ---- finiteness and norm ---------------------------------------------------------------------------------------------
+
+
+def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool = False, skip: Skip = "cond") -> Array:
+    """Return whether every element is finite; with a factor, before and after the multiplication by it.
+
+    A finite sum of squares proves that all elements are finite, and costs one read at memory speed. Elements are tested
+    one by one if the sum is not finite, if the factor is above 1, for float16, eagerly, and always with "select".
+    """
+    leaves = list(gradients_of(grads).values())
+    wide = [leaf for leaf in leaves if leaf.dtype != jnp.float16]  # on a CPU the square of a float16 is slow
+    exact = functools.partial(_each_element_finite, leaves, factor, keep_dtypes)
+    if skip == "select" or not wide or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return exact()
+    proven = jnp.isfinite(_sum_of_squares(wide)) & (True if factor is None else factor <= 1.0)
+    proven &= _each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
+    return lax.cond(proven, lambda: proven, exact)
+
+
+def _each_element_finite(leaves: list[Array], factor: Array | None = None, keep_dtypes: bool = False) -> Array:
+    """Return whether every element is finite; test each one."""
+    # Not by the minimum and maximum, which may lose a NaN in XLA on a CPU.
+    flags = []
+    for leaf in leaves:
+        values = leaf if factor is None else times(leaf, factor)
+        flags.append(jnp.isfinite(values.astype(leaf.dtype) if keep_dtypes else values).all())
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
+    """Return the 2-norm of all gradients together, times `factor`; it is finite if and only if every element is.
+
+    The gradients are read once. If their sum of squares overflows, they are read again and divided by the largest
+    magnitude; `optax.global_norm` would return infinity. With "select" they are always read twice, for the same norm.
+    """
+    leaves = list(gradients_of(grads).values())
+    if not leaves:
+        return jnp.float32(0.0)
+    squares = _sum_of_squares(leaves)
+    factor = factor.astype(squares.dtype)
+
+    def exact() -> Array:
+        parts = [part for leaf in leaves for part in real_parts(lift(leaf))]
+        largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
+        unit = jnp.where((largest > 0.0) & jnp.isfinite(largest), largest, 1.0)
+        root = jnp.sqrt(_sum_of_squares([part / unit.astype(part.dtype) for part in parts]))
+        norm = jnp.minimum(unit * factor * root, jnp.finfo(squares.dtype).max)
+        return jnp.where(_each_element_finite(leaves, factor), norm, jnp.inf)  # `max` may lose a NaN
+
+    return choose(jnp.isfinite(squares) & (factor <= 1.0), lambda: jnp.sqrt(squares) * factor, exact, skip)
+
+
+def choose(flag: Array, yes: Callable[[], Array], no: Callable[[], Array], skip: Skip) -> Array:
+    """Return `yes()` if `flag`, else `no()`: by a conditional, or with "select", or eagerly, of both results."""
+    by_cond = skip == "cond" and isinstance(flag, jax.core.Tracer)
+    return lax.cond(flag, yes, no) if by_cond else jnp.where(flag, yes(), no())
+
+
+def _sum_of_squares(arrays: list[Array]) -> Array:
+    """Return the sum of the squared magnitudes of one or more arrays, real or complex, in float32 or wider."""
+    squares = [_squared(part) for array in arrays for part in real_parts(lift(array))]
+    widest = jnp.result_type(*squares) if len({square.dtype for square in squares}) == 1 else jnp.float64
+    return functools.reduce(jnp.add, [square.astype(widest) for square in squares])
+
+
+def _squared(array: Array) -> Array:
+    """Return the sum of an array's squares."""
+    if any(axis is not None for axis in jax.typeof(array).sharding.spec):
+        return jnp.sum(jnp.square(array))  # on a mesh of explicit axes a product would need a sharding for its result
+    # On a CPU, XLA computes a product over all axes at memory speed, without a reshape that would change the sharding.
+    # The precision is explicit, since a TPU would multiply in bfloat16 by default, and a GPU may in TensorFloat-32.
+    axes = tuple(range(array.ndim))
+    return lax.dot_general(array, array, ((axes, axes), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+# ---- axes of `shard_map`, `pmap` and `vmap` --------------------------------------------------------------------------
+
+
+def everywhere(flag: Array, axis_name: Hashable) -> Array:
+    """Return whether `flag` is true everywhere along `axis_name`, or `flag` itself where that is None."""
+    return flag if axis_name is None else lax.pmin(flag.astype(jnp.int32), axis_name) == 1
+
+
+def total_norm(norm: Array, axis_name: Hashable) -> Array:
+    """Return the 2-norm over all devices along `axis_name`, given the norm of each device; `norm` itself for None."""
+    if axis_name is None:
+        return norm
+    largest = lax.pmax(norm, axis_name)
+    share = norm / jnp.where((largest > 0.0) & jnp.isfinite(largest), largest, 1.0)  # so that no square overflows
+    return largest * jnp.sqrt(lax.psum(share * share, axis_name))
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Return the mesh axes over which arrays vary for `shard_map`; none without `check_vma`."""
+    axes: frozenset[str] = frozenset()
+    for array in arrays:
+        aval: Any = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+        manual = getattr(aval, "manual_axis_type", None)
+        axes |= frozenset((getattr(aval, "vma", None) if manual is None else manual.varying) or ())  # before 0.10: vma
+    return axes
+
+
+def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
+    """Return an array marked as varying over mesh axes, so that JAX does not reduce its gradient."""
+    missing = tuple(sorted(axes - varying_axes(leaf))) if axes else ()
+    if not missing:
+        return leaf
+    if not hasattr(lax, "pcast"):  # before 0.8.2
+        return lax.pvary(leaf, missing)  # type: ignore[attr-defined]
+    return lax.pcast(leaf, missing, to="varying")
+
+
+def manual_axes(axis_name: Hashable) -> frozenset[str]:
+    """Return those axes of the `shard_map` that is being traced that are among `axis_name`."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes).intersection(names)
+
+
+def require_reduced(decisive: PyTree, shared: PyTree, advice: str) -> None:
+    """Raise `ValueError` if devices of `shard_map` with the same `shared` may have different values in `decisive`.
+
+    `advice` says what to do; `{names}` in it is replaced by the axes.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    axes = sorted(varying_axes(*jax.tree.leaves(decisive)) - varying_axes(*jax.tree.leaves(shared)))
+    if axes:
+        raise ValueError(
+            f"the gradients differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "
+            f"devices would decide differently; {advice.format(names=repr(axes[0] if len(axes) == 1 else tuple(axes)))}"
+        )
