@@ -4,20 +4,16 @@ All functions are pure, and work eagerly and under every transform. The state is
 """
 
 try:
-    import jax as _jax  # noqa: F401
-    import optax as _optax  # noqa: F401
+    import optax as _optax  # noqa: F401  # which imports jax
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "optax"):
         raise
-    raise ModuleNotFoundError(
-        f'lossscale_jax needs jax and optax, and {error.name} is not installed; run: pip install "lossscale[jax]"',
-        name=error.name,
-    ) from error
+    needed = f"lossscale_jax needs jax and optax, and {error.name} is not installed"
+    raise ModuleNotFoundError(f'{needed}; run: pip install "lossscale[jax]"', name=error.name) from error
 
-from lossscale_jax._autodiff import value_and_grad
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._states import LossScaledState, get_scale_state, load_scale_state
-from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale
+from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 
 __all__ = [
     "LossScaledState",

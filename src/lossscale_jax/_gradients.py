@@ -1,4 +1,4 @@
-"""Gradients in pytrees: which leaves they are, whether they are finite, their norm, and the axes they vary over."""
+"""Gradients in pytrees: the leaves, their dtype, whether they are finite, their norm, and the axes they vary over."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -16,11 +16,6 @@ Tree = TypeVar("Tree")
 
 Skip = Literal["cond", "select"]
 """The way to skip a compiled step: a conditional around it, or a choice between its results and the old values."""
-
-LARGEST = float(jnp.finfo(jnp.float32).max)
-
-
-# ---- leaves ----------------------------------------------------------------------------------------------------------
 
 
 def is_array(leaf: Any) -> bool:
@@ -57,18 +52,25 @@ def lift(array: Array) -> Array:
     return array if is_wide else array.astype(jnp.float32)
 
 
+def lifted(tree: Tree) -> Tree:
+    """Return a pytree with its floats in float32 or wider, as unscaled gradients are."""
+    return map_gradients(lift, tree)
+
+
 def times(array: Array, factor: Array) -> Array:
     """Return an array times a factor of shape `()`, in float32 or wider."""
     wide = lift(array)
     return wide * factor.astype(wide.dtype)
 
 
+def multiply(grads: Tree, factor: Array) -> Tree:
+    """Return gradients times a factor of shape `()`, in float32 or wider."""
+    return map_gradients(lambda leaf: times(leaf, factor), grads)
+
+
 def real_parts(array: Array) -> tuple[Array, ...]:
     """Return a complex array's real and imaginary part, or a real array alone."""
     return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
-
-
-# ---- finiteness and norm ---------------------------------------------------------------------------------------------
 
 
 def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool = False, skip: Skip = "cond") -> Array:
@@ -85,16 +87,6 @@ def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool
     proven = jnp.isfinite(_sum_of_squares(wide)) & (True if factor is None else factor <= 1.0)
     proven &= _each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
     return lax.cond(proven, lambda: proven, exact)
-
-
-def _each_element_finite(leaves: list[Array], factor: Array | None = None, keep_dtypes: bool = False) -> Array:
-    """Return whether every element is finite; test each one."""
-    # Not by the minimum and maximum, which may lose a NaN in XLA on a CPU.
-    flags = []
-    for leaf in leaves:
-        values = leaf if factor is None else times(leaf, factor)
-        flags.append(jnp.isfinite(values.astype(leaf.dtype) if keep_dtypes else values).all())
-    return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 
 def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
@@ -126,10 +118,20 @@ def choose(flag: Array, yes: Callable[[], Array], no: Callable[[], Array], skip:
     return lax.cond(flag, yes, no) if by_cond else jnp.where(flag, yes(), no())
 
 
+def _each_element_finite(leaves: list[Array], factor: Array | None = None, keep_dtypes: bool = False) -> Array:
+    """Return whether every element is finite; test each one."""
+    # Not by the minimum and maximum, which may lose a NaN in XLA on a CPU.
+    flags = []
+    for leaf in leaves:
+        values = leaf if factor is None else times(leaf, factor)
+        flags.append(jnp.isfinite(values.astype(leaf.dtype) if keep_dtypes else values).all())
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
 def _sum_of_squares(arrays: list[Array]) -> Array:
     """Return the sum of the squared magnitudes of one or more arrays, real or complex, in float32 or wider."""
     squares = [_squared(part) for array in arrays for part in real_parts(lift(array))]
-    widest = jnp.result_type(*squares) if len({square.dtype for square in squares}) == 1 else jnp.float64
+    widest = jnp.float64 if any(square.dtype == jnp.float64 for square in squares) else jnp.float32
     return functools.reduce(jnp.add, [square.astype(widest) for square in squares])
 
 
@@ -143,10 +145,10 @@ def _squared(array: Array) -> Array:
     return lax.dot_general(array, array, ((axes, axes), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-# ---- axes of `shard_map`, `pmap` and `vmap` --------------------------------------------------------------------------
+# ---- named axes of `shard_map`, `pmap` and `vmap` --------------------------------------------------------------------
 
 
-def everywhere(flag: Array, axis_name: Hashable) -> Array:
+def all_true(flag: Array, axis_name: Hashable) -> Array:
     """Return whether `flag` is true everywhere along `axis_name`, or `flag` itself where that is None."""
     return flag if axis_name is None else lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
@@ -160,19 +162,19 @@ def total_norm(norm: Array, axis_name: Hashable) -> Array:
     return largest * jnp.sqrt(lax.psum(share * share, axis_name))
 
 
-def varying_axes(*arrays: Any) -> frozenset[str]:
-    """Return the mesh axes over which arrays vary for `shard_map`; none without `check_vma`."""
+def varying(*leaves: Any) -> frozenset[str]:
+    """Return the mesh axes over which arrays vary for `shard_map`; none outside of it, or without `check_vma`."""
     axes: frozenset[str] = frozenset()
-    for array in arrays:
-        aval: Any = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    for leaf in leaves if jax.sharding.get_abstract_mesh().manual_axes else ():
+        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         manual = getattr(aval, "manual_axis_type", None)
         axes |= frozenset((getattr(aval, "vma", None) if manual is None else manual.varying) or ())  # before 0.10: vma
     return axes
 
 
-def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
+def vary(leaf: Any, axes: frozenset[str]) -> Any:
     """Return an array marked as varying over mesh axes, so that JAX does not reduce its gradient."""
-    missing = tuple(sorted(axes - varying_axes(leaf))) if axes else ()
+    missing = tuple(sorted(axes - varying(leaf))) if axes else ()
     if not missing:
         return leaf
     if not hasattr(lax, "pcast"):  # before 0.8.2
@@ -180,22 +182,20 @@ def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(leaf, missing, to="varying")
 
 
-def manual_axes(axis_name: Hashable) -> frozenset[str]:
-    """Return those axes of the `shard_map` that is being traced that are among `axis_name`."""
+def vary_over(tree: Any, axis_name: Hashable) -> Any:
+    """Return a pytree marked as varying over `axis_name`, as far as this is of the `shard_map` that is being traced."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes).intersection(names)
+    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes).intersection(names)
+    return jax.tree.map(lambda leaf: vary(leaf, axes), tree)
 
 
-def require_reduced(decisive: PyTree, shared: PyTree, advice: str) -> None:
-    """Raise `ValueError` if devices of `shard_map` with the same `shared` may have different values in `decisive`.
-
-    `advice` says what to do; `{names}` in it is replaced by the axes.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return
-    axes = sorted(varying_axes(*jax.tree.leaves(decisive)) - varying_axes(*jax.tree.leaves(shared)))
+def require_reduced(decisive: Any, shared: Any) -> None:
+    """Raise `ValueError` if devices of `shard_map` with the same `shared` may have different values in `decisive`."""
+    axes = sorted(varying(*jax.tree.leaves(decisive)) - varying(*jax.tree.leaves(shared)))
     if axes:
+        names = repr(axes[0] if len(axes) == 1 else tuple(axes))
+        hint = f"reduce them first, as with jax.lax.pmean, or pass axis_name={names}, with every axis to combine"
         raise ValueError(
-            f"the gradients differ along mesh axis {', '.join(map(repr, axes))} while the loss scale is shared, so "
-            f"devices would decide differently; {advice.format(names=repr(axes[0] if len(axes) == 1 else tuple(axes)))}"
+            f"the gradients differ along mesh axis {names} while the loss scale is shared, so devices would decide "
+            f"differently; {hint}"
         )

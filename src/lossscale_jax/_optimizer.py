@@ -1,48 +1,22 @@
 """`loss_scaled`: a wrapper for any optax optimizer that applies or skips each step as a whole."""
 
-import inspect
+import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, explain_arguments
 from lossscale_core.errors import PolicyError, ScaleStateError
-from lossscale_jax._gradients import (
-    LARGEST,
-    PyTree,
-    Skip,
-    Tree,
-    choose,
-    each_finite,
-    everywhere,
-    global_norm,
-    is_array,
-    lift,
-    map_gradients,
-    name_of,
-    require_reduced,
-    times,
-    total_norm,
-    vary_over,
-    varying_axes,
-)
-from lossscale_jax._states import LossScaledState, Window, place_with, scale_states_of
+from lossscale_jax import _gradients
+from lossscale_jax._gradients import PyTree, Skip, Tree, each_finite, lifted, map_gradients, multiply
+from lossscale_jax._states import LossScaledState, Window, place_with, require_gradients_of, scale_states_of
 from lossscale_jax._verbs import init_state, select
-
-_REDUCE = "reduce them first, as with jax.lax.pmean"
-_ADVICE = (
-    f"{_REDUCE}; or, where the wrapped optimizer reduces them or each device owns a part of the parameters, pass "
-    "axis_name={names}"
-)
-
-
-class _Init(Protocol):
-    def __call__(self, params: PyTree) -> LossScaledState: ...
 
 
 class _Update(Protocol):
@@ -57,7 +31,7 @@ class _Update(Protocol):
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that takes the gradients of a scaled loss; `loss_scaled` returns it."""
 
-    init: _Init
+    init: Callable[[PyTree], LossScaledState]
     """`init(params)` returns the optimizer state before the first step."""
     update: _Update
     """`update(grads, state, params, **extra_args)` returns the updates and the state after the step.
@@ -151,71 +125,77 @@ def loss_scaled(
         PolicyError: The settings make no sense, or `policy` is not a policy.
     """
     if isinstance(inner, type) or not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"inner={inner!r} must be an optimizer with init and update; pass one that is made, such as "
-            "optax.adamw(1e-3), and the policy after it"
-        )
+        hint = "pass one that is made, such as optax.adamw(1e-3), and the policy after it"
+        raise TypeError(f"inner={inner!r} must be an optimizer with init and update; {hint}")
     if not (isinstance(accumulation_steps, int) and accumulation_steps >= 1):
         raise PolicyError(f"accumulation_steps={accumulation_steps!r} must be an integer of at least 1")
     accumulates = accumulation_steps > 1
     if axis_name is not None and (max_norm is not None or accumulates):
-        raise PolicyError(
-            "max_norm and accumulation_steps are for gradients that are reduced already, and axis_name for those "
-            "that are not; reduce the gradients over the axis first and leave axis_name out"
-        )
-    if drop not in ("window", "micro_batch"):
-        raise PolicyError(f"drop={drop!r} must be 'window' or 'micro_batch'")
-    if not isinstance(keep_dtypes, bool):
-        raise PolicyError(f"keep_dtypes={keep_dtypes!r} must be True or False")
-    if skip not in ("cond", "select"):
-        raise PolicyError(f"skip={skip!r} must be 'cond' or 'select'; leave it out for 'cond'")
+        hint = "reduce the gradients over the axis first and leave axis_name out"
+        raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
+    choices = {"drop": ("window", "micro_batch"), "skip": ("cond", "select"), "keep_dtypes": (True, False)}
+    for name, value in (("drop", drop), ("skip", skip), ("keep_dtypes", keep_dtypes)):
+        if value not in choices[name]:
+            raise PolicyError("{}={!r} must be {!r} or {!r}".format(name, value, *choices[name]))
     check_guard(guard)
     policy = as_policy(policy)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
     needs_norm = guard is not None or max_norm is not None
-    advice = _REDUCE if max_norm is not None or accumulates else _ADVICE
-    # `optax.with_extra_args_support` would withhold them from `optax.MultiSteps(...).gradient_transformation()`.
-    known = inspect.signature(inner.update).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    inner_update = optax.with_extra_args_support(inner).update
 
     def widened(tree: PyTree) -> PyTree:
         """Return parameters in the dtypes of the gradients that the inner optimizer receives."""
-        return tree if keep_dtypes else map_gradients(lift, tree)
+        return tree if keep_dtypes else lifted(tree)
 
     def init(params: PyTree) -> LossScaledState:
         inner_state = inner.init(widened(params))
         if scale_states_of(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        zeros = optax.tree.zeros_like(map_gradients(lift, params)) if accumulates else None
+        if keep_dtypes and jnp.float16 in jax.tree.leaves(jax.tree.map(jnp.result_type, params)):
+            with contextlib.suppress(TypeError, NameError):  # if it needs extra arguments or an axis, as in a step
+                finite = each_finite(inner.update(optax.tree.zeros_like(params), inner_state, params)[0])
+                if not isinstance(finite, jax.core.Tracer) and not finite:
+                    hint = "as with eps=1e-8, which is 0 in float16; pass eps=1e-4 to it, or leave keep_dtypes out"
+                    raise PolicyError(f"keep_dtypes=True, and inner makes NaN of a float16 gradient of zero, {hint}")
+        zeros = optax.tree.zeros_like(lifted(params)) if accumulates else None
         window = Window(zeros, jnp.int32(0), jnp.int32(0), jnp.asarray(False)) if accumulates else None
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
-    def take(
-        grads: PyTree,
-        state: Any,
-        params: PyTree,
-        extra_args: dict[str, Any],
-        result_of: Any,
-        unchanged: Any,
-    ) -> tuple[Any, Array, LossScaledState]:
-        """Return `result_of(updates)`, or `unchanged(grads)` if the step is skipped; whether it is; and the state."""
-        _require_fitting(state, accumulation_steps, guard)
-        scale_state, inner_state, window, guard_state = state
-        _require_alike(grads, window.total if params is None and accumulates else params)
+    def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, unchanged: Any) -> Any:
+        """Return `result_of(updates)` if the step is applied, else `unchanged(grads)`; whether it is; and the state."""
+        if not isinstance(state, LossScaledState):
+            hint = "pass what its init returned, after the gradients; an inner state alone is continued by"
+            example = "optimizer.init(params)._replace(inner_state=...)"
+            raise ScaleStateError(f"{type(state).__name__} is not a state of loss_scaled; {hint} {example}")
+        scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
+        if (window is None, guard_state is None) != (not accumulates, guard is None):
+            was = ["without" if part is None else "with" for part in (window, guard_state)]
+            raise PolicyError(
+                f"accumulation_steps={accumulation_steps} and guard={guard!r} do not fit a state made {was[0]} "
+                f"accumulation and {was[1]} a guard; make the optimizer as it was saved, or take what is missing from "
+                "a new one: opt_state._replace(guard_state=optimizer.init(params).guard_state)"
+            )
+        if isinstance(inner_state, list | dict) and params is not None:
+            made: Any = jax.tree.structure(jax.eval_shape(inner.init, widened(params)))
+            if made != jax.tree.structure(inner_state):
+                hint = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
+                raise ScaleStateError(f"inner_state is a {type(inner_state).__name__}, not as init made it; {hint}")
+        if params is not None or accumulates:
+            require_gradients_of(window.total if params is None else params, grads)
         source, factor, counts = grads, 1.0 / scale_state.loss_scale, jnp.asarray(True)
 
         # Check each element, or compute the norm, which is finite if each element is.
-        norm: Any = global_norm(grads, factor, skip=skip) if needs_norm and not accumulates else None
+        norm: Any = _gradients.global_norm(grads, factor, skip=skip) if needs_norm and not accumulates else None
         finite = jnp.asarray(True) if norm is None else jnp.isfinite(norm)
         if norm is None or keep_dtypes:  # a value that is finite in float32 may be infinite in the gradient's dtype
             finite &= each_finite(grads, factor, keep_dtypes=keep_dtypes, skip=skip)
-        finite = applies = everywhere(finite, axis_name)
-        require_reduced(finite, scale_state, advice)
+        finite = applies = _gradients.all_true(finite, axis_name)
+        _gradients.require_reduced(finite, scale_state)
 
         if accumulates:
             # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
-            share = map_gradients(lambda leaf: times(times(leaf, factor), jnp.float32(1.0 / accumulation_steps)), grads)
+            share = multiply(multiply(grads, factor), jnp.float32(1.0 / accumulation_steps))
             total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
             total, seen = select(finite, total, window.total), window.seen + 1
             good = window.finite + finite.astype(jnp.int32)
@@ -226,12 +206,12 @@ def loss_scaled(
             window = Window(total, seen, good, applies)
             window = select(is_full, optax.tree.zeros_like(window), window)._replace(stepped=applies)
             if needs_norm:
-                norm_of_mean = lambda: global_norm(total, factor, skip=skip).astype(jnp.float32)  # noqa: E731
-                norm = choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), skip)
+                norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=skip).astype(jnp.float32)  # noqa: E731
+                norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), skip)
 
         if guard is not None:
             # The norm over all devices may overflow although each norm is finite, and infinity would not be a spike.
-            norm_everywhere = jnp.minimum(total_norm(norm, axis_name), LARGEST)
+            norm_everywhere = jnp.minimum(_gradients.total_norm(norm, axis_name), float(jnp.finfo(jnp.float32).max))
             checked_norm = jnp.where(applies, norm_everywhere, jnp.inf).astype(jnp.float32)  # infinity changes no state
             accepted, guard_state = guard.check(guard_state, checked_norm, xp=jnp)
             counts &= accepted | ~applies | ~finite  # a spike says nothing of the scale; an overflow in its call does
@@ -239,22 +219,29 @@ def loss_scaled(
             window = None if window is None else window._replace(stepped=applies)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            unscaled = map_gradients(lambda leaf: times(leaf, factor), source)
-            if max_norm is not None and max_norm <= LARGEST:  # a larger one clips nothing, and is infinite in float32
-                shrink = max_norm / jnp.maximum(norm, max(max_norm, float(jnp.finfo(jnp.float32).tiny)))
-                unscaled = map_gradients(lambda leaf: times(leaf, shrink), unscaled)
+            unscaled = multiply(source, factor)
+            if max_norm is not None:
+                shrink = max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)  # 0 / 0 would be NaN
+                unscaled = multiply(unscaled, jnp.minimum(shrink, 1.0))
             unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
-            taken = extra_args if takes_all else {name: extra_args[name] for name in extra_args if name in known}
-            updates, inner_state = inner.update(unscaled, inner_state, widened(params), **taken)
+            updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)
             return result_of(updates), inner_state
 
-        result, inner_state = _take_or_skip(applies, step, unchanged, source, inner_state, skip)
+        def skipped(applied: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
+            return jax.tree.map(_fitting, unchanged(source), applied[0]), jax.tree.map(_cast, inner_state, applied[1])
+
+        if skip == "cond" and isinstance(applies, jax.core.Tracer):
+            step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
+            skipped = functools.partial(skipped, jax.eval_shape(step, source, inner_state))
+            result, inner_state = lax.cond(applies, step, skipped, source, inner_state)
+        else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
+            harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
+            applied = step(harmless, inner_state)
+            result, inner_state = select(applies, applied, skipped(applied, source, inner_state))
         scale_state = select(counts, policy.update(scale_state, finite, xp=jnp), scale_state)
         return result, applies, LossScaledState(scale_state, inner_state, window, guard_state)
 
-    def update(
-        updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[Tree, LossScaledState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip
         # returns gradients, the updates take their memory, and the select drops them; XLA fuses it into the addition.
         kept = lambda source: updates if accumulates else source  # noqa: E731
@@ -263,14 +250,9 @@ def loss_scaled(
         nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
         return select(applies, result, jax.tree.map(nothing, result)), state
 
-    def apply_gradients(
-        grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
-    ) -> tuple[Tree, LossScaledState]:
-        def added(updates: PyTree) -> PyTree:
-            # `apply_updates` promotes half-precision parameters implicitly, which JAX's strict promotion refuses.
-            wide = map_gradients(lift, params)
-            return optax.tree.cast_like(optax.apply_updates(wide, optax.tree.cast_like(updates, wide)), params)
-
+    def apply_gradients(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+        # In float32, since `apply_updates` promotes half-precision parameters, which JAX's strict promotion refuses.
+        added = lambda updates: optax.tree.cast_like(optax.apply_updates(lifted(params), updates), params)  # noqa: E731
         result, _, state = take(grads, state, params, extra_args, added, lambda source: params)
         return result, state
 
@@ -278,83 +260,13 @@ def loss_scaled(
     return LossScaledTransformation(init, update)
 
 
-def _require_fitting(state: Any, accumulation_steps: int, guard: SpikeGuard | None) -> None:
-    """Raise an error if `state` was not made by `init`, or was made with other settings."""
-    if not isinstance(state, LossScaledState):
-        raise ScaleStateError(
-            f"{type(state).__name__} is not a state of loss_scaled; pass what its init returned, after the "
-            "gradients. To continue from a checkpoint of the wrapped optimizer alone, pass "
-            "optimizer.init(params)._replace(inner_state=...)"
-        )
-    if (state.window is None) != (accumulation_steps == 1):
-        raise PolicyError(
-            f"accumulation_steps={accumulation_steps} does not fit a state made "
-            f"{'without' if state.window is None else 'with'} accumulation; make the optimizer as it was saved"
-        )
-    if (state.guard_state is None) != (guard is None):
-        raise PolicyError(
-            f"guard={guard!r} does not fit a state made {'without' if guard else 'with'} a guard; make the optimizer "
-            "as it was saved, or pass opt_state._replace(guard_state=optimizer.init(params).guard_state)"
-        )
-
-
-def _require_alike(grads: PyTree, params: PyTree) -> None:
-    """Raise `ValueError` for the first leaf in which gradients differ from parameters."""
-    if params is None:
-        return
-    is_left_out = lambda node: not jax.tree.leaves(node)  # noqa: E731  # such as None for what is not trained
-    own, given = (
-        dict[Any, Any](jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_left_out)) for tree in (params, grads)
-    )
-    difference = "the gradients hold no array" if jax.tree.leaves(params) and not jax.tree.leaves(grads) else None
-    for path in {**own, **given} if difference is None else ():
-        name = name_of(path)
-        param: Any = own.get(path)
-        grad: Any = given.get(path)
-        if path not in own:
-            difference = f"the gradients have {name}, which the parameters lack"
-        elif path not in given and is_array(param):
-            if not any(is_left_out(given.get(path[:n], 0)) for n in range(len(path))):
-                difference = f"the gradients lack {name}, which the parameters have"
-        # A wrapped optimizer may take a gradient for each of n samples.
-        elif is_array(param) and is_array(grad) and jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):
-            shapes = f"shape {jnp.shape(grad)}, and the parameter has shape {jnp.shape(param)}"
-            difference = f"{name} of the gradients has {shapes}"
-        if difference:
-            break
-    if difference:
-        raise ValueError(f"{difference}; pass what jax.grad returns for these parameters")
-
-
-def _take_or_skip(
-    applies: Array,
-    step: Callable[..., Any],
-    unchanged: Callable[[PyTree], PyTree],
-    source: PyTree,
-    inner_state: PyTree,
-    skip: Skip,
-) -> Any:
-    """Return `step(source, inner_state)` if `applies`, else `unchanged(source), inner_state` in the same dtypes."""
-    step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
-    shapes, inner_shapes = jax.eval_shape(step, source, inner_state)
-
-    def skipped(source: PyTree, inner_state: PyTree) -> Any:
-        return jax.tree.map(_fitting, unchanged(source), shapes), jax.tree.map(_cast, inner_state, inner_shapes)
-
-    if skip == "cond" and isinstance(applies, jax.core.Tracer):
-        return lax.cond(applies, step, skipped, source, inner_state)
-    # Zeros for an optimizer with a line search, a host callback or checks, which would otherwise act on NaN.
-    harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
-    return select(applies, step(harmless, inner_state), skipped(source, inner_state))
-
-
 def _fitting(leaf: Any, like: Any) -> Any:
     """Return `leaf` in the dtype and with the varying axes of `like`; zeros for an optimizer that reduces gradients."""
-    if jnp.shape(leaf) != like.shape or varying_axes(leaf) - varying_axes(like):
-        leaf = jnp.zeros(like.shape, like.dtype)
-    return _cast(leaf, like)
+    fits = jnp.shape(leaf) == jnp.shape(like) and not _gradients.varying(leaf) - _gradients.varying(like)
+    return _cast(leaf if fits else jnp.zeros(jnp.shape(like), jnp.result_type(like)), like)
 
 
 def _cast(leaf: Any, like: Any) -> Any:
-    leaf = leaf if jnp.result_type(leaf) == like.dtype else leaf.astype(like.dtype)
-    return vary_over(leaf, varying_axes(like))
+    """Return `leaf` in the dtype and with the varying axes of `like`."""
+    leaf = leaf if jnp.result_type(leaf) == jnp.result_type(like) else leaf.astype(jnp.result_type(like))
+    return _gradients.vary(leaf, _gradients.varying(like))

@@ -1,6 +1,6 @@
 """The optimizer state of `loss_scaled`, and the search for it in a larger state."""
 
-import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.export import register_namedtuple_serialization
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lossscale_core import BaseScaling, GuardState, PolicyLike, ScaleState, state_from_dict
+from lossscale_core import GuardState, PolicyLike, ScaleState, state_from_dict
 from lossscale_core.adapters import guard_state_from_dict
 from lossscale_core.errors import ScaleStateError
-from lossscale_jax._gradients import PyTree, Tree
+from lossscale_jax._gradients import PyTree, Tree, is_array, is_gradient, name_of
 
 
 class Window(NamedTuple):
@@ -43,12 +42,10 @@ class LossScaledState(NamedTuple):
     """The state of the spike guard; None without a guard."""
 
 
-# `jax.export` writes these types under names of ours, so that a serialized step can take and return states.
-_POLICIES = [each for each in BaseScaling.__subclasses__() if each.__module__ == BaseScaling.__module__]
-_TYPES: set[Any] = {GuardState, LossScaledState, Window, *(policy.state_type for policy in _POLICIES)}
-for _type in _TYPES:
-    with contextlib.suppress(ValueError):  # JAX refuses a second registration, and the module may be imported twice
-        register_namedtuple_serialization(_type, serialized_name=f"lossscale.{_type.__name__}")
+_HARMFUL: dict[Any, str] = {
+    optax.ApplyIfFiniteState: "optax.apply_if_finite wraps loss_scaled and drops",
+    optax.MultiStepsState: "optax.MultiSteps wraps loss_scaled and drops, or keeps in its sum for good,",
+}
 
 
 def get_scale_state(opt_state: PyTree) -> ScaleState:
@@ -64,22 +61,18 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
         ScaleStateError: `opt_state` holds no scale state, or several (the message lists their paths); or an optax
             wrapper around `loss_scaled` drops overflows before they can lower the loss scale, or keeps them.
     """
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_own(node) or _harm(node) is not None):
-        if (harm := _harm(node)) and scale_states_of(node):
-            raise ScaleStateError(harm)
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, (LossScaledState, *_HARMFUL))):
+        if isinstance(node, tuple(_HARMFUL)) and scale_states_of(node):
+            hint = "leave it out, since loss_scaled does the same, or wrap it: loss_scaled(optax.chain(...), policy)"
+            raise ScaleStateError(f"{_HARMFUL[type(node)]} overflows before they can lower the loss scale; {hint}")
     found = scale_states_of(opt_state)
     if len(found) == 1:
         (state,) = found.values()
         leaves = jax.tree.leaves(state)  # plain arrays, even if flax nnx holds them in mutable variables
         return type(state)(*leaves) if len(leaves) == len(state) else state
-    if found:
-        raise ScaleStateError(
-            f"the optimizer state holds {len(found)} scale states, at {', '.join(found)}; pass the part that you mean"
-        )
-    raise ScaleStateError(
-        f"the optimizer state ({type(opt_state).__name__}) holds no scale state; pass what the init of loss_scaled "
-        "returned: wrap the optimizer in loss_scaled, or merge what was split"
-    )
+    held = f"{len(found)} scale states, at {', '.join(found)}" if found else "no scale state"
+    hint = "pass the part that you mean" if found else "wrap the optimizer in loss_scaled, or merge what was split"
+    raise ScaleStateError(f"the optimizer state ({type(opt_state).__name__}) holds {held}; {hint}")
 
 
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
@@ -113,15 +106,12 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
         """Return host scalars as arrays in the structure of `old`, on the devices of its arrays."""
         leaves, structure = jax.tree.flatten(old)
         if len(leaves) != len(values):
-            raise ScaleStateError(
-                f"the optimizer state holds {len(leaves)} numbers of a scale state, and {policy!r} keeps "
-                f"{len(values)}; pass the policy that loss_scaled was given"
-            )
+            kept = f"holds {len(leaves)} numbers of a scale state, and {policy!r} keeps {len(values)}"
+            raise ScaleStateError(f"the optimizer state {kept}; pass the policy that loss_scaled was given")
         places = [leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves]
         return jax.tree.unflatten(structure, [jnp.asarray(v, device=d) for v, d in zip(values, places, strict=True)])
 
-    loaded: Tree = jax.tree.map(restored, opt_state, is_leaf=_is_own)
-    return loaded
+    return jax.tree.map(restored, opt_state, is_leaf=_is_own)
 
 
 def scale_states_of(opt_state: PyTree) -> dict[str, ScaleState]:
@@ -134,19 +124,6 @@ def _is_own(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
-def _harm(node: Any) -> str | None:
-    """Return what an optax wrapper does to the overflows of what it wraps; None for any other node."""
-    # Both `skip_not_finite` and `skip_large_updates` write `should_skip`; without a skip function it is missing.
-    skips = isinstance(node, optax.MultiStepsState) and "should_skip" in node.skip_state
-    if isinstance(node, optax.ApplyIfFiniteState) or skips:
-        wrapper = "optax.MultiSteps with a should_skip_update_fn" if skips else "optax.apply_if_finite"
-        return (
-            f"{wrapper} wraps loss_scaled and drops overflows before they can lower the loss scale; leave it out, "
-            "since loss_scaled skips them itself, or wrap it: loss_scaled(optax.chain(...), policy)"
-        )
-    return None
-
-
 def place_with(state: Tree, params: PyTree) -> Tree:
     """Replicate the one-device arrays of a new optimizer state over the mesh of `params`, if they have a mesh.
 
@@ -154,12 +131,35 @@ def place_with(state: Tree, params: PyTree) -> Tree:
     """
     leaves = jax.tree.leaves(params)
     places: Any = {None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None) for leaf in leaves}
+    meshes: Any = {place.mesh if isinstance(place, NamedSharding) else None for place in places}
     # For devices of other processes, `device_put` compares the values of all processes, and so waits for each of them.
-    if not all(isinstance(place, NamedSharding) and place.is_fully_addressable for place in places):
-        return state
-    meshes = {place.mesh for place in places}
-    if len(meshes) != 1:
+    if None in meshes or len(meshes) != 1 or not all(place.is_fully_addressable for place in places):
         return state
     replicated = NamedSharding(meshes.pop(), PartitionSpec())
     on_one_device = lambda leaf: isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)  # noqa: E731
     return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated) if on_one_device(leaf) else leaf, state)
+
+
+def require_gradients_of(params: PyTree, grads: PyTree) -> None:
+    """Raise `ValueError` for the first leaf that cannot be a gradient of the parameter in its place.
+
+    Gradients may leave out parameters by a part without leaves, such as None, and may hold one for each of n samples.
+    """
+    is_empty = lambda node: not jax.tree.leaves(node)  # noqa: E731
+    flat: Any = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_empty)
+    own, given = dict(flat(params)), dict(flat(grads))
+    found = ["hold no array"] if is_empty(grads) and not is_empty(params) else []
+    for path in own:
+        if not is_empty(own[path]) and not any(path[:n] in given for n in range(len(path) + 1)):
+            found.append(f"lack {name_of(path)}, which the parameters have")
+    for path, grad in given.items():
+        param, name = own.get(path, ()), name_of(path)
+        if is_empty(param) and not is_empty(grad):
+            found.append(f"have {name}, which the parameters lack")
+        elif is_array(param) and is_array(grad):
+            if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):
+                found.append(f"have shape {jnp.shape(grad)} at {name}, and the parameter has shape {jnp.shape(param)}")
+            elif is_gradient(param) > is_gradient(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
+                found.append(f"hold no floats at {name}, and the parameter does; gradients come first")
+    if found:
+        raise ValueError(f"the gradients {found[0]}; pass what jax.grad returns for these parameters")

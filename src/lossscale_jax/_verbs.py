@@ -1,28 +1,25 @@
-"""The five verbs: pure functions of pytrees, correct under every transform; and the report on an overflow."""
+"""The five verbs, `value_and_grad` and the report on an overflow: pure functions, correct under every transform."""
 
-from collections.abc import Hashable
-from typing import Any, Protocol, overload
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import GradientReport, OverflowReport
-from lossscale_jax._gradients import (
-    PyTree,
-    Tree,
-    each_finite,
-    everywhere,
-    gradients_of,
-    is_array,
-    map_gradients,
-    name_of,
-    real_parts,
-    times,
-)
+from lossscale_core.adapters import GradientReport, OverflowReport, not_a_flag, shown
+from lossscale_jax import _gradients
+from lossscale_jax._gradients import PyTree, Tree, each_finite, gradients_of, is_array, multiply, name_of, real_parts
+
+P = ParamSpec("P")
+Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+Grads = TypeVar("Grads")
 
 
 class HasLossScale(Protocol):
@@ -37,10 +34,8 @@ def loss_scale_of(state: HasLossScale, call: str) -> Array:
     """Return the loss scale of `state`; raise `TypeError` that shows the `call` if `state` is not a state."""
     if hasattr(state, "loss_scale"):
         return jnp.asarray(state.loss_scale)
-    raise TypeError(
-        f"{type(state).__name__} is not a scale state, since it has no loss_scale; call {call}, with a state that "
-        "init_state or get_scale_state(opt_state) returned"
-    )
+    hint = f"call {call}, with a state that init_state or get_scale_state(opt_state) returned"
+    raise TypeError(f"{type(state).__name__} is not a scale state, since it has no loss_scale; {hint}")
 
 
 def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> ScaleState:
@@ -63,8 +58,7 @@ def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = Non
         dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else jnp.int32)
         return jnp.asarray(value, dtype, device=device)
 
-    state: ScaleState = jax.tree.map(place, as_policy(policy).init_state())
-    return state
+    return jax.tree.map(place, as_policy(policy).init_state())
 
 
 @overload
@@ -90,12 +84,12 @@ def scale(loss: Any, state: HasLossScale) -> Any:
     loss_scale = loss_scale_of(state, "scale(loss, state)")
 
     def scaled(leaf: Any) -> Array:
-        if isinstance(leaf, str | bytes):  # JAX would read it as the name of a dtype
-            raise TypeError(f"the loss {leaf!r} is not a number; pass what the model computes")
         array = jnp.asarray(leaf)
         if not jnp.issubdtype(array.dtype, jnp.inexact):  # its gradients would be zeros, and so finite
-            raise TypeError(f"a loss of dtype {array.dtype} is not a number with a gradient; pass a loss in float32")
-        return times(array, loss_scale)
+            raise TypeError(
+                f"a loss of dtype {array.dtype} has no gradient; pass a float, such as loss.astype('float32')"
+            )
+        return multiply(array, loss_scale)
 
     return jax.tree.map(scaled, loss)
 
@@ -117,7 +111,7 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
     Raises:
         TypeError: A leaf is not an array.
     """
-    return everywhere(each_finite(grads), axis_name)
+    return _gradients.all_true(each_finite(grads), axis_name)
 
 
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
@@ -136,8 +130,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
     # XLA fuses a product into the operation that reads it, but would store a quotient first.
-    factor = 1.0 / loss_scale_of(state, "unscale(grads, state)")
-    return map_gradients(lambda leaf: times(leaf, factor), grads)
+    return multiply(grads, 1.0 / loss_scale_of(state, "unscale(grads, state)"))
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
@@ -155,36 +148,112 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         One of the two pytrees, leaf by leaf.
 
     Raises:
-        TypeError: `grads_finite` is not a flag, but for example a pytree.
-        ValueError: Structures, shapes, dtypes or leaves that are not arrays differ, or the flag has a shape.
+        TypeError: `grads_finite` is not a bool of shape `()`, but for example a float or a pytree.
+        ValueError: Structures, shapes, dtypes or leaves that are not arrays differ.
     """
-    if not is_array(grads_finite) or jnp.result_type(grads_finite) != jnp.bool_:
-        kind = f"{grads_finite.dtype}" if hasattr(grads_finite, "dtype") else f"a {type(grads_finite).__name__}"
-        raise TypeError(
-            f"grads_finite is {kind}; call select(grads_finite, new, old), one flag first, a bool as all_finite returns"
-        )
-    if jnp.shape(grads_finite) != ():
-        raise ValueError(f"grads_finite has shape {jnp.shape(grads_finite)}; pass one flag, of shape ()")
+    if not is_array(grads_finite) or jnp.result_type(grads_finite) != jnp.bool_ or jnp.shape(grads_finite) != ():
+        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
 
     def chosen(path: Any, a: Any, b: Any) -> Any:
-        if not (is_array(a) and is_array(b)):
-            if a is b or (not is_array(a) and not is_array(b) and a == b):
-                return a
-            raise ValueError(
-                f"{name_of(path)} is {a!r} in new and {b!r} in old; a leaf that is not an array must not change"
-            )
-        if jnp.shape(a) != jnp.shape(b):
-            raise ValueError(
-                f"{name_of(path)} has shape {jnp.shape(a)} in new and {jnp.shape(b)} in old; pass two trees of the "
-                "same shapes"
-            )
-        if hasattr(a, "dtype") and hasattr(b, "dtype") and a.dtype != b.dtype:
-            raise ValueError(f"{name_of(path)} is {a.dtype} in new and {b.dtype} in old; cast one of them")
-        if isinstance(grads_finite, bool):
-            return a if grads_finite else b
-        return jnp.where(grads_finite, a, b)
+        arrays, dtypes = is_array(a) + is_array(b), {leaf.dtype for leaf in (a, b) if hasattr(leaf, "dtype")}
+        if arrays == 2 and jnp.shape(a) == jnp.shape(b) and len(dtypes) < 2:
+            return (a if grads_finite else b) if isinstance(grads_finite, bool) else jnp.where(grads_finite, a, b)
+        if a is b or (arrays == 0 and a == b):
+            return a
+        kinds = [f"{jnp.asarray(leaf).dtype}{[*jnp.shape(leaf)]}" if is_array(leaf) else repr(leaf) for leaf in (a, b)]
+        hint = "shapes and dtypes must be the same, and a leaf that is not an array must not change"
+        raise ValueError(f"{name_of(path)} is {kinds[0]} in new and {kinds[1]} in old; {hint}")
 
     return jax.tree_util.tree_map_with_path(chosen, new, old)
+
+
+class ScaledGradients(NamedTuple, Generic[Value, Aux, Grads]):
+    """The results of a scaled backward pass, unscaled."""
+
+    value: Value
+    """The loss as `fun` returned it."""
+    aux: Aux
+    """The auxiliary output of `fun`; None without `has_aux`."""
+    grads: Grads
+    """The gradients, unscaled, in float32 or wider; averaged over `axis_name`."""
+    grads_finite: Array
+    """bool, shape `()`: every gradient element is finite, on every device along `axis_name`."""
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[Params, P], tuple[Value, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, Aux, Params]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[Params, P], Value],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    axis_name: Hashable = None,
+) -> Callable[Concatenate[HasLossScale, Params, P], ScaledGradients[Value, None, Params]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool = False, axis_name: Hashable = None
+) -> Callable[..., ScaledGradients[Any, Any, PyTree]]: ...
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, axis_name: Hashable = None
+) -> Callable[..., ScaledGradients[Any, Any, PyTree]]:
+    """Create a function that differentiates `fun` with a scaled loss; the counterpart of `jax.value_and_grad`.
+
+    The interface follows flax's `DynamicScale.value_and_grad`. Does not synchronise with the host.
+
+    Args:
+        fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
+        argnums: Which arguments of `fun` to differentiate, counted without the state.
+        has_aux: Whether `fun` returns such a pair.
+        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of them, over which the data are split.
+            Gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
+            every device; `value` and `aux` remain those of each device. If `axis_name` is missing, the states of the
+            devices diverge: `shard_map` raises an error, `pmap` does not notice.
+
+    Returns:
+        A function `(state, *args, **kwargs)` that returns a NamedTuple for `fun(*args, **kwargs)`: `value`, the loss
+            as `fun` returned it; `aux`, or None; `grads`, unscaled, in float32 or wider; and `grads_finite`, a bool
+            array of shape `()`.
+
+    Raises:
+        TypeError: When called: `state` is not a state, or the loss is not a float scalar.
+        ValueError: When called under `shard_map`: devices share a state, but their gradients or losses differ.
+    """
+
+    def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
+        loss_scale_of(state, "value_and_grad(fun)(state, *args)")
+
+        def scaled_loss(*args: Any) -> tuple[Any, tuple[Any, Any]]:
+            result = fun(*args, **kwargs)
+            is_pair = isinstance(result, tuple | list) and len(result) == 2
+            value, aux = result if has_aux and is_pair else (result, None)
+            if (has_aux and not is_pair) or not is_array(value) or jnp.shape(value) != ():
+                hint = (
+                    "return a scalar loss, such as jnp.mean(loss), or with has_aux=True a pair of it and anything else"
+                )
+                raise TypeError(f"fun returned {shown(result)}; {hint}")
+            return scale(value, state), (value, aux)
+
+        numbers = argnums if isinstance(argnums, Sequence) else [argnums]
+        chosen = {operator.index(n) % len(args) for n in numbers if args}  # JAX itself refuses numbers out of range
+        if axis_name is not None:  # otherwise shard_map would sum the gradients of replicated arguments
+            args = tuple(_gradients.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
+        grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
+        # Unscale first, since a sum of scaled float16 gradients over the devices may overflow.
+        grads = unscale(grads, state)
+        grads = grads if axis_name is None else lax.pmean(grads, axis_name)
+        finite = all_finite(grads)
+        _gradients.require_reduced(finite, state)
+        if axis_name is None:
+            _gradients.require_reduced(value, (state, [args[n] for n in chosen]))
+        return ScaledGradients(value, aux, grads, finite)
+
+    return scaled_value_and_grad
 
 
 def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> OverflowReport:
@@ -203,16 +272,11 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
             finite".
 
     Raises:
-        TypeError: A leaf is not an array, or is traced: the call is within a compiled function.
+        TypeError: A leaf is not an array.
+        jax.errors.ConcretizationTypeError: The call is within a compiled function, where gradients have no values.
     """
-    leaves = gradients_of(grads)
-    if any(isinstance(each, jax.core.Tracer) for each in (*leaves.values(), loss)):
-        raise TypeError(
-            "the gradients or the loss are traced, and have no values while a function is compiled; return them from "
-            "the compiled function, and call overflow_report(grads, loss=loss) outside of it"
-        )
     reports = []
-    for path, leaf in leaves.items():
+    for path, leaf in gradients_of(grads).items():
         if not bool(jnp.isfinite(leaf).all()):
             parts = jnp.stack(real_parts(leaf))
             nan, above, below = (int(count(parts).sum()) for count in (jnp.isnan, jnp.isposinf, jnp.isneginf))

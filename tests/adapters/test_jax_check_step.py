@@ -132,7 +132,21 @@ def test_an_overflow_that_the_policy_never_receives():
         check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
 
 
-# -- gradients that do not come from the loss --------------------------------------------------------------------------
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_decay_that_is_added_to_scaled_gradients(inner):
+    """It is divided by the loss scale, and so has almost no effect in training."""
+    optimizer = loss_scaled(inner, POLICY)
+
+    def step(state, batch, decay=1e-3):
+        params, opt_state = state
+        grads = _scaled_grads(params, get_scale_state(opt_state), batch)
+        grads = jax.tree.map(lambda grad, param: grad + decay * param, grads, params)
+        return optimizer.apply_gradients(grads, opt_state, params)
+
+    start = PARAMS, optimizer.init(PARAMS)
+    with pytest.raises(TrainStepError, match=r"at step 1 .* gave different results: \[.*\['w'\] differs"):
+        check_train_step(jax.jit(step), start, BATCHES)
+    check_train_step(jax.jit(lambda state, batch: step(state, batch, 0.0)), start, BATCHES)
 
 
 def test_what_cannot_be_checked_is_refused():

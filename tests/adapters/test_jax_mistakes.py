@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -10,11 +11,11 @@ from flax import nnx
 
 from lossscale_core import DynamicScaling, ScaleWatch, diagnose
 from lossscale_core.adapters import check_overflow_streak
+from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import (
     get_scale_state,
     init_state,
     loss_scaled,
-    overflow_report,
     value_and_grad,
 )
 
@@ -45,12 +46,12 @@ def _call_each(fun, **options):
         (
             _losses,
             {},
-            r"^fun returned a loss of shape \(3,\), .* a scalar; return its mean, as by jnp\.mean",
+            r"^fun returned .* of shape \(3,\); return a scalar loss, such as jnp\.mean\(loss\)",
         ),
-        (lambda params: (_losses(params), 1), {"has_aux": True}, r"^fun returned a loss of shape \(3,\)"),
-        (lambda params: (_losses(params).mean(), 1), {}, "^fun returned a tuple, .*; pass has_aux=True"),
-        (lambda params: None, {}, "^fun returned a NoneType, .* a scalar; return the loss"),
-        (lambda params: _losses(params).mean(), {"has_aux": True}, r"^fun returned .*, and has_aux=True .* a pair"),
+        (lambda params: (_losses(params), 1), {"has_aux": True}, r"^fun returned \(.* of shape \(3,\), 1\)"),
+        (lambda params: (_losses(params).mean(), 1), {}, r"^fun returned \(.*, 1\); .* has_aux=True"),
+        (lambda params: None, {}, "^fun returned None; return a scalar loss"),
+        (lambda params: _losses(params).mean(), {"has_aux": True}, r"^fun returned .*; .* or with has_aux=True a pair"),
     ],
     ids=["vector", "vector-with-aux", "aux-without-flag", "nothing", "flag-without-aux"],
 )
@@ -102,14 +103,6 @@ def test_diagnosing_the_states_of_several_devices():
         diagnose(POLICY, stacked)
 
 
-def test_a_report_of_gradients_while_a_step_is_compiled():
-    """The gradients have no values yet; return them."""
-    with pytest.raises(
-        TypeError, match=r"^the gradients or the loss are traced, .*; return them from the compiled function"
-    ):
-        jax.jit(overflow_report)({"weight": jnp.ones(2)})
-
-
 def test_a_state_of_the_host_and_a_flag_of_a_compiled_step():
     """The rule of a state on the host chooses in Python; with a state of JAX's the same step works."""
 
@@ -143,7 +136,7 @@ def _take(optimizer, method, grads, compiled):
         ({"weight": jnp.ones((2, 3))}, r"^the gradients lack \['bias'\], which the parameters have"),
         (PARAMS | {"scale": jnp.ones(1)}, r"^the gradients have \['scale'\], which the parameters lack"),
         ((PARAMS["weight"], PARAMS["bias"]), r"^the gradients lack \['bias'\], which the parameters have"),
-        (PARAMS | {"bias": jnp.ones(2)}, r"^\['bias'\] of the gradients has shape \(2,\), and .* shape \(3,\)"),
+        (PARAMS | {"bias": jnp.ones(2)}, r"^the gradients have shape \(2,\) at \['bias'\], and .* shape \(3,\)"),
         ((jnp.ones(()), PARAMS), r"^the gradients lack \['bias'\], "),
     ],
     ids=["fewer", "more", "another-container", "another-shape", "a-pair"],
@@ -235,3 +228,69 @@ def test_a_misspelt_setting_is_named():
     """With the nearest one."""
     with pytest.raises(TypeError, match="'max_nrm' is not an argument of loss_scaled; did you mean 'max_norm'"):
         loss_scaled(optax.adam(0.1), POLICY, max_nrm=1.0)
+
+
+# -- mistakes that would be silent -------------------------------------------------------------------------------------
+
+HALVES = {"weight": jnp.ones(3, jnp.float16)}
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adamw(0.1), optax.rmsprop(0.1, eps=1e-9)])
+def test_an_eps_that_is_zero_in_float16(inner):
+    """The first gradient of zero would make the parameters NaN for good."""
+    refused = loss_scaled(inner, POLICY, keep_dtypes=True)
+    with pytest.raises(
+        PolicyError, match=r"makes NaN of a float16 gradient of zero.*eps=1e-4.* or leave keep_dtypes out"
+    ):
+        refused.init(HALVES)
+    refused.init({"weight": jnp.ones(3, jnp.bfloat16)})
+    jax.jit(refused.init)(HALVES)  # has no values to look at
+    loss_scaled(inner, POLICY).init(HALVES)
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.adam(0.1, eps=1e-4), optax.sgd(0.1), optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())]
+)
+def test_optimizers_that_keep_float16_finite(inner):
+    """They are accepted, and so is one that cannot be asked because it needs the loss."""
+    optimizer = loss_scaled(inner, POLICY, keep_dtypes=True)
+    grads = {"weight": jnp.zeros(3, jnp.float16)}
+    params, _ = optimizer.apply_gradients(grads, optimizer.init(HALVES), HALVES, value=jnp.float32(1.0))
+    assert bool(jnp.isfinite(params["weight"]).all())
+
+
+def test_gradients_and_parameters_in_each_others_place():
+    """Where structures or dtypes tell: a parameter that is not trained has no gradient."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
+    params = {"weight": jnp.ones(3), "count": jnp.int32(5)}
+    opt_state = optimizer.init({"weight": jnp.ones(3)})
+    for gradient in (None, np.zeros((), jax.dtypes.float0)):
+        with pytest.raises(ValueError, match=r"'count'\].*; pass what jax\.grad returns for these parameters"):
+            optimizer.apply_gradients(params, opt_state, {"weight": jnp.ones(3), "count": gradient})
+
+
+@pytest.mark.parametrize("restored", [list, lambda state: {str(n): each for n, each in enumerate(state)}])
+def test_an_inner_state_restored_without_its_types(restored):
+    """The sentence says how to restore it."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    opt_state = optimizer.init(PARAMS)
+    opt_state = opt_state._replace(inner_state=restored(opt_state.inner_state))
+    for step in (optimizer.update, jax.jit(optimizer.apply_gradients)):
+        with pytest.raises(
+            ScaleStateError, match=r"inner_state is a (list|dict), .*; restore the checkpoint into what"
+        ):
+            step(PARAMS, opt_state, PARAMS)
+
+
+def test_a_wrapped_optimizer_may_keep_a_list():
+    """Then a list is what its `init` made."""
+    inner = optax.GradientTransformation(lambda params: [jnp.int32(0)], lambda grads, state, _=None: (grads, state))
+    optimizer = loss_scaled(inner, POLICY)
+    assert optimizer.apply_gradients(PARAMS, optimizer.init(PARAMS), PARAMS)[1].inner_state == [0]
+
+
+def test_the_policy_is_on_the_optimizer():
+    """So that nothing has to be carried along to diagnose a state, also when flax takes the optimizer apart."""
+    optimizer = jax.tree.map(lambda leaf: leaf, loss_scaled(optax.adam(0.1), POLICY))
+    assert optimizer.policy == POLICY
+    assert diagnose(optimizer.policy, get_scale_state(optimizer.init(PARAMS)))

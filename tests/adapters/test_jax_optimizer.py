@@ -373,7 +373,7 @@ def test_the_window_says_what_stepped(drop):
 def test_a_state_that_does_not_fit_is_refused():
     """One saved without accumulation, a scale state, and an optimizer state where a scale state belongs."""
     plain, windowed = loss_scaled(optax.sgd(1.0), POLICY), loss_scaled(optax.sgd(1.0), POLICY, accumulation_steps=2)
-    with pytest.raises(PolicyError, match="made without accumulation"):
+    with pytest.raises(PolicyError, match="made without accumulation and without a guard"):
         windowed.update(GRADS, plain.init(PARAMS), PARAMS)
     with pytest.raises(PolicyError, match="made with accumulation"):
         plain.update(GRADS, windowed.init(PARAMS), PARAMS)
@@ -396,7 +396,6 @@ def _nested():
     scaled = loss_scaled(optax.sgd(1.0), POLICY)
     return {
         "chain": optax.chain(optax.identity(), scaled),
-        "MultiSteps": optax.MultiSteps(scaled, 1).gradient_transformation(),
         "multi_transform": optax.multi_transform({"a": scaled, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
         "inject_hyperparams": optax.inject_hyperparams(lambda rate: loss_scaled(optax.sgd(rate), POLICY))(rate=1.0),
         "masked": optax.masked(scaled, {"w": True, "b": False}),
@@ -448,14 +447,6 @@ def test_extra_args_reach_the_inner_optimizer():
     optimizer = optax.chain(loss_scaled(inner, 1.0), loss_scaled(optax.scale(1.0), 1.0))
     updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(PARAMS), PARAMS, value=3.0, unknown=1.0)
     np.testing.assert_allclose(updates["w"], 3.0 * GRADS["w"])
-
-
-def test_extra_args_reach_an_optimizer_within_multi_steps():
-    """Its `update` passes them on, though optax's own `with_extra_args_support` would withhold them."""
-    plateau = optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 1)
-    optimizer = loss_scaled(plateau.gradient_transformation(), 1.0)
-    updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(PARAMS), PARAMS, value=jnp.float32(1.0))
-    np.testing.assert_allclose(updates["w"], -GRADS["w"])
 
 
 def test_it_is_an_optax_transformation():
@@ -612,18 +603,19 @@ def _dropping_wrappers():
         "apply_if_finite": optax.apply_if_finite(scaled, 100),
         "skip_not_finite": optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),
         "skip_large_updates": optax.MultiSteps(scaled, 2, should_skip_update_fn=skips_large),
+        "MultiSteps": optax.MultiSteps(scaled, 2).gradient_transformation(),
         "in a chain": optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(scaled), 100)),
     }
 
 
 @pytest.mark.parametrize("name", _dropping_wrappers())
 def test_a_wrapper_that_hides_overflows_is_refused(name):
-    """After 50 of them the scale would still be at its start; the loss cannot be scaled there, traced or not."""
+    """After 50 of them the scale would still be at its start, and a NaN stays in the sum of `MultiSteps` for good."""
     opt_state = _dropping_wrappers()[name].init(PARAMS)
     for find in (get_scale_state, jax.jit(get_scale_state)):
-        with pytest.raises(ScaleStateError, match="drops overflows before they can lower the loss scale; leave it out"):
+        with pytest.raises(ScaleStateError, match=r"drops.* overflows before they can lower the loss scale; leave"):
             find(opt_state)
-    with pytest.raises(ScaleStateError, match="drops overflows"):
+    with pytest.raises(ScaleStateError, match="wraps loss_scaled and drops"):
         load_scale_state(opt_state, state_to_dict(POLICY.init_state(), POLICY), POLICY)
 
 
@@ -642,17 +634,6 @@ def test_a_nan_of_the_optimizers_own_is_still_found():
         optimizer.update(_times(GRADS, -SCALE), optimizer.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}])
-def test_a_step_is_exported(settings):
-    """`jax.export` writes and reads it back: our state types have names there."""
-    inner = optax.GradientTransformation(lambda _: (), lambda updates, state, _: (updates, state))
-    optimizer = loss_scaled(inner, POLICY, **settings)
-    arguments = GRADS, optimizer.init(PARAMS), PARAMS
-    written = jax.export.export(jax.jit(optimizer.apply_gradients))(*arguments).serialize()
-    again = jax.export.deserialize(bytearray(written))
-    assert _bits(again.call(*arguments)) == _bits(jax.jit(optimizer.apply_gradients)(*arguments))
-
-
 def _dtypes(tree):
     return jax.tree.map(lambda leaf: leaf.dtype, tree)
 
@@ -668,7 +649,7 @@ def test_updates_and_state_of_half_parameters_are_float32():
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
-@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.5, momentum=0.5)], ids=["adam", "sgd"])
+@pytest.mark.parametrize("inner", [optax.adam(0.1, eps=1e-4), optax.sgd(0.5, momentum=0.5)], ids=["adam", "sgd"])
 @WRAPS
 def test_dtypes_are_optaxs_if_asked(wrap, inner, settings):
     """With `keep_dtypes` updates and state are of the dtypes that they have without us, from the first state on."""

@@ -70,9 +70,8 @@ PLAN = {
         _verbs: _gradients
         _states: _gradients
         testing: _gradients
-        _autodiff: _gradients _verbs
         _optimizer: _gradients _states _verbs
-        __init__: _autodiff _optimizer _states _verbs
+        __init__: _optimizer _states _verbs
     """,
     "lossscale_tf": """
         _documented:
