@@ -73,7 +73,7 @@ def test_the_step_of_the_page_passes():
     exec(split_loop(code_of("docs/jax.md", "Around an optimizer"))[0], names)
     batches = [(batch, batch[:, 0]) for batch in jax.random.normal(jax.random.key(1), (6, 4, 2))]
     start = names["params"], names["opt_state"]
-    check_train_step(lambda state, batch: names["step"](*state, *batch), start, batches)
+    check_train_step(lambda state, batch: names["step"].__wrapped__(*state, *batch), start, batches)
 
 
 def test_an_average_outside_of_the_select():
