@@ -13,9 +13,10 @@ from lossscale_jax._gradients import PyTree, is_array, is_gradient, name_of
 
 __all__ = ["TrainStepError", "check_train_step"]
 
-_SCALE, _COUNT, _FIELD = (
-    re.compile(rf"(\.{field}|\['{field}'\])$") for field in ("loss_scale", "skipped_steps", r"\w+")
-)
+_SELECT = "select it, or let loss_scaled carry it, so that it follows applied steps only"
+_UNSCALE = "unscale before you clip or change gradients, and return the unscaled loss"
+_SCALE, _COUNT, _FIELD = (re.compile(rf"(\.{f}|\['{f}'\])$") for f in ("loss_scale", "skipped_steps", r"\w+"))
+_structure: Any = jax.tree.structure
 _TINY, _TURNED = 2.0**-20, 1.2
 """A loss scale at which a term that is not scaled stands out, and how far from the other result, in terms of how far
 that moved, the parameters may then be: in float16 all gradients flush to zero, and the parameters stay."""
@@ -72,9 +73,8 @@ def check_train_step(
         names = {name for name in scales if _SCALE.search(name)}
         replaced = lambda path, leaf: jnp.full_like(leaf, loss_scale) if _name(path) in names else leaf  # noqa: E731
         result = step(jax.tree_util.tree_map_with_path(replaced, state), batch)
-        expected: Any = jax.tree.structure(state)
         for returned in (result, *(result[:1] if isinstance(result, tuple) else ())):
-            if jax.tree.structure(returned) == expected:
+            if _structure(returned) == _structure(state):
                 return returned
         raise ValueError("step(state, batch) returned another structure; return the state, alone or first in a tuple")
 
@@ -84,21 +84,18 @@ def check_train_step(
             new, new_scales = _flat(taken(jnp.inf, batch))
             moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if moved:
-                hint = "select it, or let loss_scaled carry it, so that it follows applied steps only"
-                raise TrainStepError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], hint))
-            for name in filter(_COUNT.search, scales):
-                if new_scales[name] != scales[name] + 1:
-                    went = change(name, scales[name], new_scales[name])
-                    raise TrainStepError(f"step {number} overflowed, but {went}; pass every step to the policy")
+                raise TrainStepError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
+            for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] != scales[name] + 1):
+                went = change(name, scales[name], new_scales[name])
+                raise TrainStepError(f"step {number} overflowed, but {went}; pass every step to the policy")
         else:
             small = taken(SCALES[0], batch)
             for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY, _TURNED)):
                 (a, _), (b, _) = _flat(small), _flat(taken(loss_scale, batch))
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
-                    used = f"a loss scale of {SCALES[0]:g} and one of {loss_scale:g}"
-                    hint = "unscale before you clip or change gradients, and return the unscaled loss"
-                    raise TrainStepError(f"at step {number} {used} gave different results: {listed(differing)}; {hint}")
+                    used = f"a loss scale of {SCALES[0]:g} and one of {loss_scale:g} gave different results"
+                    raise TrainStepError(f"at step {number} {used}: {listed(differing)}; {_UNSCALE}")
             state = small
 
 
@@ -135,15 +132,14 @@ def _without_modules(step: Callable[..., Any], state: PyTree) -> tuple[Callable[
     holds_modules = lambda tree: any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))  # noqa: E731
     if not holds_modules(state):
         return step, state
-    graph, variables = nnx.split(state)
-    structure: Any = jax.tree.structure(variables)
+    graph, all_variables = nnx.split(state)
 
     def step_of_variables(variables: PyTree, batch: Any) -> PyTree:
         modules = nnx.merge(graph, variables)
         result = step(modules, batch)
         for returned in (result, *(result[:1] if isinstance(result, tuple) else ())):
-            if holds_modules(returned) and jax.tree.structure(nnx.state(returned)) == structure:
+            if holds_modules(returned) and _structure(nnx.state(returned)) == _structure(variables):
                 return nnx.state(returned)
         return nnx.state(modules)
 
-    return step_of_variables, variables
+    return step_of_variables, all_variables

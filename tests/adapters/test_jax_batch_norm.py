@@ -11,8 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from lossscale_core import DynamicScaling, diagnose, metrics, step_info
-from lossscale_jax import all_finite, get_scale_state, loss_scaled, scale, select
+from lossscale_core import DynamicScaling, metrics, step_info
+from lossscale_jax import get_scale_state, loss_scaled, scale, select
 from lossscale_jax.testing import TrainStepError, check_train_step
 from tests.adapters.pages import code_of
 
@@ -67,16 +67,6 @@ def _documented(modules, batch):
     nnx.update(network, select(applied, new, old))
 
 
-def _useless(modules, batch):
-    """Take a step that keeps the variables themselves, which the forward pass changes."""
-    network, optimizer = modules
-    before = get_scale_state(optimizer.opt_state)
-    old = nnx.state(network, nnx.BatchStat)
-    optimizer.update(network, _scaled_grads(network, optimizer, batch))
-    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
-    nnx.update(network, select(applied, nnx.state(network, nnx.BatchStat), old))
-
-
 def _poisoned(batch):
     images, labels = batch
     return np.concatenate([np.full_like(images[:1], np.inf), images[1:]]), labels
@@ -125,55 +115,14 @@ def test_the_nnx_example_survives_an_infinite_image():
     assert not set(before) & set(_leaves(nnx.state(network, nnx.BatchStat)))
 
 
-@pytest.mark.parametrize("step", [_naive, _useless])
-def test_statistics_that_nothing_keeps_are_ruined_in_silence(step):
-    """The page warns of it: the weights are kept, the diagnosis is healthy, and no element of `bn.mean` is finite."""
-    network, optimizer = _modules()
-    compiled = nnx.jit(step)
-    for batch in [BATCHES[0]] * 50 + [_poisoned(BATCHES[1]), BATCHES[2]]:
-        compiled((network, optimizer), batch)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(network, nnx.Param)))
-    assert diagnose(POLICY, get_scale_state(optimizer.opt_state)).startswith("healthy")
-    assert not np.isfinite(network.bn.mean[...]).any()
-
-
-@pytest.mark.parametrize("accumulation", [{}, {"drop": "micro_batch"}], ids=["window", "micro_batch"])
-def test_a_bad_micro_batch_moves_no_statistics(accumulation):
-    """In the middle of a window the gradients show it; the policy receives it at the end."""
-
-    @nnx.jit
-    def step(network, optimizer, batch):
-        old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-        grads = _scaled_grads(network, optimizer, batch)
-        optimizer.update(network, grads)
-        new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-        nnx.update(network, select(all_finite(grads), new, old))
-
-    network, optimizer = _modules(accumulation_steps=3, **accumulation)
-    step(network, optimizer, BATCHES[0])
-    before = _leaves(nnx.state(network))
-    step(network, optimizer, _poisoned(BATCHES[1]))
-    assert _leaves(nnx.state(network)) == before
-    step(network, optimizer, BATCHES[2])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(network)))
-
-
 @pytest.mark.parametrize("transform", [nnx.jit, lambda step: step], ids=["jit", "eager"])
 def test_a_step_over_modules_is_checked(transform):
     """It changes them in place and returns nothing; the message names the statistic as the network does."""
     check_train_step(transform(_documented), _modules(), BATCHES, may_move=[COUNT])
     with pytest.raises(TrainStepError, match=r"step 0 .* but \[0\]\.bn\.mean changed, \[0\]\.bn\.var changed,"):
         check_train_step(transform(_naive), _modules(), BATCHES, may_move=[COUNT])
-    with pytest.raises(TrainStepError, match=r"\[0\]\.bn\.mean changed"):
-        check_train_step(transform(_useless), _modules(), BATCHES, may_move=[COUNT])
-
-
-def test_the_check_leaves_the_modules_alone():
-    """It works on copies, so that training may begin with what was checked."""
-    modules = _modules()
-    before = _leaves(nnx.state(modules))
-    check_train_step(nnx.jit(_documented), modules, BATCHES, may_move=[COUNT])
-    assert _leaves(nnx.state(modules)) == before
+    with pytest.raises(TrainStepError, match=r"but \[1\]\.step went from 0 to 1;"):
+        check_train_step(transform(_documented), _modules(), BATCHES)
 
 
 def test_a_step_over_modules_may_return_something():
@@ -213,12 +162,6 @@ def test_a_module_and_an_optimizer_state_are_checked():
         check_train_step(step, (network, optimizer.init(nnx.state(network, nnx.Param))), BATCHES)
 
 
-def test_the_count_of_an_nnx_optimizer_is_named():
-    """It counts every call, which a schedule that reads it must know."""
-    with pytest.raises(TrainStepError, match=r"but \[1\]\.step went from 0 to 1;"):
-        check_train_step(nnx.jit(_documented), _modules(), BATCHES)
-
-
 def test_split_modules_are_checked():
     """What `nnx.split` and `nnx.to_pure_dict` return is named alike, but for the brackets of dicts."""
     for step, fails in [(_documented, False), (_naive, True)]:
@@ -233,12 +176,6 @@ def test_split_modules_are_checked():
                     check_train_step(functional, start, BATCHES, may_move=[count])
             else:
                 check_train_step(functional, start, BATCHES, may_move=[count])
-
-
-def test_a_module_without_its_optimizer_is_refused():
-    """The scale state is with the optimizer."""
-    with pytest.raises(ValueError, match="holds no scale state"):
-        check_train_step(nnx.jit(_documented), _modules()[0], BATCHES)
 
 
 class Equinox(eqx.Module):

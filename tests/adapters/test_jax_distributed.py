@@ -13,15 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
-from lossscale_jax import (
-    all_finite,
-    get_scale_state,
-    init_state,
-    loss_scaled,
-    scale,
-    select,
-    value_and_grad,
-)
+from lossscale_jax import all_finite, get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
 from tests.jax_names import reshard, vary
 
 STEPS = 200
@@ -166,27 +158,6 @@ def test_sharded_jit(axis_type, in_one, max_norm):
     assert params["w"].sharding.spec[0] == "data"
     _check_replicated(get_scale_state(opt_state))
     _assert_close(params, _single_device_run()[0])
-
-
-def test_pmap():
-    """The older way to the same: one state a device, and all of them the same; each device checks its own gradients."""
-    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data")
-
-    @functools.partial(jax.pmap, axis_name="data")
-    def step(params, opt_state, images):
-        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(params)
-        return optimizer.apply_gradients(grads, opt_state, params)
-
-    replicate = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), tree)  # noqa: E731
-    params, opt_state = _run(
-        step,
-        replicate(_params()),
-        replicate(optimizer.init(_params())),
-        lambda images: images.reshape(DEVICES, 2, 8),
-    )
-    for leaf in jax.tree.leaves((params, opt_state)):
-        assert all(np.array_equal(leaf[0], other) for other in leaf)
-    _assert_close(jax.tree.map(lambda leaf: leaf[0], params), _single_device_run()[0])
 
 
 def test_parameters_sharded_inside_shard_map():

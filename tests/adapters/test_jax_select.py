@@ -1,18 +1,13 @@
 """`loss_scaled(skip="select")`: a skip without a conditional, since XLA could read its predicate on the host."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lossscale_core import DynamicScaling, SpikeGuard
-from lossscale_core.errors import PolicyError
-from lossscale_jax import get_scale_state, loss_scaled
+from lossscale_jax import loss_scaled
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 PARAMS = {"w": jnp.array([1.0, -0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0]), "half": jnp.ones((8, 2), jnp.float16)}
@@ -72,43 +67,3 @@ def test_a_skip_shows_zeros_to_the_wrapped_optimizer(settings):
         jax.effects_barrier()
         assert (_bits(params) == _bits(PARAMS)) == (seen[-1] == 0.0)
     assert seen == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0 if "guard" in settings else 1e3]
-
-
-def test_it_continues_a_run_by_cond():
-    """The state is the same, and one compilation with everything donated serves overflows and growth."""
-    by_cond, by_select = (loss_scaled(optax.adam(0.1), POLICY, skip=skip) for skip in ("cond", "select"))
-    step = jax.jit(by_select.apply_gradients, donate_argnums=(1, 2))
-    params, opt_state = by_cond.apply_gradients(BAD, by_cond.init(PARAMS), PARAMS)
-    for n in range(5):
-        before = jax.device_get((params, opt_state.inner_state))
-        params, opt_state = step(BAD if n == 2 else GRADS, opt_state, params)
-        assert (_bits((params, opt_state.inner_state)) == _bits(before)) == (n == 2)
-    assert get_scale_state(opt_state).skipped_steps == 2
-    assert step._cache_size() == 1
-
-
-@pytest.mark.parametrize("inside_shard_map", [False, True])
-def test_sharded_gradients_have_one_decision(inside_shard_map):
-    """One device's NaN skips the step everywhere, under sharded `jit` and with an axis name."""
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    axis = {"axis_name": "data"} if inside_shard_map else {"max_norm": 1.0}
-    optimizer = loss_scaled(optax.sgd(0.5), POLICY, skip="select", **axis)
-    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
-    params = place(PARAMS)
-    opt_state, step = optimizer.init(params), optimizer.apply_gradients
-    if inside_shard_map:
-        specs = P("data"), P(), P("data")
-        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P("data"), P()))
-    step = jax.jit(step)
-    for grads, is_skipped in ((BAD, True), (GRADS, False)):
-        before = params
-        params, opt_state = step(place(grads), opt_state, params)
-        assert (_bits(params) == _bits(before)) == is_skipped
-    assert get_scale_state(opt_state).skipped_steps == 1
-
-
-@pytest.mark.parametrize("skip", ["where", None, True])
-def test_other_ways_to_skip_are_refused(skip):
-    """The error names the two allowed values."""
-    with pytest.raises(PolicyError, match=rf"skip={skip!r} must be 'cond' or 'select'"):
-        loss_scaled(optax.sgd(1.0), POLICY, skip=skip)
