@@ -77,8 +77,7 @@ def loss_scaled(
 
     def step(params, opt_state, batch):
         grads = jax.grad(lambda params: scale(loss(params, batch), get_scale_state(opt_state)))(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return optimizer.apply_gradients(grads, opt_state, params)
     ```
 
     `inner` receives unscaled gradients, in float32 or wider. A skipped step returns zero updates and leaves the inner
@@ -101,7 +100,8 @@ def loss_scaled(
             every micro-batch counts as a step of the policy, and the scale may change within a window.
         keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
             the dtype in which it came, unscaled in float32 first. This halves the memory of the state, but values that
-            are too small for float16 become zero. By default, updates and inner state are float32.
+            are too small for float16 become zero, such as an `eps` of 1e-8: then `init` raises `PolicyError`, unless
+            its parameters are traced. By default, updates and inner state are float32.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the
             scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
@@ -204,7 +204,7 @@ def loss_scaled(
             applies = is_full & (is_whole if drop == "window" else good > 0)
             finite, counts = (is_whole, is_full) if drop == "window" else (finite, counts)
             window = Window(total, seen, good, applies)
-            window = select(is_full, optax.tree.zeros_like(window), window)._replace(stepped=applies)
+            window = select(is_full, optax.tree.zeros_like(window), window)
             if needs_norm:
                 norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=skip).astype(jnp.float32)  # noqa: E731
                 norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), skip)
@@ -216,7 +216,7 @@ def loss_scaled(
             accepted, guard_state = guard.check(guard_state, checked_norm, xp=jnp)
             counts &= accepted | ~applies | ~finite  # a spike says nothing of the scale; an overflow in its call does
             applies &= accepted
-            window = None if window is None else window._replace(stepped=applies)
+        window = None if window is None else window._replace(stepped=applies)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             unscaled = multiply(source, factor)

@@ -43,8 +43,10 @@ class LossScaledState(NamedTuple):
 
 
 _HARMFUL: dict[Any, str] = {
-    optax.ApplyIfFiniteState: "optax.apply_if_finite wraps loss_scaled and drops",
-    optax.MultiStepsState: "optax.MultiSteps wraps loss_scaled and drops, or keeps in its sum for good,",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite wraps loss_scaled and drops overflows before they can lower the "
+    "loss scale; leave it out",
+    optax.MultiStepsState: "optax.MultiSteps wraps loss_scaled and keeps a NaN in its sum for good, or drops overflows "
+    "before they can lower the loss scale; pass accumulation_steps= instead",
 }
 
 
@@ -63,8 +65,7 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
     """
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, (LossScaledState, *_HARMFUL))):
         if isinstance(node, tuple(_HARMFUL)) and scale_states_of(node):
-            hint = "leave it out, since loss_scaled does the same, or wrap it: loss_scaled(optax.chain(...), policy)"
-            raise ScaleStateError(f"{_HARMFUL[type(node)]} overflows before they can lower the loss scale; {hint}")
+            raise ScaleStateError(f"{_HARMFUL[type(node)]}, or wrap it: loss_scaled(optax.chain(...), policy)")
     found = scale_states_of(opt_state)
     if len(found) == 1:
         (state,) = found.values()

@@ -290,9 +290,11 @@ def test_a_wrapper_that_hides_overflows_is_refused(name):
     """After 50 of them the scale would still be at its start, and a NaN stays in the sum of `MultiSteps` for good."""
     opt_state = _dropping_wrappers()[name].init(PARAMS)
     for find in (get_scale_state, jax.jit(get_scale_state)):
-        with pytest.raises(ScaleStateError, match=r"drops.* overflows before they can lower the loss scale; leave"):
+        with pytest.raises(
+            ScaleStateError, match=r"drops overflows before they can lower the loss scale; .* or wrap it"
+        ):
             find(opt_state)
-    with pytest.raises(ScaleStateError, match="wraps loss_scaled and drops"):
+    with pytest.raises(ScaleStateError, match="wraps loss_scaled and"):
         load_scale_state(opt_state, state_to_dict(POLICY.init_state(), POLICY), POLICY)
 
 
