@@ -38,11 +38,8 @@ class _Power(InlineProcessor):
 
 
 def on_config(config: Any) -> Any:
-    """Let pages and docstrings have powers, and list the page of each tool below the last tab but one."""
+    """Let pages and docstrings have powers."""
     config.markdown_extensions.append(Powers())
-    (migrating,) = (entries for each in config.nav for name, entries in each.items() if name.startswith("Coming from"))
-    migrating.remove("migrating/*.md")
-    migrating += [{_tool_of(path): f"migrating/{path.name}"} for path in sorted(ROOT.glob("docs/migrating/*.md"))]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     _link_to_repository(config, project["tool"]["lossscale"]["repository"])
     return config
@@ -76,11 +73,6 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
     """Refuse a page that would fetch something from another host."""
     if found := _LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}...; keep it in docs/")
-
-
-def _tool_of(path: Path) -> str:
-    """Return the name of the tool in a title such as "Coming from apex"."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# Coming from ")
 
 
 def _target(link: str, src_uri: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale.dialects import possible_tools
+from lossscale.other_tools import tools_of_checkpoint
 from lossscale_core.adapters import read_data, shown, shown_names, suffix_of
 from lossscale_core.errors import CheckpointError
 
@@ -125,7 +125,7 @@ def _scalers(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapp
     visited = {id(content)}  # the number of paths to shared dicts grows exponentially
     while pending:
         names, found = pending.popleft()
-        if ("version" in found and "loss_scale" in found) or possible_tools(found):
+        if ("version" in found and "loss_scale" in found) or tools_of_checkpoint(found):
             yield ".".join(map(str, names)), found
             continue
         for name, value in found.items() if len(names) < _DEEPEST else ():

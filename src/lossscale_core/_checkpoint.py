@@ -180,7 +180,7 @@ def _require_version(saved: Mapping[str, Any]) -> None:
     if "version" not in saved:
         raise CheckpointError(
             f"the saved state has no version, but {shown_names(saved)}; pass a dict that state_to_dict returned, or, "
-            "if another tool such as torch saved it, lossscale.dialects.state_from_tool('torch', saved)"
+            "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved.get("version"))
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

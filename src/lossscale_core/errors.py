@@ -12,7 +12,6 @@ LossScaleError
 ├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
 └── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
-DialectWarning(UserWarning)                  under this config the other tool does something wrong
 ```
 
 A message names the value, the rule that it breaks and what to do.
@@ -68,7 +67,3 @@ class SpikeStreakError(LossScaleError, FloatingPointError):
 
 class CheckpointWarning(UserWarning):
     """A run continues without its saved state, or under a policy that differs from the saved one."""
-
-
-class DialectWarning(UserWarning):
-    """Under this config the other tool does something wrong; the message says what this library does instead."""

@@ -1,8 +1,5 @@
 """jmp's and flax's own scalers against their translations."""
 
-import warnings
-
-import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -12,9 +9,8 @@ from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale.dialects import from_tool, state_from_tool
+from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.errors import DialectWarning
 from lossscale_core.testing import overflow_traces
 from tests.sweeping import few_examples
 
@@ -23,9 +19,7 @@ SCALES = st.integers(0, 30).map(lambda power: 2.0**power)
 
 def _assert_alike(name, config, original, step, saved, grads_finite, stop):
     """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DialectWarning)
-        policy = from_tool(name, config)
+    policy = from_tool(name, config)
     states = [policy.init_state()]
     for index, finite in enumerate(grads_finite):
         if index == stop:
@@ -55,19 +49,6 @@ def test_jmp(config, grads_finite, stop):
         return scaler, scaler.loss_scale
 
     _assert_alike("jmp", config, jmp.DynamicLossScale(**arrays), step, vars, grads_finite, stop)
-
-
-def test_jmp_loses_its_floor_under_jit():
-    """So the translation of a config that says so has the floor that is left; nothing else hides the loss."""
-    scaler = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(4.0))
-    adjust = jax.jit(lambda scaler, finite: scaler.adjust(finite))
-    with pytest.warns(DialectWarning, match="min_loss_scale is lost under jit"):
-        policy = from_tool("jmp", {"loss_scale": 8.0, "min_loss_scale": 4.0, "jit": True})
-    state = policy.init_state()
-    for _ in range(5):
-        scaler, state = adjust(scaler, jnp.asarray(False)), policy.update(state, False)
-        assert float(state.loss_scale) == float(scaler.loss_scale)
-    assert state.loss_scale == 1.0
 
 
 @few_examples

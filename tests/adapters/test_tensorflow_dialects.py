@@ -1,7 +1,5 @@
 """Keras 3's, tf_keras's and `tf.compat.v1`'s own loss scales against the dialects and the drop-ins."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -11,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lossscale_tf
-from lossscale.dialects import from_tool, state_from_tool
+from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.errors import DialectWarning, PolicyError
+from lossscale_core.errors import PolicyError
 from lossscale_core.testing import overflow_traces
 from lossscale_tf import v1
 
@@ -23,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 def _assert_alike(name, config, step, saved, grads_finite, stop):
     """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DialectWarning)
-        policy = from_tool(name, config)
+    policy = from_tool(name, config)
     states = [policy.init_state()]
     for index, finite in enumerate(grads_finite):
         if index == stop:
@@ -131,9 +127,7 @@ def test_a_fraction_of_an_interval():
 )
 def test_the_drop_in_has_the_policy_of_the_dialect(arguments):
     """Each argument, and each default."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DialectWarning)
-        assert _keras_policy(**arguments) == from_tool("keras", arguments)
+    assert _keras_policy(**arguments) == from_tool("keras", arguments)
 
 
 ODD = [True, False, np.bool_(True), None, "abc", [], [2, 3], 1j, 10**400, float("nan"), {}, b"2", np.ones(3)]

@@ -4,7 +4,6 @@ import argparse
 import collections
 import dataclasses
 import json
-import warnings
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import lossscale_torch
-from lossscale.dialects import from_tool, state_from_tool
+from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.errors import DialectWarning, PolicyError
+from lossscale_core.errors import PolicyError
 from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run
 
@@ -40,9 +39,7 @@ GIVEN = [
 @pytest.mark.parametrize("arguments", GIVEN, ids=str)
 def test_the_drop_in_takes_its_meaning_of_torchs_arguments_from_the_dialect(arguments):
     """Both have one policy, also after a checkpoint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DialectWarning)
-        policy = from_tool("torch", arguments)
+    policy = from_tool("torch", arguments)
     scaler = lossscale_torch.GradScaler("cpu", **arguments)
     again = lossscale_torch.GradScaler("cpu")
     again.load_state_dict(scaler.state_dict())
@@ -93,9 +90,7 @@ def _step(scaler, finite):
 
 def _assert_alike(name, scaler, config, grads_finite, stop):
     """Compare the whole run, and one resumed from the state dict after `stop` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DialectWarning)
-        policy = from_tool(name, config)
+    policy = from_tool(name, config)
     states = [policy.init_state()]
     for step, finite in enumerate(grads_finite):
         if step == stop:

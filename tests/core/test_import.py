@@ -40,9 +40,9 @@ def test_using_the_core_on_numpy_loads_no_framework():
 def test_reading_other_tools_loads_no_framework():
     """Their configs and checkpoints are plain dicts; the table is loaded only by who asks for it."""
     loaded = _modules_after(
-        "import lossscale as ls; assert 'lossscale.dialects' not in sys.modules; "
-        "p = ls.dialects.from_tool('torch', {}); "
-        "ls.dialects.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
+        "import lossscale as ls; assert 'lossscale.other_tools' not in sys.modules; "
+        "p = ls.from_tool('torch', {}); "
+        "ls.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p)"
     )
     assert not loaded & (FRAMEWORKS | EXTRAS)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lossscale import dialects
+from lossscale import state_from_tool
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -260,14 +260,14 @@ TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth
 @pytest.mark.parametrize(
     "restore", [state_from_dict, lambda saved: state_from_dict(saved, POLICY), guard_state_from_dict]
 )
-def test_the_dict_of_another_tool_is_sent_to_the_dialects(restore):
+def test_the_dict_of_another_tool_is_sent_to_state_from_tool(restore):
     """The message has the call that reads it, and that call does."""
     with pytest.raises(CheckpointError) as caught:
         restore(TORCHS)
     message = str(caught.value)
     assert message.startswith("the saved state has no version, but scale, growth_factor, backoff_factor, ")
-    assert "if another tool such as torch saved it, lossscale.dialects.state_from_tool('torch', saved)" in message
-    assert dialects.state_from_tool("torch", TORCHS).growth_tracker == 7
+    assert "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)" in message
+    assert state_from_tool("torch", TORCHS).growth_tracker == 7
 
 
 def test_a_guard_with_swapped_arguments():

@@ -116,14 +116,14 @@ PLAN = {
         __init__: _logger _optimizer _report _verbs
     """,
     "lossscale": """
-        __init__: (dialects)
+        __init__: other_tools
         _versions:
         demo:
-        dialects:
+        other_tools:
         tracing:
         __main__: _versions (cli)
-        checkpoint_files: dialects
-        cli: _versions checkpoint_files demo dialects tracing
+        checkpoint_files: other_tools
+        cli: _versions checkpoint_files demo other_tools tracing
     """,
     "lossscale.cli": """
         _run_file:
@@ -137,19 +137,6 @@ PLAN = {
         run_script: _shared
         simulate: _shared _trace_file (_pictures)
         __init__: _shared checkpoint demo plot policy run_script simulate
-    """,
-    "lossscale.dialects": """
-        _kinds:
-        _record:
-        _readings: _record
-        _counters: _readings _record
-        *: _counters _readings _record
-        _megatron: _apex _counters _readings _record
-        _deepspeed: _apex _megatron _readings _record
-        _tools: * _apex _deepspeed _keras _megatron _record
-        _policies: _kinds _record _tools
-        _states: _kinds _policies _readings _record _tools
-        __init__: _policies _states
     """,
     "lossscale.demo": """
         _network:

@@ -28,7 +28,6 @@ COMMAND = {
     "checkpoint_files": {"numpy", "torch"},
     "demo": {"numpy", "sklearn", "threadpoolctl"},
     "tracing": {"torch", "lossscale_torch"},
-    "dialects": {"numpy"},
     "cli": {"click", "matplotlib", "numpy", "rich"},
 }
 """The imports of the parts of the command in addition to the core; the other parts have none."""

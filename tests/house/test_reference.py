@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-RUN = "lossscale"  # run, not imported, except for its dialects: the page of the command describes it
+RUN = "lossscale"  # run, not imported, except for its translator: the page of the command describes it
 
 
 def _public_modules() -> dict[str, Path]:
@@ -18,7 +18,7 @@ def _public_modules() -> dict[str, Path]:
         parts = path.relative_to(SRC).with_suffix("").parts
         name = ".".join(part for part in parts if part != "__init__")
         is_private = any(part.startswith("_") for part in name.split("."))
-        if not is_private and (parts[0] != RUN or name == "lossscale.dialects"):
+        if not is_private and (parts[0] != RUN or name == "lossscale.other_tools"):
             modules[name] = path
     return modules
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import lossscale
-from lossscale import dialects
+from lossscale import from_tool, state_from_tool
 from lossscale_core import (
     DynamicScaling,
     FixedScaling,
@@ -84,13 +84,13 @@ def choose_policies(path: str, any_policy: ScalingPolicy) -> list[ScalingPolicy]
     assert_type(as_policy("none"), NoScaling)
     assert_type(as_policy(1024.0), FixedScaling)
     assert_type(init_state("dynamic").loss_scale, Any)
-    read = dialects.from_tool("torch", {"growth_interval": 100})
+    read = from_tool("torch", {"growth_interval": 100})
     return [as_policy(path), as_policy(policy_to_dict(any_policy)), load_policy(path), read]
 
 
 def go_on(saved: dict[str, Any], checkpoint: dict[str, Any]) -> HostState:
     """Restore states of this library and of another tool."""
-    assert_type(dialects.state_from_tool("torch", checkpoint), ScaleState)
+    assert_type(state_from_tool("torch", checkpoint), ScaleState)
     return state_from_dict(saved, DynamicScaling())
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import click
 from rich.table import Table
 
-from lossscale import dialects
 from lossscale.checkpoint_files import read_checkpoint
 from lossscale.cli._shared import (
     AS_JSON,
@@ -22,6 +21,7 @@ from lossscale.cli._shared import (
     value_text,
     warnings_as_lines,
 )
+from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import (
     ScalingPolicy,
     diagnose,
@@ -32,7 +32,6 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.adapters import shown, shown_names, write_whole
-from lossscale_core.errors import CheckpointError
 
 _OPTIONS = (
     click.argument("file", type=FILE),
@@ -142,7 +141,7 @@ def read_state(file: Path, tool: str | None, scaling: ScalingPolicy | None, key:
             scaling = _saved_policy(saved) if scaling is None else scaling
             return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)
         tool = _guessed(file, saved) if tool is None else tool
-        state = dialects.state_from_tool(tool, saved, scaling)
+        state = state_from_tool(tool, saved, scaling)
         return SavedScaler(f"the scaler of {tool}{place}", state, scaling)
 
 
@@ -155,11 +154,10 @@ def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
 
 
 def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
-    try:
-        return dialects.guess_tool(saved)
-    except CheckpointError as error:
-        found = ", ".join(dialects.possible_tools(saved))
-        names = f"{found} save these names with different meanings"
-        if not found:
-            names = f"no known tool saves its scaler under these names: {shown_names(saved) or 'none'}"
-        raise click.UsageError(f"{file}: {names}; pass --from TOOL with the tool that saved it") from error
+    found = tools_of_checkpoint(saved)
+    if len(found) == 1:
+        return found[0]
+    names = f"{', '.join(found)} save these names with different meanings"
+    if not found:
+        names = f"no known tool saves its scaler under these names: {shown_names(saved) or 'none'}"
+    raise click.UsageError(f"{file}: {names}; pass --from TOOL with the tool that saved it")

@@ -12,7 +12,6 @@ from typing import Any
 import click
 from rich.table import Table
 
-from lossscale import dialects
 from lossscale.cli._shared import (
     AS_JSON,
     FILE,
@@ -25,6 +24,7 @@ from lossscale.cli._shared import (
     value_text,
     warnings_as_lines,
 )
+from lossscale.other_tools import from_tool
 from lossscale_core import BaseScaling, dump_policy, load_policy, policy_to_dict
 from lossscale_core.adapters import read_data, rules_of, suffix_of
 from lossscale_core.errors import PolicyError
@@ -112,11 +112,11 @@ def convert(file: Path, tool: str, out: Path | None) -> None:
     """Turn another tool's config, in JSON or TOML, into a policy file.
 
     TOOL is torch (also FSDP's scaler and Accelerate), apex, deepspeed (the fp16 block, or the JSON that holds it),
-    megatron, keras, keras3, jmp, flax or paddle. Warnings about bugs of the tool go to stderr.
+    megatron, keras, keras3, jmp, flax or paddle.
     """
     require_new(out)
     with warnings_as_lines():
-        scaling = dialects.from_tool(tool, _read_config(file))
+        scaling = from_tool(tool, _read_config(file))
     if out is None:
         click.echo("\n".join(f"{name} = {json.dumps(value)}" for name, value in policy_to_dict(scaling).items()))
     else:

@@ -1,4 +1,4 @@
-"""The rules that other tools publish for their scale, each in plain Python, for comparison with the dialects.
+"""The rules that other tools publish for their scale, each in plain Python, for comparison with `from_tool`.
 
 A model takes the tool's own keywords, moves by `step(overflow)`, and saves what the tool saves. `DRAWN` draws configs
 for each of them, `PLACED` has each layout that a tool saves, and `GUESSED` a layout that identifies its tool. None of

@@ -1,0 +1,389 @@
+"""Policies and states from the configs and checkpoints of other tools; `other_tools.toml` has each tool's names."""
+
+import contextlib
+import functools
+import math
+import re
+import tomllib
+import warnings
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from numbers import Number
+from typing import Any
+
+from lossscale_core import (
+    BaseScaling,
+    DynamicScaling,
+    PolicyLike,
+    ScaleState,
+    ScalingPolicy,
+    as_policy,
+    policy_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, nearest_name, shown, shown_names
+from lossscale_core.errors import CheckpointError, CheckpointWarning, LossScaleError, PolicyError
+
+__all__ = ["from_tool", "state_from_tool", "tools"]
+
+NEVER = 2**31 - 1
+"""A count that no run reaches."""
+_UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
+_SETTINGS_OF = {"dynamic": tuple(DynamicScaling().settings()), "fixed": ("init_scale",), "none": ()}
+_TENSORFLOW = (
+    "/.ATTRIBUTES/VARIABLE_VALUE"  # the end of a key in a checkpoint: https://www.tensorflow.org/guide/checkpoint
+)
+_AROUND_NAME = re.compile(r"^.*/|:\d+$")  # the path of a variable, and the number of TensorFlow 1
+
+
+@functools.cache
+def table() -> dict[str, dict[str, Any]]:
+    """Return the content of `other_tools.toml`."""
+    return tomllib.loads(files("lossscale").joinpath("other_tools.toml").read_text("utf-8"))
+
+
+def tools() -> dict[str, str]:
+    """Return the names that `from_tool` and `state_from_tool` take, each with what it stands for."""
+    return {name: f"{tool['title'].replace('`', '')} ({tool['version']})" for name, tool in table().items()}
+
+
+def _real(value: Any) -> float:
+    number = math.nan if isinstance(value, bool) else float(value)
+    if math.isnan(number):
+        raise ValueError("it must be a number")
+    return number
+
+
+def _whole(value: Any, more: int = 0) -> int:
+    if (number := _real(value)) != int(number):
+        raise ValueError("it must be a whole number")
+    return int(min(number, NEVER - more)) + more
+
+
+def _reached(value: Any, more: int = 0) -> int:
+    """Return a count that the tool compares with `==`, which is never reached if it is below 1 or a fraction."""
+    number = _real(value)
+    is_reached = math.isfinite(number) and number == int(number) and number + more >= 1
+    return _whole(number, more) if is_reached else NEVER
+
+
+def _flag(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false", "1", "0"):
+        raise ValueError("it must be true or false")
+    return str(value).lower() in ("true", "1")
+
+
+def _above(least: float, value: Any) -> float:
+    if _real(value) <= least:
+        raise ValueError(f"it must be above {least:g}, as there")
+    return _real(value)
+
+
+def _only(allowed: Any, value: Any) -> dict[str, Any]:
+    if value != allowed:
+        raise ValueError(f"the tool itself takes only {allowed}")
+    return {}
+
+
+def _floor(value: Any) -> dict[str, Any]:
+    return {"min_scale": max(_real(value), SMALLEST_SCALE)}
+
+
+def _fixed_unless(dynamic: Any, value: Any) -> dict[str, Any]:
+    is_dynamic = value == dynamic and not isinstance(value, bool)
+    return {} if is_dynamic or _real(value) == dynamic else {"kind": "fixed", "init_scale": _real(value)}
+
+
+READ: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "init_scale": lambda v: {"init_scale": _real(v)},
+    "init_scale = 2**value": lambda v: {"init_scale": math.ldexp(1.0, min(_whole(v), 1023))},
+    "growth_factor": lambda v: {"growth_factor": _real(v)},
+    "backoff_factor": lambda v: {"backoff_factor": _real(v)},
+    "growth_factor, and backoff_factor = 1 / value": lambda v: {
+        "growth_factor": _above(0.0, v),
+        "backoff_factor": 1.0 / _real(v),
+    },
+    "growth_interval": lambda v: {"growth_interval": _whole(v)},
+    "growth_interval; never grows below 1": lambda v: {"growth_interval": _reached(v)},
+    "growth_interval = value + 1; never grows below 0": lambda v: {"growth_interval": _reached(v, 1)},
+    "growth_interval; below 1 is 1, a fraction is cut off": lambda v: {
+        "growth_interval": int(min(max(_real(v), 1.0), NEVER))
+    },
+    "hysteresis": lambda v: {"hysteresis": _whole(v)},
+    "hysteresis; never backs off below 1": lambda v: {"hysteresis": _reached(v)},
+    "refill_on_finite": lambda v: {"refill_on_finite": _flag(v)},
+    "min_scale": _floor,
+    "min_scale; above 0": lambda v: _floor(_above(0.0, v)),
+    "min_scale; whole, at least 1": lambda v: _floor(_above(0.0, _whole(v))),
+    # The documentation of flax shows its default as a text.
+    "min_scale; none: 2**-126": lambda v: _floor(0.0 if v in (None, "float32 tiny") else v),
+    "max_scale; none: 2**126": lambda v: {"max_scale": min(_real(v or math.inf), LARGEST_SCALE)},
+    "FixedScaling unless dynamic": lambda v: _fixed_unless("dynamic", v),
+    "FixedScaling unless 0": lambda v: _fixed_unless(0, v),
+    "FixedScaling if false": lambda v: {} if _flag(v) else {"kind": "fixed"},
+    "NoScaling if false": lambda v: {} if _flag(v) else {"kind": "none"},
+    "2, or refused as there": lambda v: _only(2.0, _real(v)),
+    "true, or refused as there": lambda v: _only(True, _flag(v)),
+    "nothing": lambda _: {},
+}
+"""The settings for the value of a key, by the text that stands in the table and on the migration page."""
+
+
+def from_tool(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+    """Return the policy that acts as `config` does in another tool.
+
+    Scales and skipped steps of every run are the same, exactly if all factors are powers of two, as long as the scale
+    stays between 2**-126 and 2**126. `docs/migrating.md` lists the differences.
+
+    Args:
+        name: The name of the tool, such as `"torch"`; `tools` returns all.
+        config: Its settings under its own names, with underscores or hyphens; numbers may be text. Keys left out, and
+            values of `"auto"`, take the tool's defaults. DeepSpeed's may be the whole JSON: without ZeRO every overflow
+            lowers the scale there, and so it does here.
+
+    Returns:
+        A `DynamicScaling`, `FixedScaling` or `NoScaling`.
+
+    Raises:
+        PolicyError: The tool or a key is unknown, or neither the tool nor a policy can use a value.
+    """
+    tool = _find(name, PolicyError)
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"the config of {name} must be a dict of its keys, not {shown(config)}; pass a dict")
+    if name == "deepspeed" and "fp16" not in config and {"bf16", "zero_optimization"} & config.keys():
+        raise PolicyError(
+            "this config of deepspeed has no fp16 block, without which it scales no loss; use NoScaling()"
+        )
+    zero = config.get("zero_optimization", {}) if name == "deepspeed" and "fp16" in config else {"stage": 1}
+    has_zero = bool(zero.get("stage", 0)) if isinstance(zero, Mapping) else bool(zero)
+    values = _named(name, tool, config["fp16"] if name == "deepspeed" and "fp16" in config else config)
+    if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # whose own default is a fixed scale
+        values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
+    settings = _settings(name, tool, values)
+    if name == "apex" and settings["kind"] == "dynamic":
+        settings["init_scale"] = min(settings["init_scale"], settings["max_scale"])
+    if name == "keras" and settings["kind"] == "fixed" and values.get("initial_scale") is None:
+        raise PolicyError("keras: dynamic=False needs initial_scale; add it")
+    if name == "keras" and settings["kind"] == "fixed" and values.get("dynamic_growth_steps") is not None:
+        raise PolicyError("keras: dynamic_growth_steps needs dynamic=True; leave it out")
+    return _policy(name, settings if has_zero else {**settings, "hysteresis": 1})
+
+
+def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
+    if isinstance(name, str) and name in table():
+        return table()[name]
+    raise error(f"{shown(name)} is not a known tool; {nearest_name(name, table())}known: {', '.join(table())}")
+
+
+def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return a config under the names in the table, with plain values."""
+    if not isinstance(config, Mapping):
+        raise PolicyError(f"{name}: fp16={shown(config)} must be a block of keys; pass a dict")
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        own = str(key).lstrip("-").replace("-", "_")
+        own, value = tool.get("names", {}).get(own, own), plain(value)
+        if not isinstance(value, Number | str | None) and own in {**tool["keys"], **tool.get("more_keys", {})}:
+            raise PolicyError(f"{name}: {key}={shown(value)} must be one number, text or bool; change the config")
+        if own in values and values[own] != value:
+            raise PolicyError(f"{name}: {key} and {own} are names of one setting but differ; leave one out")
+        if not (isinstance(value, str) and value == "auto"):
+            values[own] = value
+    return values
+
+
+def _keys(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the form that a config has. Raises `PolicyError` for a key that is unknown there."""
+    forms = [tool["keys"], tool.get("more_keys", {})]
+    keys: dict[str, Any] = max(forms, key=lambda form: len(form.keys() & values.keys()))
+    for key in values:
+        if key not in keys and not any(fnmatchcase(key, pattern) for pattern in tool["ignored"]):
+            known = f"{nearest_name(key, keys)}known: {', '.join([*keys, *tool.get('names', ())])}"
+            hint = "pass one form of config" if any(key in form for form in forms) else known
+            raise PolicyError(f"{shown(key)} is not a key of {name}; {hint}")
+    return keys
+
+
+def _settings(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kind of the policy and its settings. Raises `PolicyError` with the tool's own name of a key."""
+    settings: dict[str, Any] = {"kind": "dynamic", **tool["rule"]}
+    for bound in settings.keys() & {"min_scale", "max_scale"}:
+        settings[bound] = min(max(settings[bound], SMALLEST_SCALE), LARGEST_SCALE)
+    for key, (how, default) in _keys(name, tool, values).items():
+        value = values.get(key, default)
+        if key not in values and default == "required":
+            raise PolicyError(f"{name} has no default for {key}; add it to the config")
+        settings.update(_read(name, key, how, default if value is None and key in tool.get("unset", ()) else value))
+    return settings
+
+
+def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
+    """Return the settings for one value. Raises `PolicyError` with the tool's own name of the key."""
+    try:
+        settings = READ[how](value)
+        for setting in settings.keys() - {"kind"}:
+            check_setting(setting, settings[setting])
+    except (TypeError, ValueError, OverflowError) as error:
+        has_reason = isinstance(error, PolicyError) or str(error).startswith(("it must", "the tool"))
+        reason = error if has_reason else "it must be a number"
+        raise PolicyError(f"{name}: {key}={shown(value)} has no counterpart here: {reason}") from None
+    return settings
+
+
+def _policy(name: str, settings: dict[str, Any]) -> ScalingPolicy:
+    kind = settings["kind"]
+    try:
+        return policy_from_dict({key: settings[key] for key in ("kind", *_SETTINGS_OF[kind]) if key in settings})
+    except PolicyError as error:  # two settings that contradict each other
+        raise PolicyError(f"{name}: {error}") from None
+
+
+def plain(value: Any) -> Any:
+    """Return the number in a list, array or variable of one element, or any other value unchanged."""
+    for _ in range(8):  # bounded, because a pickled list may contain itself
+        value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if hasattr(value, "item"):
+        try:
+            return value.item()
+        except (ValueError, TypeError, RuntimeError):  # an array of several elements
+            return value
+    return plain(value.numpy()) if hasattr(value, "numpy") else value
+
+
+def tools_of_config(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tools that know every key of a config, also of those that do not concern the scale."""
+    found = []
+    for name, tool in table().items():
+        with contextlib.suppress(PolicyError):
+            values = _named(name, tool, config["fp16"] if name == "deepspeed" and "fp16" in config else config)
+            found += [name] if _keys(name, tool, values) else []
+    return found
+
+
+def tools_of_checkpoint(checkpoint: Any) -> list[str]:
+    """Return the names of the tools that save a scaler under the most of these names, and not under fewer than two."""
+    found: dict[str, int] = {}
+    for name, tool in table().items() if isinstance(checkpoint, Mapping) else ():
+        with contextlib.suppress(CheckpointError):
+            saved = _scaler_part(name, tool, checkpoint)
+            found[name] = len({*saved} & {*re.findall(r"\w+", str(tool["saved"])), *tool["keys"]})
+    return [name for name, count in found.items() if count == max(found.values())]
+
+
+def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> ScaleState:
+    """Return the state with which a run continues where another tool's run stopped.
+
+    No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
+    checkpoint that differ from the policy's.
+
+    Args:
+        name: The name of the tool, such as `"torch"`; `tools` returns all.
+        checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
+            arrays of one element, and names may be paths of variables.
+        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_tool` returns.
+            It may be left out if the checkpoint alone determines every counter.
+
+    Returns:
+        The policy's state as host scalars.
+
+    Raises:
+        CheckpointError: The tool is unknown, a name is missing from the checkpoint, or a value does not fit the state.
+        PolicyError: `policy` is not a policy.
+    """
+    tool = _find(name, CheckpointError)
+    saved, layout = _scaler_part(name, tool, checkpoint), tool["saved"]
+    keys = {**tool.get("more_keys", {}), **tool["keys"]}
+    known = {tool.get("names", {}).get(key, key): value for key, value in saved.items()}
+    known = {key: value for key, value in known.items() if key in keys and not keys[key][0].startswith("FixedScaling")}
+    known |= {key: 1.0 for key in known if keys[key][0].startswith("init_scale")}  # which may be the saved scale
+    try:
+        own = _policy(name, {**_settings(name, tool, known), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
+    except PolicyError as error:
+        raise CheckpointError(f"a setting in the checkpoint of {name} is invalid: {error}") from None
+    scaling = BaseScaling.of(own if policy is None else as_policy(policy))
+    fields: dict[str, Any] = {"loss_scale": _number(name, saved, layout["loss_scale"])}
+    for key, names in {} if scaling.is_constant() else layout.items():
+        if key == "growth_tracker":
+            fields[key] = _count(name, saved, names, least=0)
+        elif key == "since_overflow":
+            if policy is None and "growth_interval" not in str([keys[each] for each in known]):
+                raise CheckpointError(
+                    f"the growth tracker of {name} depends on growth_interval, which the checkpoint does not hold; "
+                    f"pass policy=from_tool({name!r}, config), or --policy FILE to the command"
+                )
+            now, last = (_count(name, saved, each) for each in names)
+            if last >= now:
+                raise CheckpointError(f"{names[0]}={now} must be after {names[1]}={last}; pass what {name} saved")
+            counted = now - last - 1 - getattr(scaling, "cooldown", 0)
+            fields["growth_tracker"] = counted if counted < 0 else counted % scaling.growth_interval
+        elif key.startswith("hysteresis") and names in saved:
+            count = _count(name, saved, names, least=0 if key == "hysteresis_used" else -NEVER)
+            fields["hysteresis_tracker"] = {
+                "hysteresis_left": max(count, 0),
+                "hysteresis_down_to_1": count if count >= 1 else NEVER,  # below, it counts down without end
+                "hysteresis_used": max(getattr(scaling, "hysteresis", 1) - count, 0),
+            }[key]
+    if policy is not None and (notes := _differences(name, keys, known, scaling.settings())):
+        warnings.warn(f"{name}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
+    start = state_to_dict(scaling.init_state())
+    return state_from_dict({**start, **{key: value for key, value in fields.items() if key in start}}, scaling)
+
+
+def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, Any]:
+    """Return the scaler's own dict in a checkpoint, without the paths and underscores of its names."""
+    if not isinstance(checkpoint, Mapping):
+        raise CheckpointError(f"a checkpoint of {name} must be a dict, not {type(checkpoint).__name__}; pass a dict")
+    layout = tool["saved"]
+    parts = [
+        key
+        for key, value in checkpoint.items()
+        if isinstance(value, Mapping) and fnmatchcase(str(key), layout.get("within", ""))
+    ]
+    if len(parts) > 1:
+        raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {shown_names(parts)}")
+    saved: dict[str, Any] = {}
+    part = checkpoint[parts[0]] if parts else checkpoint
+    for key in sorted(filter(lambda key: isinstance(key, str), part), key=lambda key: key.startswith("_")):
+        saved.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])
+    required = [layout["loss_scale"], *layout.get("since_overflow", []), layout.get("growth_tracker", "")]
+    if missing := [names for names in filter(None, required) if _name_in(saved, names) is None]:
+        raise CheckpointError(
+            f"this is not a checkpoint of {name}'s scaler: it has no {', '.join(missing)}"
+            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; pass the scaler's own part"
+        )
+    return {key: plain(value) for key, value in saved.items()}
+
+
+def _name_in(saved: Mapping[str, Any], names: str) -> str | None:
+    return next((each for each in names.split(" or ") if each in saved), None)
+
+
+def _number(name: str, saved: Mapping[str, Any], names: str) -> float:
+    key = _name_in(saved, names) or names
+    if isinstance(saved[key], bool) or not isinstance(saved[key], int | float):
+        raise CheckpointError(
+            f"{key}={shown(saved[key])} in the checkpoint of {name} must be a number; pass what it saved"
+        )
+    return saved[key]  # type: ignore[no-any-return]
+
+
+def _count(name: str, saved: Mapping[str, Any], names: str, least: int = -NEVER) -> int:
+    number = _number(name, saved, names)
+    if not (isinstance(number, int) or number.is_integer()) or number < least:
+        rule = "a whole number" if least < 0 else "a whole number from 0"
+        raise CheckpointError(f"{names}={shown(number)} in the checkpoint of {name} must be {rule}; pass what it saved")
+    return int(number)
+
+
+def _differences(
+    name: str, keys: Mapping[str, Any], known: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+    """Return a note for each setting in a checkpoint, with which the tool would continue, that is not the policy's."""
+    saved = {setting: value for key in known for setting, value in _read(name, key, keys[key][0], known[key]).items()}
+    return [
+        f"{setting} was {shown(value)} in the checkpoint and is {settings[setting]!r} in the policy"
+        for setting, value in saved.items()
+        if setting in settings and setting != "init_scale" and settings[setting] != value
+    ]
