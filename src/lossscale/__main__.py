@@ -4,7 +4,7 @@ import sys
 
 from lossscale._versions import versions
 
-_EXTRAS = {"click": "cli", "rich": "cli", "matplotlib": "plot", "sklearn": "demo", "threadpoolctl": "demo"}
+_EXTRAS = {"click": "cli", "matplotlib": "plot", "sklearn": "demo", "torch": "torch"}
 
 
 def main() -> None:
@@ -19,9 +19,9 @@ def main() -> None:
         print(versions())
         return
     try:
-        from lossscale.cli import run
+        from lossscale.cli import parse
 
-        run()
+        execute = parse()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         # A missing module of any other package is a fault, and its traceback is needed to find it.
@@ -34,6 +34,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    execute()  # outside, since a script has errors of its own
 
 
 if __name__ == "__main__":

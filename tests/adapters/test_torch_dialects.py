@@ -157,7 +157,7 @@ def test_the_attributes_of_a_scaler_as_json(tmp_path):
     attributes = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": torch.half}
     with (tmp_path / "scaler.json").open("w") as file:
         json.dump(attributes, file, default=str)
-    done = _checkpoint("convert", "scaler.json", "--from", "deepspeed", cwd=tmp_path)
+    done = _checkpoint("scaler.json", "--from", "deepspeed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["growth_tracker"] == 7
 
@@ -176,11 +176,8 @@ def test_the_command_reads_what_torch_saves(tmp_path):
     ours = lossscale_torch.GradScaler("cpu", growth_interval=7)
     ours.load_state_dict(scaler.state_dict())
     torch.save(ours.state_dict(), tmp_path / "ours.pt")
-    shown = _checkpoint("show", "checkpoint.pt", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "the scaler of torch at 'scaler'" in shown.stdout
     for name in ("checkpoint.pt", "ours.pt"):
-        state = json.loads(_checkpoint("convert", name, cwd=tmp_path).stdout)
+        state = json.loads(_checkpoint(name, cwd=tmp_path).stdout)
         assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
 
 
@@ -194,7 +191,7 @@ def test_the_command_reads_tensors_of_one_element(tmp_path, dtype):
     others = {"model": torch.nn.Linear(3, 2).state_dict(), "weight": torch.nn.Parameter(torch.ones(2).half())}
     content = {"args": argparse.Namespace(a=1), **others, "optimizer": {"grad_scaler": scaler}}
     torch.save(content, tmp_path / "f.pt")
-    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "optimizer", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", "--key", "optimizer", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     state = json.loads(done.stdout)
     assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
@@ -220,7 +217,7 @@ def test_the_command_reads_what_torch_loads(tmp_path, name):
     scaler = {"scale": SAVED[name](), "growth_tracker": 7, "hysteresis_tracker": 1}
     others = {"model": torch.nn.Linear(2, 2), "waves": [torch.ones(3, dtype=torch.complex64) for _ in range(4)]}
     torch.save({**others, "scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
     if name == "a subclass":  # which is not imported
         assert done.returncode == 2
         assert done.stderr.startswith("lossscale: f.pt is damaged, or holds more than data")
@@ -234,7 +231,7 @@ def test_attributes_of_a_dict_do_not_hide_its_items(tmp_path):
     scaler = collections.OrderedDict(scale=8.0, growth_tracker=7, hysteresis_tracker=1)
     scaler.scale = 1.0
     torch.save({"scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
     assert json.loads(done.stdout)["loss_scale"] == 8.0
 
 
@@ -245,7 +242,7 @@ def test_the_command_refuses_what_torch_does_not_save(tmp_path):
         (tmp_path / f"{name}.pt").write_text(name)
     (tmp_path / "short.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
     for name in ("hello.pt", "no pickle.pt", "short.pt"):
-        done = _checkpoint("show", name, cwd=tmp_path)
+        done = _checkpoint(name, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"lossscale: {name} is not a zip archive, as torch.save writes")
         assert done.stderr.count("\n") == 1
@@ -265,7 +262,7 @@ def test_nothing_in_a_file_runs(tmp_path):
     """A pickle that calls a function of Python is read without it, or refused."""
     scaler = {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1}
     torch.save({"scaler": scaler, "other": Hostile(tmp_path / "ran")}, tmp_path / "f.pt")
-    _checkpoint("convert", "f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -273,7 +270,7 @@ def test_an_object_is_the_dict_of_its_attributes(tmp_path):
     """Such as a scaler that was pickled whole, whose class is not imported."""
     scaler = argparse.Namespace(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9)
     torch.save({"optimizer": {"loss_scaler": scaler}}, tmp_path / "f.pt")
-    done = _checkpoint("convert", "f.pt", "--from", "deepspeed", "--key", "optimizer.loss_scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "deepspeed", "--key", "optimizer.loss_scaler", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss_scale"] == 8.0
 
@@ -281,4 +278,4 @@ def test_an_object_is_the_dict_of_its_attributes(tmp_path):
 def test_a_file_of_before_pytorch_1_6_is_an_error(tmp_path):
     """It is no zip archive, and torch alone can convert it."""
     torch.save({"scale": 8.0}, tmp_path / "f.pt", _use_new_zipfile_serialization=False)
-    assert "load and save it again with a newer PyTorch" in _checkpoint("show", "f.pt", cwd=tmp_path).stderr
+    assert "load and save it again with a newer PyTorch" in _checkpoint("f.pt", cwd=tmp_path).stderr

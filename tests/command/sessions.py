@@ -34,7 +34,7 @@ def replay(text, folder):
 def _printed(command, folder):
     """Return what a command prints on a terminal with 80 columns."""
     own = f"{shlex.quote(sys.executable)} -m lossscale "
-    line = re.sub(r"^lossscale ", lambda _: own, command.replace("-- python ", f"-- {shlex.quote(sys.executable)} "))
+    line = re.sub(r"^lossscale ", lambda _: own, command)
     done = subprocess.run(
         line, shell=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

@@ -4,7 +4,7 @@ import pytest
 
 from tests.command.sessions import replay, sections
 
-OF_TORCH = "Running a script as it is"  # tests/adapters/test_torch_run.py runs it
+OF_TORCH = "run"  # tests/adapters/test_torch_run.py runs it
 
 
 @pytest.mark.parametrize("section", [name for name in sections() if name not in ("", OF_TORCH)])

@@ -2,32 +2,27 @@
 
 import json
 
+import matplotlib.image
 import numpy as np
 import pytest
 
-from lossscale.cli._pictures import experiment_as_png
-from lossscale.demo import DEFAULT_POLICY, DEFAULT_WEIGHT, Settings, regimes, run_experiment, train
-from lossscale.demo._network import backward, cross_entropy, forward, gradients, init_weights, load
-from lossscale.demo._training import Trainer
-from lossscale_core import DynamicScaling, NoScaling
+from lossscale.demo import DEFAULT_POLICY, _forward, _gradients, regimes, train
+from lossscale_core import DynamicScaling, dump_policy
 from lossscale_core.errors import OverflowStreakError
-from lossscale_core.testing import simulate, simulate_gradients
+from tests.command.commanding import refused, run, succeed
 from tests.sweeping import seeds
 
-STEPS = 300
-DIGITS = load()
+
+def _train(name, weight=1e-5, seed=0, steps=300):
+    dtype, policy = regimes(DEFAULT_POLICY)[name]
+    return train(policy, dtype, weight, seed, steps)
 
 
-def _train(name, weight, seed, steps=STEPS):
-    regime = next(regime for regime in regimes(DEFAULT_POLICY) if regime.name == name)
-    return train(Settings(regime.policy, weight, seed, steps), regime.dtype, DIGITS)
-
-
-@pytest.mark.parametrize("seed", seeds(5))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     """At the default weight: within a point of float32's accuracy, and unscaled at least ten points below."""
     exact, unscaled, dynamic = (
-        _train(name, DEFAULT_WEIGHT, seed) for name in ("float32", "float16, no scaling", "float16, dynamic")
+        _train(name, seed=seed) for name in ("float32", "float16, no scaling", "float16, dynamic")
     )
     assert exact.accuracy > 0.97
     assert abs(dynamic.accuracy - exact.accuracy) <= 0.01
@@ -37,74 +32,83 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     assert exact.flushed == 0.0
 
 
-def test_at_full_weight_nothing_is_lost():
-    """The demo does not overstate its case: without a small weight float16 trains without scaling too."""
-    assert _train("float16, no scaling", 1.0, 0).accuracy > 0.97
+def test_the_demo_does_not_overstate_its_case():
+    """Without a small weight float16 trains without scaling too; a fixed scale serves one weight and not the next."""
+    assert _train("float16, no scaling", 1.0).accuracy > 0.97
+    assert _train("float16, fixed 64").accuracy > 0.97
+    assert _train("float16, fixed 64", 1e-6).accuracy < 0.8
+    assert _train("float16, dynamic", 1e-6).accuracy > 0.97
 
 
-def test_a_fixed_scale_holds_part_of_the_way():
-    """It serves the default weight and fails at a tenth of it."""
-    assert _train("float16, fixed 64", DEFAULT_WEIGHT, 0).accuracy > 0.97
-    assert _train("float16, fixed 64", 1e-6, 0).accuracy < 0.8
-    assert _train("float16, dynamic", 1e-6, 0).accuracy > 0.97
-
-
-def test_the_same_seed_gives_the_same_run():
-    """Every number of a run is reproducible."""
-    assert _train("float16, dynamic", 1e-5, 3, steps=20) == _train("float16, dynamic", 1e-5, 3, steps=20)
+def _params(dtype):
+    rng = np.random.default_rng(1)
+    shapes = [(64, 64), (64,), (64, 32), (32,), (32, 10), (10,)]
+    return [(rng.normal(0.0, 0.2, shape)).astype(dtype) for shape in shapes]
 
 
 def test_storage_is_real_float16():
-    """Activations and gradients are stored in float16; only products are summed wider, and weights are float32."""
-    trainer = Trainer(NoScaling(), "float16", 1.0, init_weights(0))
-    images, labels = DIGITS.train_images[:8], DIGITS.train_labels[:8]
-    _, stored = gradients(trainer.learnt.weights, "float16", images, labels, np.float32(1.0))
-    assert {array.dtype for array in [trainer.logits(images), *stored]} == {np.dtype(np.float16)}
-    assert {array.dtype for array in trainer.learnt.weights} == {np.dtype(np.float32)}
+    """Activations and gradients are stored in float16."""
+    images, labels = np.random.default_rng(0).random((8, 64), np.float32), np.arange(8)
+    _, stored = _gradients(_params(np.float32), "float16", images, labels, np.float32(1.0))
+    outputs = _forward(_params(np.float16), images.astype(np.float16))
+    assert {array.dtype for array in [*outputs, *stored]} == {np.dtype(np.float16)}
+    assert len(stored) == 6 + 3
 
 
 def test_backward_is_the_gradient_of_the_loss():
     """The hand-written backward pass agrees with central differences."""
-    weights = [array.astype(np.float64) for array in init_weights(1)]
-    images, labels = DIGITS.train_images[:16].astype(np.float64), DIGITS.train_labels[:16]
-
-    outputs = forward(weights, images)
-    grads = backward(weights, images, outputs, cross_entropy(outputs[-1], labels)[1], "float64")
+    images, labels = np.random.default_rng(0).random((16, 64)), np.arange(16) % 10
 
     def loss_with(parameter, row, column, shift):
-        moved = [array.copy() for array in weights]
+        moved = _params(np.float64)
         moved[parameter][row, column] += shift
-        return cross_entropy(forward(moved, images)[-1], labels)[0]
+        return _gradients(moved, "float64", images, labels, 1.0)[0]
 
+    grads = _gradients(_params(np.float64), "float64", images, labels, 1.0)[1]
     for parameter, row, column in [(0, 20, 5), (2, 3, 7), (4, 11, 2)]:
         slope = (loss_with(parameter, row, column, 1e-2) - loss_with(parameter, row, column, -1e-2)) / 2e-2
         assert grads[parameter][row, column] == pytest.approx(slope, rel=2e-2, abs=1e-5)
-
-
-def test_the_record_can_be_simulated():
-    """The trace left behind replays: its overflows, and its gradients, give the recorded scales."""
-    settings = Settings(DynamicScaling(init_scale=2.0**45, growth_interval=4, max_scale=2.0**48), 1e-5, 0, 40)
-    calls = []
-
-    def on_run(name, total):
-        calls.append((name, total))
-        return lambda: None
-
-    experiment = run_experiment(settings, on_run)
-    record = json.loads(json.dumps(experiment.as_json()))
-    assert [name for name, _ in calls] == list(record["results"]) == list(experiment.sweep)
-    assert {total for _, total in calls} == {40 * 7}
-    assert sum(record["overflow"]) > 0
-    replayed = simulate(record["policy"], [not flag for flag in record["overflow"]])
-    assert replayed.loss_scale_used.tolist() == record["loss_scale"]
-    by_gradient = simulate_gradients(record["policy"], record["gradient_max"])
-    assert by_gradient.skipped.tolist() == [bool(flag) for flag in record["overflow"]]
-    assert experiment_as_png(experiment).startswith(b"\x89PNG")
 
 
 def test_a_limit_on_the_streak_ends_the_run():
     """The demo knows the flag on the host, so it raises where the policy asks for it."""
     policy = DynamicScaling(init_scale=2.0**120, max_scale=2.0**126, max_overflow_streak=4)
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=4"):
-        train(Settings(policy, 1.0, 0, 10), "float16", DIGITS)
-    train(Settings(NoScaling(), 1.0, 0, 10), "float32", DIGITS)
+        train(policy, "float16", 1.0, 0, 10)
+
+
+def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
+    """The trace is one that `simulate` reads: the same policy has the same scales."""
+    policy = DynamicScaling(init_scale=2.0**44, growth_interval=4, max_scale=2.0**48)
+    dump_policy(policy, tmp_path / "policy.toml")
+    table, said = succeed("demo", "--steps", 20, "--policy", "policy.toml", "--out", "out/deep", cwd=tmp_path)
+    rows = [line.split("  ")[0] for line in table.splitlines()]
+    assert rows == ["regime", "float32", "float16, no scaling", "float16, fixed 64", "float16, your policy"]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert "next: change the policy, and run: lossscale simulate out/deep/policy.toml out/deep/trace.csv" in said
+    found = json.loads(succeed("simulate", "policy.toml", "out/deep/trace.csv", "--json", cwd=tmp_path)[0])
+    assert found["final_loss_scale"] == train(policy, "float16", 1e-5, 0, 20).final_scale
+    assert found["skipped_steps"] > 0
+    wide, narrow = (matplotlib.image.imread(tmp_path / f"out/deep/demo{name}.png") for name in ("", "-narrow"))
+    assert wide.shape[1] > 2 * wide.shape[0]
+    assert narrow.shape[0] > 2 * narrow.shape[1]
+    assert narrow.shape[1] <= 720
+    assert wide[0, 0, 3] == 0.0  # transparent, for dark pages
+    assert wide[:40].max() > 0.0  # the title is above the panels
+
+
+@pytest.mark.parametrize("name", ["demo.png", "trace.csv", "policy.toml"])
+def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path, name):
+    """It leaves what is there alone."""
+    (tmp_path / name).write_text("mine")
+    assert f"{name} exists and is not overwritten" in refused(run("demo", "--out", ".", cwd=tmp_path))
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_the_demo_leaves_its_own_policy_file_as_it_is(tmp_path):
+    """A policy file with comments that lies in the demo's folder keeps them, also with --overwrite."""
+    text = '# mine\nkind = "dynamic"\n'
+    (tmp_path / "policy.toml").write_text(text)
+    succeed("demo", "--policy", "policy.toml", "--out", ".", "--steps", 2, "--overwrite", cwd=tmp_path)
+    assert (tmp_path / "policy.toml").read_text() == text
+    assert (tmp_path / "trace.csv").exists()

@@ -116,39 +116,25 @@ PLAN = {
         __init__: _logger _optimizer _report _verbs
     """,
     "lossscale": """
-        __init__: other_tools
+        _recording:
+        _script:
         _versions:
         demo:
         other_tools:
-        tracing:
+        __init__: other_tools
         __main__: _versions (cli)
-        checkpoint_files: other_tools
-        cli: _versions checkpoint_files demo other_tools tracing
+        cli: _versions demo other_tools (_recording) (_script)
     """,
     "lossscale.cli": """
-        _run_file:
         _shared:
-        _trace_file:
-        _pictures: _run_file
+        _trace: _shared
+        _pictures: _trace
         checkpoint: _shared
-        demo: _shared (_pictures)
-        plot: _run_file _shared (_pictures)
+        demo: _shared _trace (_pictures)
+        plot: _shared _trace (_pictures)
         policy: _shared
-        run_script: _shared
-        simulate: _shared _trace_file (_pictures)
-        __init__: _shared checkpoint demo plot policy run_script simulate
-    """,
-    "lossscale.demo": """
-        _network:
-        _training: _network
-        _experiment: _network _training
-        __init__: _experiment _training
-    """,
-    "lossscale.tracing": """
-        __init__: (_replace)
-        site: (__init__)
-        _record:
-        _scaler: _record
-        _replace: _scaler
+        run: _shared
+        simulate: _shared _trace
+        __init__: _shared checkpoint demo plot policy run simulate
     """,
 }

@@ -25,10 +25,9 @@ PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 
 COMMAND = {
-    "checkpoint_files": {"numpy", "torch"},
-    "demo": {"numpy", "sklearn", "threadpoolctl"},
-    "tracing": {"torch", "lossscale_torch"},
-    "cli": {"click", "matplotlib", "numpy", "rich"},
+    "_recording": {"torch", "lossscale_torch"},
+    "cli": {"click", "matplotlib", "numpy", "torch", "yaml"},
+    "demo": {"numpy", "sklearn"},
 }
 """The imports of the parts of the command in addition to the core; the other parts have none."""
 

@@ -59,7 +59,7 @@ def test_without_an_address_nothing_is_invented(hook, tmp_path):
 def test_the_authors_are_named():
     """Packages name the authors as the licence's holders do, and the extras for the command are light."""
     assert PROJECT["project"]["authors"] == [{"name": "the lossscale authors"}]
-    assert PROJECT["project"]["optional-dependencies"]["cli"] == ["click>=8.1", "rich>=13.7"]
+    assert PROJECT["project"]["optional-dependencies"]["cli"] == ["click>=8.1"]
 
 
 def test_the_home_page_names_the_version():

@@ -75,5 +75,5 @@ def test_a_bug_report_asks_for_the_output_of_the_command():
     """The template names `lossscale --version` and what prints a checkpoint, and says that they print no data."""
     template = _text(".github/ISSUE_TEMPLATE/bug_report.yml")
     assert "`lossscale --version`" in template
-    assert "`lossscale checkpoint show CHECKPOINT`" in template
+    assert "`lossscale checkpoint CHECKPOINT`" in template
     assert "no data" in template

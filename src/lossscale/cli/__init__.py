@@ -1,23 +1,20 @@
-"""The `lossscale` command: demo, simulator, runs of scripts, pictures, and conversion of policies and files.
-
-The command needs the `cli` extra, its pictures need `plot`, and its demo needs `demo`. For invalid input it prints one
-sentence and exits with status 2. Each subcommand is a module of this package that is listed in `_SUBCOMMANDS`.
-"""
+"""The `lossscale` command; each subcommand is a module of this package. It needs the `cli` extra, which is click."""
 
 import importlib
 import io
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from lossscale._versions import versions
-from lossscale.cli import checkpoint, demo, plot, policy, run_script, simulate
-from lossscale.cli._shared import example, help_if_alone
-from lossscale_core.adapters import escaped
+from lossscale.cli import checkpoint, demo, plot, policy, run, simulate
+from lossscale.cli._shared import example, say
 from lossscale_core.errors import LossScaleError
 
-_SUBCOMMANDS = (demo, simulate, run_script, plot, policy, checkpoint)
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # of click 8.2
 
 
 def _print_versions(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
@@ -26,11 +23,7 @@ def _print_versions(context: click.Context, _: click.Parameter, is_asked: bool) 
         context.exit()
 
 
-@click.group(
-    epilog=example("lossscale demo"),
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group(epilog=example("lossscale demo"), context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,
@@ -45,58 +38,52 @@ def _print_versions(context: click.Context, _: click.Parameter, is_asked: bool) 
 @click.pass_context
 def command(context: click.Context, modules: tuple[str, ...]) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
-    if modules:
-        sys.path.append(os.getcwd())  # at the end, so that no file in this folder replaces one of Python's own modules
+    if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal with another encoding must not fail
     for module in modules:
-        _import(module)
-    help_if_alone(context)
+        sys.path.append(os.getcwd())  # at the end, so that no file in this folder replaces one of Python's own modules
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and may end the process
+            raise click.UsageError(
+                f"--import {module}: {type(error).__name__}: {error}; name a module here, or one that is installed"
+            ) from error
 
 
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and may end the process
-        raise click.UsageError(
-            f"--import {module}: {type(error).__name__}: {error}; name a module here, or one that is installed"
-        ) from error
-
-
-for _module in _SUBCOMMANDS:
+for _module in (demo, simulate, run, plot, policy, checkpoint):
     command.add_command(_module.command)
 
 
-def run(arguments: list[str] | None = None) -> None:
-    """Run the command and exit.
-
-    Args:
-        arguments: The arguments of the command; `sys.argv` if left out.
+def parse(arguments: list[str] | None = None) -> Callable[[], None]:
+    """Do what the arguments say, `sys.argv` if they are left out, and return what is left to do: a script to execute.
 
     Raises:
-        SystemExit: The command is done.
+        SystemExit: The input is invalid; the status is 2, after one sentence on stderr.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without × and – in its encoding must not fail
     try:
-        sys.exit(command.main(arguments, prog_name="lossscale", standalone_mode=False))
+        result: Any = command.main(arguments, prog_name="lossscale", standalone_mode=False)
+    except _NO_ARGUMENTS as error:
+        click.echo(error.format_message())
+        sys.exit(0)
     except click.Abort:
-        _fail("stopped", status=130)
+        say("lossscale: stopped")
+        sys.exit(130)
     except click.ClickException as error:
-        _fail(error.format_message())
-    except LossScaleError as error:
-        _fail(str(error))
+        message = error.format_message()
     except (RecursionError, MemoryError) as error:
-        _fail(
+        message = (
             f"the content of the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file"
         )
-    except FileNotFoundError as error:
-        has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
-        hint = "pass the path of a file that exists" if has_folder else "make its folder first, or pass another path"
-        cause = error.strerror if ";" in str(error.strerror) else f"{error.strerror}; {hint}"
-        _fail(f"{error.filename}: {cause}" if error.filename else str(error))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-
-
-def _fail(message: str, status: int = 2) -> None:
-    click.echo(f"lossscale: {escaped(message)}", err=True)  # it may name a file, under any name
-    sys.exit(status)
+        hint = "pass a path that can be used"
+        if isinstance(error, FileNotFoundError):
+            has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
+            hint = "pass the path of a file that exists" if has_folder else "make its folder first"
+        cause = str(error.strerror) if ";" in str(error.strerror) else f"{error.strerror}; {hint}"
+        message = f"{error.filename}: {cause}" if error.filename else str(error)
+    except LossScaleError as error:
+        message = str(error)
+    else:
+        return result if callable(result) else lambda: None
+    say(f"lossscale: {message}")
+    sys.exit(2)

@@ -4,20 +4,18 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown_number
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, escaped, shown_number
 from lossscale_core.errors import PolicyError
 
 FILE = click.Path(path_type=Path)
-_PICTURES = (".png", ".pdf", ".svg")
-TOOLS_HELP = "`lossscale policy convert --help` lists the tools."
+PICTURES = (".png", ".pdf", ".svg")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
 
@@ -27,31 +25,30 @@ def example(command: str) -> str:
     return f"\b\nExample:\n  {command}"
 
 
-def help_if_alone(context: click.Context) -> None:
-    """Print a group's help if no subcommand is given."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+def say(line: str) -> None:
+    """Print a sentence for a person to stderr; stdout is for data."""
+    click.echo(escaped(line), err=True)
 
 
-def require_new(*paths: Path | None, hint: str = "name a new file") -> None:
-    """Refuse to overwrite a file before the work begins; a broken symbolic link counts as a file."""
+def print_json(content: Any) -> None:
+    """Print the result of a subcommand as one JSON value."""
+    click.echo(json.dumps(content, indent=2))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of equal length in columns, the first one to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        click.echo("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+
+
+def require_new(*paths: Path, overwrite: bool = False) -> None:
+    """Refuse to replace a file before the work begins; a broken symbolic link counts as a file."""
     for path in paths:
         # Not `exists`, which is False for a broken link; the write would then fail after all the work.
-        if path is not None and os.path.lexists(path):
-            raise click.UsageError(f"{path} exists and is not overwritten; {hint}")
-
-
-def require_picture(path: Path, option: str, overwrite: bool) -> None:
-    """Refuse a picture's path before the work begins: another suffix, or, without `overwrite`, a file that is there."""
-    if path.suffix.lower() not in _PICTURES:
-        raise click.UsageError(f"{option} {path} must end in {', '.join(_PICTURES)}")
-    if not overwrite:
-        require_new(path, hint=f"name another file with {option}, or pass --overwrite")
-
-
-def console() -> Console:
-    """Return a console that prints names from files unchanged; rich otherwise reads `[/x]` and `:x:` as markup."""
-    return Console(markup=False, emoji=False)
+        if not overwrite and os.path.lexists(path):
+            raise click.UsageError(f"{path} exists and is not overwritten; name another file, or pass --overwrite")
 
 
 def typed_policy(text: str, name: str) -> ScalingPolicy:
@@ -68,16 +65,6 @@ def typed_policy(text: str, name: str) -> ScalingPolicy:
         return as_policy(text)
 
 
-def print_json(content: Any) -> None:
-    """Print the result of a subcommand as one JSON value."""
-    click.echo(json.dumps(content, indent=2))
-
-
-def value_text(value: Any) -> str:
-    """Return the value of a setting or counter as text."""
-    return shown_number(value) if isinstance(value, float) else str(value)
-
-
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
     """Print each warning as one line on stderr."""
@@ -85,4 +72,4 @@ def warnings_as_lines() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        click.echo(f"lossscale: warning: {warning.message}", err=True)
+        say(f"lossscale: warning: {warning.message}")

@@ -1,163 +1,158 @@
-"""The subcommand `lossscale checkpoint`: show and convert saved scalers of this library and other tools."""
+"""The subcommand `lossscale checkpoint`: the scalers in a checkpoint file, as JSON."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+import zipfile
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
-from rich.table import Table
+import numpy as np
 
-from lossscale.checkpoint_files import read_checkpoint
-from lossscale.cli._shared import (
-    AS_JSON,
-    FILE,
-    TOOLS_HELP,
-    console,
-    example,
-    help_if_alone,
-    print_json,
-    require_new,
-    value_text,
-    warnings_as_lines,
-)
+from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
-from lossscale_core import (
-    ScalingPolicy,
-    diagnose,
-    load_policy,
-    policy_from_dict,
-    policy_to_dict,
-    state_from_dict,
-    state_to_dict,
+from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
+from lossscale_core.adapters import read_data, shown, shown_names, suffix_of
+from lossscale_core.errors import CheckpointError
+
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_LARGEST_JSON = 2**22
+_MOST_SCALERS = 12
+# Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
+_DEEPEST = 3
+_MOST_DICTS = 1000
+
+
+@click.command(
+    "checkpoint", short_help="Print the saved scalers in a file.", epilog=example("lossscale checkpoint last.pt")
 )
-from lossscale_core.adapters import shown, shown_names, write_whole
+@click.argument("file", type=FILE)
+@click.option("--from", "tool", metavar="TOOL", help="The tool that saved it; guessed from the names.")
+@click.option("--policy", "policy_file", type=FILE, help="The policy that will continue with it.")
+@click.option("--key", help="Where in FILE the scaler is, such as optimizer.grad_scaler.")
+def command(file: Path, tool: str | None, policy_file: Path | None, key: str | None) -> None:
+    """Print the saved scalers in FILE, of this library or another tool, as the JSON that `state_from_dict` reads.
 
-_OPTIONS = (
-    click.argument("file", type=FILE),
-    click.option(
-        "--from",
-        "tool",
-        metavar="TOOL",
-        help=f"The tool that wrote it; guessed when left out. {TOOLS_HELP}",
-    ),
-    click.option("--policy", "policy_file", type=FILE, help="The policy (.toml or .json) that will continue with it."),
-    click.option("--key", help="Where in FILE the scaler is: scaler, or optimizer.grad_scaler."),
-)
-
-
-def _with_options(subcommand: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_OPTIONS):
-        subcommand = option(subcommand)
-    return subcommand
-
-
-@click.group(
-    "checkpoint",
-    short_help="Show and convert saved scalers, also other tools'.",
-    epilog=example("lossscale checkpoint show scaler.pt"),
-    invoke_without_command=True,
-)
-@click.pass_context
-def command(context: click.Context) -> None:
-    """Show and convert saved scalers of this library and other tools."""
-    help_if_alone(context)
-
-
-@command.command(epilog=example("lossscale checkpoint show scaler.pt"))
-@_with_options
-@AS_JSON
-def show(file: Path, tool: str | None, policy_file: Path | None, key: str | None, as_json: bool) -> None:
-    """Show the saved scaler in FILE: JSON, or a file of torch.save."""
-    found = read_state(file, tool, _loaded(policy_file), key)
-    if as_json:
-        print_json({"file": str(file), **found.as_dict()})
-        return
-    click.echo(f"{file}: {found.source}")
-    table = Table("field", "value")
-    for name, value in found.rows():
-        table.add_row(name, value)
-    console().print(table)
-    if found.diagnosis is not None:
-        console().print(found.diagnosis, soft_wrap=True, highlight=False)
-
-
-@command.command(epilog=example("lossscale checkpoint convert scaler.pt --to state.json"))
-@_with_options
-@click.option("--to", "out", type=FILE, help="A new .json file for the state; printed when left out.")
-def convert(file: Path, tool: str | None, policy_file: Path | None, key: str | None, out: Path | None) -> None:
-    """Turn the saved scaler in FILE into the JSON that `state_from_dict` reads in every framework.
-
-    The policy is saved too if --policy names it or the checkpoint contains all of it.
+    FILE is JSON, NumPy's .npz, or what torch.save wrote. No class in it is imported. One scaler is printed itself; of
+    several, at most 12 are printed under their places.
     """
-    require_new(out)
-    source, state, scaling = read_state(file, tool, _loaded(policy_file), key)
-    text = json.dumps(state_to_dict(state, scaling), indent=2)
-    if out is None:
-        click.echo(text)
-    else:
-        write_whole(out, text + "\n")
-        click.echo(f"wrote {out}: {source}, {'with' if scaling is not None else 'without'} its policy")
-
-
-class SavedScaler(NamedTuple):
-    """The content of a checkpoint file."""
-
-    source: str
-    state: Any
-    policy: ScalingPolicy | None
-    """The policy that is given or saved in the file."""
-
-    @property
-    def diagnosis(self) -> str | None:
-        """The text of `diagnose`; None without a policy or a number of steps, which other tools do not save."""
-        return None if self.policy is None or self.state.steps == 0 else diagnose(self.policy, self.state)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the content for JSON."""
-        policy = None if self.policy is None else policy_to_dict(self.policy)
-        return {
-            "source": self.source,
-            "state": state_to_dict(self.state),
-            "policy": policy,
-            "diagnosis": self.diagnosis,
-        }
-
-    def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the value of each field of the state and of the policy, as text."""
-        for name, value in state_to_dict(self.state).items():
-            yield name, value_text(value)
-        for name, value in ({} if self.policy is None else policy_to_dict(self.policy)).items():
-            yield f"policy: {name}", value_text(value)
-
-
-def read_state(file: Path, tool: str | None, scaling: ScalingPolicy | None, key: str | None) -> SavedScaler:
-    """Return the content of a checkpoint file. Raises `LossScaleError`, `UsageError` and `OSError`."""
-    with warnings_as_lines():
-        where, saved = read_checkpoint(file, key)
-        place = f" at {shown(where)}" if where else ""
-        # None of the tools in `dialects` saves a version in the dict of its scaler.
-        if tool is None and "version" in saved:
-            scaling = _saved_policy(saved) if scaling is None else scaling
-            return SavedScaler(f"a state of this library{place}", state_from_dict(saved, scaling), scaling)
-        tool = _guessed(file, saved) if tool is None else tool
-        state = state_from_tool(tool, saved, scaling)
-        return SavedScaler(f"the scaler of {tool}{place}", state, scaling)
-
-
-def _loaded(policy_file: Path | None) -> ScalingPolicy | None:
-    return None if policy_file is None else load_policy(policy_file)
-
-
-def _saved_policy(saved: Mapping[str, Any]) -> ScalingPolicy | None:
-    return policy_from_dict(saved["policy"]) if "policy" in saved else None
-
-
-def _guessed(file: Path, saved: Mapping[str, Any]) -> str:
-    found = tools_of_checkpoint(saved)
-    if len(found) == 1:
-        return found[0]
-    names = f"{', '.join(found)} save these names with different meanings"
+    content = _content(file)
+    found = {key: _at(file, content, key)} if key is not None else _scalers(content)
+    if not found and tool is not None:
+        found = {"": content}
     if not found:
-        names = f"no known tool saves its scaler under these names: {shown_names(saved) or 'none'}"
-    raise click.UsageError(f"{file}: {names}; pass --from TOOL with the tool that saved it")
+        names = shown_names(content) or "none"
+        raise click.UsageError(f"{file}: no known scaler under the names {names}; pass --from TOOL and --key")
+    policy = None if policy_file is None else load_policy(policy_file)
+    states = {}
+    for place, saved in found.items():
+        with warnings_as_lines():
+            states[place], sentence = _state(f"{file}, {place or 'top'}", saved, tool, policy)
+        say(f"{file}{f' at {shown(place)}' if place else ''}: {sentence}")
+    print_json(next(iter(states.values())) if len(states) == 1 else states)
+
+
+def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: ScalingPolicy | None) -> tuple[Any, str]:
+    """Return the state as a dict, and a sentence about it."""
+    if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
+        policy = policy_from_dict(saved["policy"]) if policy is None and "policy" in saved else policy
+        state = state_from_dict(saved, policy)
+        condition = f"; {diagnose(policy, state)}" if policy is not None else ""
+        return state_to_dict(state, policy), f"a state of this library{condition}"
+    names = [tool] if tool is not None else tools_of_checkpoint(saved)
+    if len(names) != 1:
+        which = f"{', '.join(names)} save" if names else "no known tool saves"
+        raise click.UsageError(f"{place}: {which} these names: {shown_names(saved) or 'none'}; pass --from TOOL")
+    return state_to_dict(state_from_tool(names[0], saved, policy), policy), f"the scaler of {names[0]}"
+
+
+def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the dicts that look like a saved scaler, by their keys joined by dots, breadth first."""
+    found: dict[str, Mapping[str, Any]] = {}
+    pending: deque[tuple[tuple[str, ...], Mapping[str, Any]]] = deque([((), content)])
+    visited = {id(content)}  # the number of paths to shared dicts grows exponentially
+    while pending and len(found) < _MOST_SCALERS:
+        names, saved = pending.popleft()
+        if {"version", "loss_scale"} <= saved.keys() or tools_of_checkpoint(saved):
+            found[".".join(names)] = saved
+            continue
+        for name, value in saved.items() if len(names) < _DEEPEST else ():
+            if isinstance(value, Mapping) and id(value) not in visited and len(visited) <= _MOST_DICTS:
+                visited.add(id(value))
+                pending.append(((*names, str(name)), value))
+    if len(found) == _MOST_SCALERS:
+        say(f"only the first {_MOST_SCALERS} scalers are printed; pass --key for another")
+    if len(visited) > _MOST_DICTS:
+        say(f"only the first {_MOST_DICTS} dicts were searched; pass --key if the scaler is elsewhere")
+    return found
+
+
+def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the dict at a key, or at a path of keys joined by dots."""
+    found: Any = content
+    for name in [key] if key in content else key.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            known = f"it has {shown_names(found)}" if isinstance(found, Mapping) else f"it has {shown(found)}"
+            raise CheckpointError(f"{path} has no key {shown(key)}; {known}")
+        found = found[name]
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds {shown(found)} at {shown(key)}, but must hold a dict; pass another --key")
+    return found
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    suffix, content = suffix_of(path), None
+    path.stat()  # a file that is missing has no format
+    if suffix == ".json":
+        content = read_data(path, CheckpointError, _LARGEST_JSON)
+    elif path.is_file() and suffix in _OF_TORCH:
+        content = _read_by_torch(path)
+    elif path.is_file() and suffix == ".npz":
+        try:
+            with np.load(path) as file:
+                content = dict(file)
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise CheckpointError(
+                f"{path} is not a file of numpy.savez without objects: {error}; save it as one"
+            ) from error
+    else:
+        formats = f"JSON (.json), NumPy's .npz, or written by torch.save ({', '.join(_OF_TORCH)})"
+        raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
+    return content
+
+
+def _read_by_torch(path: Path) -> Any:
+    """Return the content of a file of `torch.save`; objects of other classes are dicts of their attributes."""
+    try:
+        import torch
+        from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+    except ModuleNotFoundError:
+        raise CheckpointError(f"{path} was written by torch.save; install PyTorch, or save it as JSON") from None
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and save it "
+            "again with a newer PyTorch"
+        )
+    try:
+        names = get_unsafe_globals_in_checkpoint(path)
+        with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged, or holds more than data: {reason}; save it again") from error
+
+
+class _Attributes(dict[Any, Any]):
+    """The attributes of an object whose class is not imported, such as the scaler of DeepSpeed."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Attributes":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(*(part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)))

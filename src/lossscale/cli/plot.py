@@ -1,11 +1,11 @@
-"""`lossscale plot`: a picture of a recorded run."""
+"""The subcommand `lossscale plot`: a picture of a recorded run."""
 
 from pathlib import Path
 
 import click
 
-from lossscale.cli._run_file import read_run
-from lossscale.cli._shared import FILE, OVERWRITE, console, example, require_picture, warnings_as_lines
+from lossscale.cli._shared import FILE, OVERWRITE, PICTURES, example, require_new, say
+from lossscale.cli._trace import read_trace
 from lossscale_core.adapters import write_whole
 
 
@@ -13,21 +13,15 @@ from lossscale_core.adapters import write_whole
     "plot", short_help="Draw the loss scale of a recorded run.", epilog=example("lossscale plot scale.csv -o scale.svg")
 )
 @click.argument("trace", type=FILE)
-@click.option("-o", "--output", type=FILE, default="scale.svg", show_default=True, help="Where the picture goes.")
+@click.option("-o", "--output", type=FILE, required=True, help="The picture: .png, .pdf or .svg.")
 @OVERWRITE
 def command(trace: Path, output: Path, overwrite: bool) -> None:
-    """Draw TRACE: the loss scale, overflows and spikes, the share of skipped steps and the gradient norm.
+    """Draw the loss scale of TRACE over time, its skipped steps and, if it is known, the gradient norm."""
+    if output.suffix.lower() not in PICTURES:
+        raise click.UsageError(f"-o {output} must end in {', '.join(PICTURES)}; pass such a name")
+    require_new(output, overwrite=overwrite)
+    run = read_trace(trace)
+    from lossscale.cli._pictures import draw_trace  # imported late: matplotlib takes a second
 
-    TRACE is the CSV file that `lossscale run --trace` wrote.
-    """
-    with warnings_as_lines():
-        run = read_run(trace)
-    require_picture(output, "-o", overwrite)
-    from lossscale.cli._pictures import as_picture, draw_run, new_figure, summary  # late: matplotlib takes a second
-
-    figure = new_figure(8, 6)
-    draw_run(figure, run)
-    write_whole(output, as_picture(figure, output.suffix[1:]), overwrite=overwrite)
-    terminal = console()
-    terminal.print(summary(run), soft_wrap=True, highlight=False)
-    terminal.print(f"wrote {output}", soft_wrap=True)
+    write_whole(output, draw_trace(run, output.suffix[1:].lower()), overwrite=overwrite)
+    say(f"wrote {output}: {len(run.step)} steps, {int((~run.applied).sum())} of them skipped")

@@ -1,0 +1,303 @@
+"""The scalers that `lossscale run` puts in the place of torch's; they write a row for each update."""
+
+import atexit
+import contextlib
+import os
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.fsdp import sharded_grad_scaler
+
+import lossscale_torch
+from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_torch.hooks import Hook, SameOnRanks
+
+_GradScaler = lossscale_torch.GradScaler  # the name in that package becomes another class
+COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
+_MOST_WAITING = 100
+
+
+class Recording:
+    """The policy and the trace of this run, and the scalers that it made."""
+
+    def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
+        self.policy, self.trace = policy, trace
+        self.scalers: list[Any] = []
+        self.is_made = False
+        self._rows: list[tuple[Any, ...]] = []  # those whose numbers a device holds
+        self._process = os.getpid()
+        self._file: Path | None = None
+        atexit.register(self._finish)  # before the script registers anything, so that it comes last
+
+    def add(self, scaler: Any, step: Any, info: Any, norm: Any, gradient_max: Any) -> None:
+        """Add a row. Synchronises with a device every hundred rows at most."""
+        self._leave_parents_rows()
+        if not any(each is scaler for each in self.scalers):
+            self.scalers.append(scaler)
+        number = next(number for number, each in enumerate(self.scalers) if each is scaler)
+        outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
+        self._rows.append((step, *outcome, norm, gradient_max, number))
+        is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in self._rows[-1])
+        if not is_waiting or len(self._rows) >= _MOST_WAITING:
+            self._write()
+
+    def say(self, line: str) -> None:
+        """Print a line to stderr, which the script may have closed."""
+        rank, ranks = _rank()
+        with contextlib.suppress(OSError, ValueError):
+            print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)
+
+    def _leave_parents_rows(self) -> None:
+        if self._process != os.getpid():  # forked
+            self._process, self._rows = os.getpid(), []
+
+    def _write(self) -> None:
+        rows, self._rows = self._rows, []
+        if self.trace is None or not rows:
+            return
+        if self._file is None:
+            rank, ranks = _rank()
+            self._file = self.trace.with_suffix(f".rank{rank}{self.trace.suffix}") if ranks > 1 else self.trace
+        try:
+            with open(self._file, "a", encoding="utf-8") as file:  # opened each time: scripts fork and close files
+                file.writelines([",".join(COLUMNS) + "\n"] * (file.tell() == 0))
+                file.writelines(",".join(map(_cell, row)) + "\n" for row in rows)
+        except OSError as error:  # a full disk must not end the training
+            self.trace = None
+            self.say(f"the trace ends at step {_cell(rows[0][0])}: {error}; make room, or pass another file")
+
+    def _finish(self) -> None:
+        if self._process != os.getpid():
+            return  # forked, and made no update
+        self._write()
+        for number, scaler in enumerate(self.scalers):
+            self.say(f"{f'scaler {number}: ' if len(self.scalers) > 1 else ''}{scaler.diagnose()}")
+        if not self.scalers and self.is_made:
+            self.say("no scaler was updated in this process")
+        elif not self.scalers:
+            self.say(
+                "no scaler was made in this process, so that nothing was recorded or replaced; if the script starts "
+                "other processes, use torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
+            )
+
+
+RECORDING: Recording
+
+
+def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
+    """Replace the scalers of torch and of this library, under every name that scripts import."""
+    global RECORDING
+    RECORDING = Recording(policy, trace)
+    for scaler, home, *modules in (
+        (Recorded, torch.amp.grad_scaler, torch.amp, torch),
+        (_OfCuda, torch.cuda.amp.grad_scaler, torch.cuda.amp),
+        (_OfCpu, torch.cpu.amp.grad_scaler, torch.cpu.amp),
+        (_Own, lossscale_torch),
+        (_Sharded, sharded_grad_scaler),
+    ):
+        name = "ShardedGradScaler" if scaler is _Sharded else "GradScaler"
+        scaler.__name__, scaler.__qualname__, scaler.__module__ = name, name, home.__name__  # so that pickles find them
+        for module in (home, *modules):
+            setattr(module, name, scaler)
+
+
+def _rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    except ValueError:  # scripts use these variables for what they like
+        return 0, 1
+
+
+def _cell(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return "" if value is None else repr(value)
+
+
+class _Row(Hook):
+    """Writes the row of each step."""
+
+    def __init__(self) -> None:
+        self.step: Any = None
+        self.norms, self.largest = list[torch.Tensor](), list[torch.Tensor]()  # an element for each optimizer
+
+    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """Remember the number of the step, and measure the gradients of a fused optimizer, which are still scaled."""
+        self.step = _steps(scaler)
+        if record["stage"] is OptState.READY:
+            self.measure(optimizer, scaler._scale)
+
+    @torch.no_grad()
+    def measure(self, optimizer: Any, scale: Any = 1.0) -> None:
+        """Measure the norm and the largest magnitude of gradients, before they are clipped. Does not synchronise."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+        if RECORDING.trace is not None and dense:
+            self.largest.append(torch.nn.utils.get_total_norm(dense, float("inf")) / scale)
+            if all(grad is mine for grad, mine in zip(grads, local, strict=True)):  # a rank has a part of the norm only
+                self.norms.append(torch.nn.utils.get_total_norm(dense) / scale)
+
+    def after_update(self, scaler: Any, info: Any) -> None:
+        """Write the row."""
+        step = _steps(scaler) if self.step is None else self.step
+        norm, largest = (
+            torch.linalg.vector_norm(torch.stack([each.to(values[0]) for each in values]), order) if values else None
+            for values, order in ((self.norms, 2), (self.largest, float("inf")))
+        )
+        RECORDING.add(scaler, step, info, norm, largest)
+        self.step, self.norms, self.largest = None, [], []
+
+
+def _steps(scaler: Any) -> Any:
+    """Return the number of steps so far, where it is."""
+    steps = getattr(scaler._state, "fields", scaler._state).steps
+    return steps.clone() if isinstance(steps, torch.Tensor) else steps
+
+
+class Recorded(_GradScaler):
+    """`torch.amp.GradScaler`, as this library's scaler, under the policy of the run if there is one."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **options: Any,
+    ) -> None:
+        if RECORDING.policy is not None:
+            if not RECORDING.is_made:
+                RECORDING.say(
+                    f"--policy replaces the settings that the script gives to its scaler: {RECORDING.policy!r}"
+                )
+            options["policy"] = RECORDING.policy
+        elif options.get("policy") is None:
+            options.update(init_scale=init_scale, growth_factor=growth_factor)
+            options.update(backoff_factor=backoff_factor, growth_interval=growth_interval)
+        RECORDING.is_made = True
+        names = {*vars(self)}  # of a subclass
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().__init__(device, enabled=enabled, **options)
+        for warning in caught:  # again, at the line that made the scaler
+            warnings.warn(warning.message, warning.category, stacklevel=2)
+        self._row = _Row()
+        # First in the list, since a later one may end the run; not by hooks=, with which ranks would combine vetoes.
+        self._hooks.insert(0, self._row)
+        self._names_of_scaler = {*vars(self).keys() - names, "_names_of_scaler", "last_step"}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale, and measure the gradients before the script clips them."""
+        super().unscale_(optimizer)
+        self._row.measure(optimizer)
+
+    # A pickle holds what torch's own scaler holds, so that it can be loaded without this command, and the other way.
+
+    def __getstate__(self) -> dict[str, Any]:
+        super().__getstate__()  # raises within a step
+        state = {name: value for name, value in vars(self).items() if name not in self._names_of_scaler}
+        state.update(_device=self._device, _enabled=self._enabled)
+        if saved := self.state_dict():
+            settings = BaseScaling.of(self.policy)
+            state.update(
+                _init_scale=saved["loss_scale"],
+                _growth_factor=settings.growth_factor,
+                _backoff_factor=settings.backoff_factor,
+                _growth_interval=settings.growth_interval,
+                _init_growth_tracker=max(saved["growth_tracker"], 0),
+                _scale=None,
+                _growth_tracker=None,
+                _per_optimizer_states=defaultdict(_refresh_per_optimizer_state),
+                _lossscale=saved,
+            )
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        enabled, saved = state.pop("_enabled"), state.pop("_lossscale", None)
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        settings = {name: state.pop(f"_{name}", None) for name in names} if enabled else {}
+        Recorded.__init__(self, state.pop("_device", "cuda"), enabled=enabled, **settings)
+        if enabled:
+            scale, tracker = state.pop("_init_scale"), state.pop("_init_growth_tracker")
+            self.load_state_dict(saved or {"scale": scale, **settings, "_growth_tracker": tracker})
+        for name in ("_scale", "_growth_tracker", "_per_optimizer_states"):
+            state.pop(name, None)
+        vars(self).update(state)
+
+
+class _Own(Recorded):
+    """`lossscale_torch.GradScaler`, which pickles as itself."""
+
+    # The function itself, since the scaler clips in two reads where a subclass has another one.
+    unscale_ = _GradScaler.unscale_
+
+    def unscale_and_clip_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Unscale and clip, and record the norm."""
+        norm = super().unscale_and_clip_(*args, **kwargs)
+        self._row.norms = [norm]
+        return norm
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = _GradScaler.__getstate__(self)
+        hooks = [hook for hook in state["_hooks"] if not isinstance(hook, _Row)]
+        return {
+            name: value
+            for name, value in {**state, "_hooks": hooks}.items()
+            if name not in ("_row", "_names_of_scaler")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        RECORDING.is_made = True
+        self._row = _Row()
+        self._hooks.insert(0, self._row)
+
+
+class _OfCuda(torch.cuda.amp.GradScaler, Recorded):
+    """`torch.cuda.amp.GradScaler`, whose constructor warns, and calls the next one with the device."""
+
+
+class _OfCpu(torch.cpu.amp.grad_scaler.GradScaler, Recorded):
+    """`torch.cpu.amp.GradScaler`."""
+
+
+class _AllRanks(SameOnRanks):
+    """Combines the flags over all ranks, as FSDP's scaler does by default; its default is looked up this late."""
+
+    def before_step(self, *args: Any) -> None:
+        if dist.is_initialized():
+            self.process_group = dist.group.WORLD
+        super().before_step(*args)
+
+
+class _Sharded(Recorded, sharded_grad_scaler.ShardedGradScaler):  # type: ignore[misc]  # its update returns None
+    """`ShardedGradScaler`, which takes the backoff factor before the growth factor, and float16 gradients."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        options: dict[str, Any] = {"process_group": process_group, "half_gradients": True}
+        if process_group is None:
+            options["hooks"] = [_AllRanks()]
+        Recorded.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)

@@ -1,0 +1,92 @@
+"""The execution of a script or module in this process, as `python SCRIPT` or `python -m MODULE` would execute it."""
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+
+def execute(program: list[str], *, is_module: bool) -> None:
+    """Execute a program as `__main__`; its exit status, output and tracebacks are those that it has without us.
+
+    The module stays `sys.modules["__main__"]`, since functions that the script registered for the exit, its threads and
+    processes that it starts look for its classes there; `runpy.run_path` puts our own back.
+
+    Args:
+        program: The path of the script, or the name of the module, and the arguments.
+        is_module: Whether the first is the name of a module.
+
+    Raises:
+        SystemExit: The program is done, or cannot be found (status 2).
+    """
+    sys.argv[:] = program
+    main, code = _module(program[0]) if is_module else _script(program[0])
+    sys.modules["__main__"] = main
+    try:
+        exec(code, vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        _forget_file(main, is_module)
+        # The interpreter ends the process as for any error, and a KeyboardInterrupt by its signal.
+        sys.excepthook = lambda *_: None
+        raise
+    _forget_file(main, is_module)
+
+
+def _forget_file(main: ModuleType, is_module: bool) -> None:
+    for name in () if is_module else ("__file__", "__cached__"):  # Python deletes them before threads and the exit
+        vars(main).pop(name, None)
+
+
+def _script(path: str) -> tuple[ModuleType, CodeType]:
+    full = os.path.abspath(path)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = ModuleType("__main__")
+    vars(main).update(__file__=full, __builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
+    main.__loader__ = SourceFileLoader("__main__", full)
+    with open(full, "rb") as file:
+        return main, _compiled(file.read(), full)
+
+
+def _compiled(source: bytes, path: str) -> CodeType:
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        sys.excepthook(type(error), error.with_traceback(None), None)
+        sys.exit(1)
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    sys.argv[0] = "-m"  # while the packages above it are imported
+    spec = _spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None
+    if spec is None or code is None:
+        print(
+            f"lossscale: -m {name} is not a module that can be run; pass one, or a package with __main__",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    main = ModuleType("__main__")
+    vars(main).update(__file__=spec.origin, __builtins__=sys.modules["builtins"], __cached__=spec.cached)
+    main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+    sys.argv[0] = str(spec.origin)
+    return main, code
+
+
+def _spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import of the package itself failed
+        return None

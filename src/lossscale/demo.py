@@ -1,0 +1,178 @@
+"""The demo: a perceptron with a hand-written backward pass learns scikit-learn's digits in real float16, on NumPy.
+
+With a loss weight of 1 the gradients of this network do not underflow in float16. The demo therefore uses a small
+weight, as multi-task, distillation and reinforcement learning do. Adam divides each gradient by its own magnitude, so
+that the weight has no effect in float32, but it does in float16 without scaling.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScalingPolicy,
+    all_finite,
+    init_state,
+    scale,
+    select,
+    step_info,
+    unscale,
+)
+from lossscale_core.adapters import check_overflow_streak
+
+DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
+"""A policy that grows much faster than in real training, so that the scale settles within a few hundred steps."""
+WEIGHTS = (1.0, 1e-3, 1e-4, 1e-5, 1e-6)
+_WIDTHS = (64, 64, 32, 10)
+_BATCH_SIZE, _LEARNING_RATE = 512, 3e-3
+_MEASURE_EVERY = 20  # steps: a backward pass in float32 for each stored one would double the work
+
+
+class Run(NamedTuple):
+    """One training run; the arrays have shape `(steps,)`."""
+
+    loss: Any
+    """float64: the mean cross-entropy, before its weight."""
+    scale: Any
+    """float64: the loss scale used."""
+    skipped: Any
+    """bool: the gradients overflowed, and the step was skipped."""
+    gradient_max: Any
+    """float64: the largest magnitude among all gradients of the weighted loss, unscaled."""
+    flushed: float
+    """The share of gradient elements that are zero as stored, and would not be in float32."""
+    accuracy: float
+    """The share of test images recognised at the end."""
+    final_scale: float
+
+
+def regimes(policy: ScalingPolicy) -> dict[str, tuple[str, ScalingPolicy]]:
+    """Return the storage dtype and the policy of each regime by its name; the last is float16 under `policy`."""
+    return {
+        "float32": ("float32", NoScaling()),
+        "float16, no scaling": ("float16", NoScaling()),
+        "float16, fixed 64": ("float16", FixedScaling(64.0)),
+        "float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic": ("float16", policy),
+    }
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def train(
+    policy: ScalingPolicy, dtype: str, weight: float, seed: int, steps: int, on_step: Callable[[], Any] = lambda: None
+) -> Run:
+    """Train the digits with this weight of the loss, call `on_step` after every step, and return the run.
+
+    Raises:
+        OverflowStreakError: The policy's `max_overflow_streak` is reached.
+    """
+    images, labels = _digits()
+    rng = np.random.default_rng(seed)
+    params = [
+        array
+        for n_in, n_out in itertools.pairwise(_WIDTHS)  # He et al., 2015
+        for array in (
+            rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32),
+            np.zeros(n_out, np.float32),
+        )
+    ]
+    zeros = [np.zeros_like(param) for param in params]
+    learnt: Any = (params, zeros, zeros, 0)  # what a skipped step leaves as it was: Adam's averages and count, too
+    state: Any = init_state(policy)
+    rows, flushed = [], []
+    for step, batch in enumerate(np.random.default_rng(seed).integers(0, 1347, (steps, _BATCH_SIZE))):
+        x, y, before = images[batch], labels[batch], state
+        loss, stored = _gradients(learnt[0], dtype, x, y, scale(np.float32(weight), before))
+        finite = all_finite(stored[: len(params)])
+        grads = unscale(stored, before)
+        is_measured = step % _MEASURE_EVERY == 0
+        # The same backward pass without float16's limits, from the same weights and activations.
+        exact = (
+            _gradients(learnt[0], dtype, x, y, np.float32(weight), "float32")[1] if is_measured or not finite else []
+        )
+        learnt = select(finite, _adam(learnt, grads[: len(params)]), learnt)
+        state = policy.update(before, finite)
+        check_overflow_streak(policy, state)
+        if is_measured:
+            flushed.append(_flushed(grads[: len(params)], exact[: len(params)]))
+        info, largest = step_info(before, state), max(float(np.abs(g).max()) for g in (grads if finite else exact))
+        rows.append((loss, float(info.loss_scale_used), not info.applied, largest))
+        on_step()
+    logits = _forward([param.astype(dtype) for param in learnt[0]], images[1347:].astype(dtype))[-1]
+    accuracy = float(np.mean(logits.argmax(axis=1) == labels[1347:]))
+    losses, scales, skipped, largest_of = map(np.array, zip(*rows, strict=True))
+    return Run(losses, scales, skipped, largest_of, float(np.mean(flushed)), accuracy, float(state.loss_scale))
+
+
+def _digits() -> tuple[Any, Any]:
+    """Return images of shape `(1797, 64)`, float32 from 0 to 1, and labels; the first 1347 are for training."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    return (images[order] / 16.0).astype(np.float32), labels[order]
+
+
+def _gradients(
+    params: Any, dtype: str, images: Any, labels: Any, weight: Any, grads_dtype: str = ""
+) -> tuple[float, Any]:
+    """Return the loss, and the gradients of `weight` times it: of the parameters, then of the layers' outputs.
+
+    Weights and activations are stored in `dtype`, and gradients in `grads_dtype` or else in `dtype`: small ones flush
+    to zero, large ones overflow. Products are summed in float32, as tensor cores do.
+    """
+    stored, images, kept = [param.astype(dtype) for param in params], images.astype(dtype), grads_dtype or dtype
+    outputs = _forward(stored, images)
+    logits = outputs[-1].astype(np.float32)
+    logits -= logits.max(axis=1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    grad = np.exp(log_probabilities)
+    grad[rows, labels] -= 1.0
+    of_outputs, of_params = [(grad / np.float32(len(labels)) * weight).astype(kept)], list[Any]()
+    for matrix, received in zip(stored[-2::-2], [*map(_relu, outputs[-2::-1]), images], strict=True):
+        grad = of_outputs[-1]
+        of_params += [grad.sum(axis=0, dtype=np.float32).astype(kept), _product(received.T, grad).astype(kept)]
+        if len(of_params) < len(stored):
+            of_outputs.append(np.where(received > 0, _product(grad, matrix.T), 0.0).astype(kept))
+    return float(-log_probabilities[rows, labels].mean()), [*reversed(of_params), *reversed(of_outputs)]
+
+
+def _forward(params: Any, images: Any) -> list[Any]:
+    """Return every layer's output before its rectifier; the last one holds the logits."""
+    outputs: list[Any] = []
+    for matrix, bias in zip(params[::2], params[1::2], strict=True):
+        inputs = _relu(outputs[-1]) if outputs else images
+        outputs.append((_product(inputs, matrix) + bias.astype(np.float32)).astype(matrix.dtype))
+    return outputs
+
+
+def _relu(outputs: Any) -> Any:
+    return np.maximum(outputs, outputs.dtype.type(0))
+
+
+def _product(a: Any, b: Any) -> Any:
+    # NumPy's own float16 product is slow, and sums in float16.
+    return a.astype(np.float32, copy=False) @ b.astype(np.float32, copy=False)
+
+
+def _adam(learnt: Any, grads: Any) -> Any:
+    """Take a step of Adam (Kingma and Ba, 2015); its epsilon is too small to notice the weight of the loss."""
+    params, means, squares, steps = learnt
+    means = [m + 0.1 * (g - m) for m, g in zip(means, grads, strict=True)]
+    squares = [s + 0.001 * (g * g - s) for s, g in zip(squares, grads, strict=True)]
+    seen, seen_square = 1.0 - 0.9 ** (steps + 1), 1.0 - 0.999 ** (steps + 1)
+    moved = [
+        param - _LEARNING_RATE * (m / seen) / (np.sqrt(s / seen_square) + 1e-16)
+        for param, m, s in zip(params, means, squares, strict=True)
+    ]
+    return moved, means, squares, steps + 1
+
+
+def _flushed(stored: Any, exact: Any) -> float:
+    """Return the share of elements that are zero as stored, and not in float32."""
+    is_zero, was_zero = (np.concatenate([np.ravel(grad) == 0 for grad in grads]) for grads in (stored, exact))
+    return float(np.sum(is_zero & ~was_zero) / max(1, np.sum(~was_zero)))

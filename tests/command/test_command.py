@@ -1,0 +1,364 @@
+"""The `lossscale` command as a person meets it, on real files."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lossscale import from_tool, tools
+from lossscale_core import DynamicScaling, dump_policy, load_policy, policy_from_dict, state_from_dict, state_to_dict
+from lossscale_core.testing import simulate
+from tests.command.commanding import refused, run, succeed
+
+DEEPSPEED = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
+APEX = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}
+TITLES = "step,scale,applied,overflowed,spiked,norm,gradient_max,scaler\n"
+
+
+def _write(folder, name, content):
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return name
+
+
+@pytest.mark.parametrize("arguments", [("policy", "check", "p.toml"), ("policy", "check", "none.toml")])
+def test_a_process_says_what_the_command_says_here(tmp_path, arguments):
+    """The same output, the same error and the same status."""
+    dump_policy(DynamicScaling(), tmp_path / "p.toml")
+    command = [sys.executable, "-m", "lossscale", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == run(*arguments, cwd=tmp_path)
+
+
+COMMANDS = [(), *((name,) for name in ["demo", "simulate", "run", "plot", "checkpoint", "policy"])]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ("policy", "check"), ("policy", "convert")], ids=" ".join)
+def test_help_fits_a_screen_and_has_an_example(command):
+    """Every command's --help ends in something to copy; a group alone prints its help, and is no error."""
+    help_, _ = succeed(*command, "--help")
+    assert "Example:\n    lossscale" in help_
+    assert help_.count("\n") <= 24
+    if command in [(), ("policy",)]:
+        assert succeed(*command)[0] == help_
+
+
+# -- policies
+
+
+def test_policy_check_prints_every_setting(tmp_path):
+    """The data as TOML or JSON that is a policy itself; the sentence goes to stderr."""
+    dump_policy(DynamicScaling(growth_interval=77), tmp_path / "p.json")
+    data, sentence = succeed("policy", "check", "p.json", cwd=tmp_path)
+    assert sentence == "p.json: a valid policy of kind 'dynamic'\n"
+    _write(tmp_path, "q.toml", data)
+    assert load_policy(tmp_path / "q.toml") == DynamicScaling(growth_interval=77)
+    data, _ = succeed("policy", "check", "p.json", "--json", cwd=tmp_path)
+    assert policy_from_dict(json.loads(data)) == DynamicScaling(growth_interval=77)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool", "config"),
+    [
+        ("c.json", json.dumps(DEEPSPEED), "deepspeed", DEEPSPEED),
+        ("c.toml", "init_scale = 8.0\ngrowth_interval = 0\n", "torch", {"init_scale": 8.0, "growth_interval": 0}),
+        ("c.yaml", "initial-loss-scale: 1024\nloss-scale-window: 5e2\n", "megatron", {"loss_scale_window": 500}),
+    ],
+)
+def test_policy_convert_guesses_the_tool(tmp_path, name, text, tool, config):
+    """From JSON, TOML or YAML, with hyphens too; to a file, or to stdout."""
+    _write(tmp_path, name, text)
+    expected = from_tool(tool, {"initial_loss_scale": 1024, **config} if tool == "megatron" else config)
+    data, sentence = succeed("policy", "convert", name, cwd=tmp_path)
+    assert sentence == f"{name}: the config of {tool} is a policy of kind 'dynamic'\n"
+    succeed("policy", "convert", name, "--from", tool, "--to", "p.toml", cwd=tmp_path)
+    assert load_policy(tmp_path / "p.toml") == expected
+    _write(tmp_path, "q.toml", data)
+    assert load_policy(tmp_path / "q.toml") == expected
+
+
+def test_policy_convert_lists_every_tool():
+    """The help names all that `from_tool` knows."""
+    assert all(name in succeed("policy", "convert", "--help")[0] for name in tools())
+
+
+OWN = """
+import dataclasses
+from lossscale_core import BaseScaling, DynamicScaling
+
+@dataclasses.dataclass(frozen=True)
+class HalvingScaling(BaseScaling):
+    kind = "halving_of_the_command"
+    adapts = True
+    init_scale: float = 2.0**16
+
+    def init_state(self):
+        return DynamicScaling(init_scale=self.init_scale).init_state()
+
+    def update(self, state, grads_finite, *, xp=None):
+        return DynamicScaling(growth_interval=2**31 - 1).update(state, grads_finite, xp=xp)
+"""
+
+
+def test_a_policy_of_ones_own_is_read_after_its_module_is_imported(tmp_path):
+    """Without `--import` the command says what to do; a module that fails is named."""
+    _write(tmp_path, "mine.py", OWN)
+    _write(tmp_path, "broken.py", "raise KeyError('a\\nb')")
+    _write(tmp_path, "p.toml", 'kind = "halving_of_the_command"\ninit_scale = 8.0')
+    assert "once its module is imported" in refused(run("policy", "check", "p.toml", cwd=tmp_path))
+    assert "init_scale = 8.0" in succeed("--import", "mine", "policy", "check", "p.toml", cwd=tmp_path)[0]
+    for module in ("nowhere", "broken"):
+        assert f"--import {module}: " in refused(run("--import", module, "policy", "check", "p.toml", cwd=tmp_path))
+
+
+# -- traces
+
+
+def _trace(folder, rows, titles=TITLES):
+    return _write(folder, "t.csv", titles + "".join(f"{row}\n" for row in rows))
+
+
+def test_simulate_reacts_to_the_scale(tmp_path):
+    """A step overflows if its magnitude is too large for the new scale; an overflow depends on the scale, too."""
+    rows = ["0,1024.0,False,True,False,inf,inf,0", *(f"{n},512.0,True,False,False,9,{2.0**n},0" for n in range(1, 9))]
+    _trace(tmp_path, rows)
+    data, said = succeed("simulate", "512", "t.csv", "--json", cwd=tmp_path)
+    found = json.loads(data)
+    assert (found["steps"], found["skipped_steps"], found["first_applied_step"]) == (9, 2, 0)  # 2**7 and 2**8
+    assert json.loads(succeed("simulate", "1024", "t.csv", "--json", cwd=tmp_path)[0])["skipped_steps"] == 4
+    assert (
+        json.loads(succeed("simulate", "512", "t.csv", "--dtype", "bfloat16", "--json", cwd=tmp_path)[0])[
+            "skipped_steps"
+        ]
+        == 0
+    )
+    data, said = succeed("simulate", "dynamic", "t.csv", cwd=tmp_path)
+    assert data.splitlines()[0].split() == ["steps", "loss", "scale", "skipped", "then"]
+    assert "of 9 steps skipped" in said
+    assert "In the trace 1 of 9 steps were skipped" in said
+    assert "exceeds float16" in said
+
+
+def test_simulate_says_that_only_flags_are_known(tmp_path):
+    """Then the overflows of the trace are those of the simulation."""
+    _trace(tmp_path, [f"{n},8.0,{n == 2}" for n in range(6)], "step,scale,overflowed\n")
+    _, said = succeed("simulate", "dynamic", "t.csv", cwd=tmp_path)
+    assert "flags only" in said
+    expected = simulate("dynamic", [n != 2 for n in range(6)])
+    found = json.loads(succeed("simulate", "dynamic", "t.csv", "--json", cwd=tmp_path)[0])
+    assert found["final_loss_scale"] == expected.loss_scale_after[-1]
+    assert [row["skipped"] for row in found["stretches"]] == [1, 0]
+    assert found["diagnosis"].startswith("healthy: 1 of 6 steps")
+
+
+def test_simulate_says_where_training_would_have_stopped(tmp_path):
+    """A limit on the streak is part of the policy; all changes of the scale but the first forty are left to --json."""
+    _write(tmp_path, "p.toml", 'kind = "dynamic"\nmax_overflow_streak = 3\n')
+    _trace(tmp_path, [f"{n},8.0,{1 <= n <= 60}" for n in range(70)], "step,scale,overflowed\n")
+    data, said = succeed("simulate", "p.toml", "t.csv", cwd=tmp_path)
+    assert "max_overflow_streak=3 is reached at step 3" in said
+    assert "more changes of the scale are not shown" in said or data.count("\n") < 41
+
+
+def test_a_restarted_run_counts_its_steps_once(tmp_path):
+    """Repeated steps take the place of those before; spikes share the step of the next row, and move no scale."""
+    rows = [
+        *(f"{n},64.0,True,False,False,1.0,1.0,0" for n in range(6)),
+        *(f"{n},32.0,True,False,False,1.0,1.0,0" for n in range(3, 5)),
+        "5,32.0,False,False,True,9.0,9.0,0",
+        "5,32.0,False,True,False,inf,inf,0",
+        "6,16.0,True,False,False,1.0,1.0,0",
+        "0,4.0,True,False,False,1.0,1.0,1",
+    ]
+    _trace(tmp_path, rows)
+    data, said = succeed("simulate", "16", "t.csv", "--json", cwd=tmp_path)
+    assert json.loads(data)["steps"] == 7
+    assert "t.csv has 2 scalers; this is the first" in said
+    _, said = succeed("plot", "t.csv", "-o", "p.svg", cwd=tmp_path)
+    assert "8 steps, 2 of them skipped" in said
+    assert {"gradient norm", "loss scale", "skipped step"} <= {*_texts(tmp_path / "p.svg")}
+
+
+def _texts(path):
+    return [line.strip().removeprefix("<!-- ").removesuffix(" -->") for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_a_picture_without_norms(tmp_path, suffix):
+    """The loss scale alone; a last row that was cut is left out, and said."""
+    _trace(tmp_path, ["0,8.0,False", "1,8.0,True", "2,4.0,Fal"], "step,scale,overflowed\n")
+    (tmp_path / "t.csv").write_text((tmp_path / "t.csv").read_text().rstrip())
+    _, said = succeed("plot", "t.csv", "-o", f"p.{suffix}", cwd=tmp_path)
+    assert "the last row '2,4.0,Fal' is ignored" in said
+    assert "2 steps, 1 of them skipped" in said
+    assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
+    assert "exists and is not overwritten" in refused(run("plot", "t.csv", "-o", f"p.{suffix}", cwd=tmp_path))
+    succeed("plot", "t.csv", "-o", f"p.{suffix}", "--overwrite", cwd=tmp_path)
+
+
+# -- checkpoints
+
+
+def test_checkpoint_prints_what_state_from_dict_reads(tmp_path):
+    """A state of this library, with its policy and a diagnosis on stderr."""
+    state = DynamicScaling().update(DynamicScaling().init_state(), False)
+    _write(tmp_path, "c.json", {"epoch": 3, "scaler": state_to_dict(state, DynamicScaling())})
+    data, said = succeed("checkpoint", "c.json", cwd=tmp_path)
+    assert state_from_dict(json.loads(data), DynamicScaling()) == state
+    assert said.startswith("c.json at 'scaler': a state of this library; calibrating: 1 of 1 steps skipped")
+    np.savez(tmp_path / "c.npz", **state_to_dict(state))
+    assert state_from_dict(json.loads(succeed("checkpoint", "c.npz", cwd=tmp_path)[0])) == state
+
+
+def test_checkpoint_reads_other_tools(tmp_path):
+    """Guessed or named, and under the policy that continues."""
+    dump_policy(from_tool("apex", {"scale_window": 500}), tmp_path / "policy.toml")
+    _write(tmp_path, "amp.json", {"epoch": 3, "amp": APEX})
+    data, said = succeed("checkpoint", "amp.json", "--policy", "policy.toml", cwd=tmp_path)
+    assert said == "amp.json at 'amp': the scaler of apex\n"
+    saved = json.loads(data)
+    assert (saved["loss_scale"], saved["growth_tracker"], saved["policy"]["growth_interval"]) == (8.0, 7, 500)
+    named = ("--key", "amp", "--from", "apex", "--policy", "policy.toml")
+    assert json.loads(succeed("checkpoint", "amp.json", *named, cwd=tmp_path)[0]) == saved
+
+
+def test_several_scalers_are_printed_under_their_places(tmp_path):
+    """At most twelve, and the search ends where a file has a dict for each parameter."""
+    _write(tmp_path, "two.json", {"a": APEX, "b": {"c": APEX}})
+    assert json.loads(succeed("checkpoint", "two.json", cwd=tmp_path)[0]).keys() == {"a", "b.c"}
+    _write(tmp_path, "many.json", {f"s{number}": APEX for number in range(20)})
+    data, said = succeed("checkpoint", "many.json", cwd=tmp_path)
+    assert len(json.loads(data)) == 12
+    assert "only the first 12 scalers" in said
+    states = {str(number): {"step": 1} for number in range(30_000)}
+    _write(tmp_path, "large.json", {"optimizer": {"state": states, "grad_scaler": APEX}})
+    data, said = succeed("checkpoint", "large.json", cwd=tmp_path)
+    assert json.loads(data)["loss_scale"] == 8.0
+    assert "only the first 1000 dicts were searched" in said
+
+
+def test_keys_with_newlines_and_escapes_are_shown_escaped(tmp_path):
+    """A key of a checkpoint cannot write lines of its own, nor colours, into a terminal."""
+    _write(tmp_path, "f.json", {"a\nlossscale: all is well\x1b[31m": APEX})
+    data, said = succeed("checkpoint", "f.json", cwd=tmp_path)
+    assert "\x1b" not in data + said
+    assert r"a\nlossscale" in said
+
+
+# -- bad input
+
+FILES = {
+    "bad.toml": 'kind = "dynamic"\ngrowth_intervall = 3\n',
+    "streak.toml": 'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n',
+    "long.toml": f'kind = "fixed"\ninit_scale = 0x{"f" * 5000}',
+    "deep.json": "[" * 100_000,
+    "nested.json": f'{{"scale": {"[" * 900}{"]" * 900}, "_growth_tracker": 1}}',
+    "number.json": "3",
+    "broken.json": "[0,",
+    "object.json": '{"loss": [1]}',
+    "twice.json": '{"growth_interval": 5, "growth_interval": 7}',
+    "several.json": json.dumps({"a": APEX, "b": APEX}),
+    "empty.json": "{}",
+    "flood.json": json.dumps({"x" * 1_000_000: 1, **{f"key{n}": 1 for n in range(1000)}}),
+    "count.json": json.dumps({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 10**400}}),
+    "odd.json": '{"scale": 8.0, "_growth_tracker": Infinity}',
+    "list.yaml": "- 1",
+    "bad.yaml": "a: [",
+    "good.csv": "step,scale,overflowed\n0,8.0,False\n",
+    "empty.csv": "",
+    "titles.csv": "step,scale,overflowed\n",
+    "short.csv": "step,scale,overflowed\n0,8.0\n",
+    "text.csv": "step,scale,overflowed\n0,many,False\n",
+    "zero.csv": "step,scale,overflowed\n0,0.0,False\n",
+    "other.csv": "epoch,loss\n1,2\n",
+}
+REFUSED = [
+    ("demo --steps 0", "--steps"),
+    ("demo --weight nan", "--weight"),
+    ("demo --weight 1e300", "--weight"),
+    ("demo --policy none.toml", "none.toml: No such file or directory; pass the path of a"),
+    ("demo --policy bad.toml", "did you mean 'growth_interval'"),
+    ("demo --steps 1 --out bad.toml", "bad.toml: File exists"),
+    ("demo --policy streak.toml --steps 9", "max_overflow_streak=2"),
+    ("simulate", "POLICY"),
+    ("simulate dynamic", "TRACE"),
+    ("simulate dynamik good.csv", "'dynamik' is not a loss-scaling policy"),
+    ("simulate nan good.csv", "POLICY nan: a fixed loss scale must be a number from 2**-126 to"),
+    ("simulate dynamic none.csv", "none.csv: No such file or directory; pass the path of a file that exists"),
+    ("simulate dynamic good.txt", "good.txt must be a .csv file"),
+    ("simulate dynamic empty.csv", "empty.csv has no column step; it has nothing"),
+    ("simulate dynamic titles.csv", "titles.csv holds no steps"),
+    ("simulate dynamic short.csv", "row 2 has 2 cells, but 3 titles"),
+    ("simulate dynamic text.csv", "row 2 holds text in the place of a number"),
+    ("simulate dynamic zero.csv", "row 2 has step 0 and scale 0"),
+    ("simulate dynamic other.csv", "has no column step; it has epoch, loss"),
+    ("simulate dynamic folder.csv", "folder.csv is a folder"),
+    ("plot good.csv", "-o"),
+    ("plot good.csv -o s.docx", "s.docx must end in .png, .pdf, .svg"),
+    ("plot good.csv -o none/s.png", "none/s.png: No such file or directory; make its folder first"),
+    ("policy check bad.toml", "growth_intervall"),
+    ("policy check .", ".toml or .json"),
+    ("policy check deep.json", "deep.json is not valid JSON"),
+    ("policy check long.toml", "init_scale="),
+    ("policy check zero.toml", "MiB"),
+    ("policy convert none.json", "none.json: No such file"),
+    ("policy convert broken.json", "broken.json is not valid JSON"),
+    ("policy convert number.json", "but must hold a dict of keys"),
+    ("policy convert list.yaml", "but must hold a dict of keys"),
+    ("policy convert bad.yaml", "bad.yaml is not valid YAML"),
+    ("policy convert good.csv", "JSON, TOML or YAML"),
+    ("policy convert object.json", "no tool has all of these keys; pass --from with one of torch"),
+    ("policy convert empty.json", "torch, apex, deepspeed"),
+    ("policy convert object.json --from deepsped", "did you mean 'deepspeed'"),
+    ("policy convert object.json --from deepspeed", "'loss' is not a key of deepspeed"),
+    ("policy convert twice.json --from torch", "occurs twice"),
+    ("policy convert empty.json --from torch --to empty.json", "empty.json exists and is not overwritten"),
+    ("checkpoint none.pt", "none.pt: No such file or directory; pass the path of a file that exists"),
+    ("checkpoint .", ". must be a file in JSON (.json), NumPy's .npz, or written by torch.save"),
+    ("checkpoint number.json", "but must hold a dict"),
+    ("checkpoint broken.json", "broken.json is not valid JSON"),
+    ("checkpoint object.json", "no known scaler under the names loss; pass --from TOOL"),
+    ("checkpoint flood.json", "and 989 more"),
+    ("checkpoint count.json", "growth_tracker="),
+    ("checkpoint nested.json", ""),
+    ("checkpoint object.json --from torch", "has no scale, growth_tracker"),
+    ("checkpoint object.json --from torhc", "did you mean 'torch'"),
+    ("checkpoint object.json --key scaler", "no key 'scaler'; it has loss"),
+    ("checkpoint object.json --key loss", "but must hold a dict"),
+    ("checkpoint odd.json --from torch", "growth_tracker=inf"),
+    ("run --policy 0 x.py", "--policy 0: a fixed loss scale must be a number from 2**-126"),
+    ("run --trace scale.txt bad.toml", "--trace scale.txt must end in .csv"),
+    ("run --trace none/scale.csv bad.toml", "the folder none does not exist"),
+    ("run none.py", "none.py is not a script"),
+    ("run", "PROGRAM"),
+    ("polizy", "polizy"),
+    ("--colour", "--colour"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with files of all kinds."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    (folder / "folder.csv").mkdir()
+    (folder / "good.txt").write_text("0")
+    (folder / "zero.toml").symlink_to("/dev/zero")
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: value)
+def test_bad_input_is_one_sentence_and_status_two(folder, arguments, words):
+    """Never a traceback: one short line on stderr that names what is wrong, and nothing is changed."""
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+    done = run(*arguments.split(), cwd=folder)
+    assert words in refused(done)
+    assert "Traceback" not in done.stderr + done.stdout
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_names_of_files_are_escaped(tmp_path):
+    """A message stays one line, and writes nothing else to a terminal."""
+    assert r"a\n\x1b[31m.toml" in refused(run("policy", "check", "a\n\x1b[31m.toml", cwd=tmp_path))
