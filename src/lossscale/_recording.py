@@ -2,48 +2,51 @@
 
 import atexit
 import contextlib
+import inspect
 import os
 import sys
 import warnings
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
-from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_core import ScalingPolicy
 from lossscale_torch.hooks import Hook, SameOnRanks
 
-_GradScaler = lossscale_torch.GradScaler  # the name in that package becomes another class
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _MOST_WAITING = 100
+_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+# Before `start`, which gives these names to other classes.
+_GradScaler = lossscale_torch.GradScaler
+_OfTorch = torch.amp.GradScaler
+_ShardedGradScaler = sharded_grad_scaler.ShardedGradScaler
 
 
 class Recording:
-    """The policy and the trace of this run, and the scalers that it made."""
+    """The policy and the trace of this run, and the scalers that were updated."""
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
-        self.policy, self.trace = policy, trace
-        self.scalers: list[Any] = []
-        self.is_made = False
+        self.policy, self.trace, self.is_made = policy, trace, False
+        self._scalers: list[Any] = []
         self._rows: list[tuple[Any, ...]] = []  # those whose numbers a device holds
-        self._process = os.getpid()
-        self._file: Path | None = None
+        self._process, self._file = os.getpid(), trace
         atexit.register(self._finish)  # before the script registers anything, so that it comes last
 
-    def add(self, scaler: Any, step: Any, info: Any, norm: Any, gradient_max: Any) -> None:
+    def add(self, scaler: Any, *row: Any) -> None:
         """Add a row. Synchronises with a device every hundred rows at most."""
-        self._leave_parents_rows()
-        if not any(each is scaler for each in self.scalers):
-            self.scalers.append(scaler)
-        number = next(number for number, each in enumerate(self.scalers) if each is scaler)
-        outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
-        self._rows.append((step, *outcome, norm, gradient_max, number))
-        is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in self._rows[-1])
+        if self._process != os.getpid():  # forked: the rows that wait are the parent's
+            self._process, self._rows = os.getpid(), []
+        if not self._scalers and self.trace is not None and _rank()[1] > 1:
+            self._file = self.trace.with_suffix(f".rank{_rank()[0]}{self.trace.suffix}")
+        if not any(each is scaler for each in self._scalers):
+            self._scalers.append(scaler)
+        self._rows.append((*row, [each is scaler for each in self._scalers].index(True)))
+        is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in row)
         if not is_waiting or len(self._rows) >= _MOST_WAITING:
             self._write()
 
@@ -53,34 +56,27 @@ class Recording:
         with contextlib.suppress(OSError, ValueError):
             print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)
 
-    def _leave_parents_rows(self) -> None:
-        if self._process != os.getpid():  # forked
-            self._process, self._rows = os.getpid(), []
-
     def _write(self) -> None:
         rows, self._rows = self._rows, []
-        if self.trace is None or not rows:
+        if self._file is None or not rows:
             return
-        if self._file is None:
-            rank, ranks = _rank()
-            self._file = self.trace.with_suffix(f".rank{rank}{self.trace.suffix}") if ranks > 1 else self.trace
         try:
             with open(self._file, "a", encoding="utf-8") as file:  # opened each time: scripts fork and close files
                 file.writelines([",".join(COLUMNS) + "\n"] * (file.tell() == 0))
                 file.writelines(",".join(map(_cell, row)) + "\n" for row in rows)
         except OSError as error:  # a full disk must not end the training
-            self.trace = None
+            self._file = None
             self.say(f"the trace ends at step {_cell(rows[0][0])}: {error}; make room, or pass another file")
 
     def _finish(self) -> None:
         if self._process != os.getpid():
             return  # forked, and made no update
         self._write()
-        for number, scaler in enumerate(self.scalers):
-            self.say(f"{f'scaler {number}: ' if len(self.scalers) > 1 else ''}{scaler.diagnose()}")
-        if not self.scalers and self.is_made:
+        for number, scaler in enumerate(self._scalers):
+            self.say(f"{f'scaler {number}: ' if len(self._scalers) > 1 else ''}{scaler.diagnose()}")
+        if not self._scalers and self.is_made:
             self.say("no scaler was updated in this process")
-        elif not self.scalers:
+        elif not self._scalers:
             self.say(
                 "no scaler was made in this process, so that nothing was recorded or replaced; if the script starts "
                 "other processes, use torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
@@ -94,14 +90,13 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
     """Replace the scalers of torch and of this library, under every name that scripts import."""
     global RECORDING
     RECORDING = Recording(policy, trace)
-    for scaler, home, *modules in (
-        (Recorded, torch.amp.grad_scaler, torch.amp, torch),
-        (_OfCuda, torch.cuda.amp.grad_scaler, torch.cuda.amp),
-        (_OfCpu, torch.cpu.amp.grad_scaler, torch.cpu.amp),
-        (_Own, lossscale_torch),
-        (_Sharded, sharded_grad_scaler),
+    for scaler, name, home, *modules in (
+        (Recorded, "GradScaler", torch.amp.grad_scaler, torch.amp, torch),
+        (_OfCuda, "GradScaler", torch.cuda.amp.grad_scaler, torch.cuda.amp),
+        (_OfCpu, "GradScaler", torch.cpu.amp.grad_scaler, torch.cpu.amp),
+        (_Own, "GradScaler", lossscale_torch),
+        (_Sharded, "ShardedGradScaler", sharded_grad_scaler),
     ):
-        name = "ShardedGradScaler" if scaler is _Sharded else "GradScaler"
         scaler.__name__, scaler.__qualname__, scaler.__module__ = name, name, home.__name__  # so that pickles find them
         for module in (home, *modules):
             setattr(module, name, scaler)
@@ -154,7 +149,8 @@ class _Row(Hook):
             torch.linalg.vector_norm(torch.stack([each.to(values[0]) for each in values]), order) if values else None
             for values, order in ((self.norms, 2), (self.largest, float("inf")))
         )
-        RECORDING.add(scaler, step, info, norm, largest)
+        outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
+        RECORDING.add(scaler, step, *outcome, norm, largest)
         self.step, self.norms, self.largest = None, [], []
 
 
@@ -167,36 +163,26 @@ def _steps(scaler: Any) -> Any:
 class Recorded(_GradScaler):
     """`torch.amp.GradScaler`, as this library's scaler, under the policy of the run if there is one."""
 
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         if RECORDING.policy is not None:
             if not RECORDING.is_made:
-                RECORDING.say(
-                    f"--policy replaces the settings that the script gives to its scaler: {RECORDING.policy!r}"
-                )
-            options["policy"] = RECORDING.policy
-        elif options.get("policy") is None:
-            options.update(init_scale=init_scale, growth_factor=growth_factor)
-            options.update(backoff_factor=backoff_factor, growth_interval=growth_interval)
-        RECORDING.is_made = True
-        names = {*vars(self)}  # of a subclass
+                RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {RECORDING.policy!r}")
+            given = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
+            given = {name: value for name, value in given.items() if name not in _SETTINGS}
+            args, kwargs = (), {**given, "policy": RECORDING.policy}
+        RECORDING.is_made, before = True, {*vars(self)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            super().__init__(device, enabled=enabled, **options)
+            super().__init__(*args, **kwargs)
         for warning in caught:  # again, at the line that made the scaler
             warnings.warn(warning.message, warning.category, stacklevel=2)
+        self._hook()
+        self._names = {*vars(self).keys() - before, "_names", "last_step"}
+
+    def _hook(self) -> None:
         self._row = _Row()
         # First in the list, since a later one may end the run; not by hooks=, with which ranks would combine vetoes.
         self._hooks.insert(0, self._row)
-        self._names_of_scaler = {*vars(self).keys() - names, "_names_of_scaler", "last_step"}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unscale_(self, optimizer: Any) -> None:
@@ -208,35 +194,21 @@ class Recorded(_GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         super().__getstate__()  # raises within a step
-        state = {name: value for name, value in vars(self).items() if name not in self._names_of_scaler}
-        state.update(_device=self._device, _enabled=self._enabled)
-        if saved := self.state_dict():
-            settings = BaseScaling.of(self.policy)
-            state.update(
-                _init_scale=saved["loss_scale"],
-                _growth_factor=settings.growth_factor,
-                _backoff_factor=settings.backoff_factor,
-                _growth_interval=settings.growth_interval,
-                _init_growth_tracker=max(saved["growth_tracker"], 0),
-                _scale=None,
-                _growth_tracker=None,
-                _per_optimizer_states=defaultdict(_refresh_per_optimizer_state),
-                _lossscale=saved,
-            )
-        return state
+        own = {name: value for name, value in vars(self).items() if name not in self._names}
+        saved = self.state_dict()
+        theirs = _OfTorch(self._device, enabled=self._enabled)
+        if "scale" in saved:
+            theirs.load_state_dict(saved)
+        return {**vars(theirs), **own, "_lossscale": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        enabled, saved = state.pop("_enabled"), state.pop("_lossscale", None)
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        settings = {name: state.pop(f"_{name}", None) for name in names} if enabled else {}
-        Recorded.__init__(self, state.pop("_device", "cuda"), enabled=enabled, **settings)
-        if enabled:
-            scale, tracker = state.pop("_init_scale"), state.pop("_init_growth_tracker")
-            self.load_state_dict(saved or {"scale": scale, **settings, "_growth_tracker": tracker})
-        for name in ("_scale", "_growth_tracker", "_per_optimizer_states"):
-            state.pop(name, None)
-        vars(self).update(state)
+        names = {*vars(_OfTorch("cpu")), "_lossscale"}
+        settings = {name: state[f"_{name}"] for name in _SETTINGS if f"_{name}" in state}
+        Recorded.__init__(self, state["_device"], enabled=state["_enabled"], **settings)
+        if self._enabled:
+            torchs = {"scale": settings.pop("init_scale"), **settings, "_growth_tracker": state["_init_growth_tracker"]}
+            self.load_state_dict(state.get("_lossscale") or torchs)
+        vars(self).update({name: value for name, value in state.items() if name not in names})
 
 
 class _Own(Recorded):
@@ -247,24 +219,18 @@ class _Own(Recorded):
 
     def unscale_and_clip_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Unscale and clip, and record the norm."""
-        norm = super().unscale_and_clip_(*args, **kwargs)
-        self._row.norms = [norm]
-        return norm
+        self._row.norms = [super().unscale_and_clip_(*args, **kwargs)]
+        return self._row.norms[0]
 
     def __getstate__(self) -> dict[str, Any]:
         state = _GradScaler.__getstate__(self)
         hooks = [hook for hook in state["_hooks"] if not isinstance(hook, _Row)]
-        return {
-            name: value
-            for name, value in {**state, "_hooks": hooks}.items()
-            if name not in ("_row", "_names_of_scaler")
-        }
+        return {name: value for name, value in {**state, "_hooks": hooks}.items() if name not in ("_row", "_names")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        _GradScaler.__setstate__(self, state)
         RECORDING.is_made = True
-        self._row = _Row()
-        self._hooks.insert(0, self._row)
+        self._hook()
 
 
 class _OfCuda(torch.cuda.amp.GradScaler, Recorded):
@@ -284,20 +250,10 @@ class _AllRanks(SameOnRanks):
         super().before_step(*args)
 
 
-class _Sharded(Recorded, sharded_grad_scaler.ShardedGradScaler):  # type: ignore[misc]  # its update returns None
+class _Sharded(Recorded, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None
     """`ShardedGradScaler`, which takes the backoff factor before the growth factor, and float16 gradients."""
 
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: Any = None,
-    ) -> None:
-        options: dict[str, Any] = {"process_group": process_group, "half_gradients": True}
-        if process_group is None:
-            options["hooks"] = [_AllRanks()]
-        Recorded.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **options)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(_ShardedGradScaler).bind(*args, **kwargs).arguments
+        hooks = [] if given.get("process_group") else [_AllRanks()]
+        Recorded.__init__(self, **given, half_gradients=True, hooks=hooks)

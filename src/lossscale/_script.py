@@ -44,19 +44,14 @@ def _forget_file(main: ModuleType, is_module: bool) -> None:
 
 
 def _script(path: str) -> tuple[ModuleType, CodeType]:
-    full = os.path.abspath(path)
+    full, main = os.path.abspath(path), ModuleType("__main__")
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    main = ModuleType("__main__")
     vars(main).update(__file__=full, __builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
     main.__loader__ = SourceFileLoader("__main__", full)
-    with open(full, "rb") as file:
-        return main, _compiled(file.read(), full)
-
-
-def _compiled(source: bytes, path: str) -> CodeType:
     try:
-        return compile(source, path, "exec", dont_inherit=True)
+        with open(full, "rb") as file:
+            return main, compile(file.read(), full, "exec", dont_inherit=True)
     except SyntaxError as error:
         sys.excepthook(type(error), error.with_traceback(None), None)
         sys.exit(1)
@@ -66,27 +61,20 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     sys.argv[0] = "-m"  # while the packages above it are imported
-    spec = _spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = _spec(f"{name}.__main__")
-    code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None
-    if spec is None or code is None:
-        print(
-            f"lossscale: -m {name} is not a module that can be run; pass one, or a package with __main__",
-            file=sys.stderr,
-        )
+    try:
+        spec: Any = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import of the package itself failed
+        spec = None
+    code = spec.loader.get_code(spec.name) if hasattr(getattr(spec, "loader", None), "get_code") else None
+    if code is None:
+        print(f"lossscale: -m {name} is not a module with code; pass one, or a package with __main__", file=sys.stderr)
         sys.exit(2)
     main = ModuleType("__main__")
     vars(main).update(__file__=spec.origin, __builtins__=sys.modules["builtins"], __cached__=spec.cached)
     main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
-    sys.argv[0] = str(spec.origin)
+    sys.argv[0] = spec.origin
     return main, code
-
-
-def _spec(name: str) -> Any:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # an import of the package itself failed
-        return None

@@ -12,39 +12,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.datasets import load_digits
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    ScalingPolicy,
-    all_finite,
-    init_state,
-    scale,
-    select,
-    step_info,
-    unscale,
-)
+import lossscale_core as core
 from lossscale_core.adapters import check_overflow_streak
 
-DEFAULT_POLICY = DynamicScaling(growth_interval=10, max_scale=2.0**48)
+DEFAULT_POLICY = core.DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """A policy that grows much faster than in real training, so that the scale settles within a few hundred steps."""
 WEIGHTS = (1.0, 1e-3, 1e-4, 1e-5, 1e-6)
 _WIDTHS = (64, 64, 32, 10)
-_BATCH_SIZE, _LEARNING_RATE = 512, 3e-3
+_TRAINING_IMAGES, _BATCH_SIZE, _LEARNING_RATE = 1347, 512, 3e-3
 _MEASURE_EVERY = 20  # steps: a backward pass in float32 for each stored one would double the work
 
 
 class Run(NamedTuple):
-    """One training run; the arrays have shape `(steps,)`."""
+    """One training run."""
 
-    loss: Any
-    """float64: the mean cross-entropy, before its weight."""
-    scale: Any
-    """float64: the loss scale used."""
-    skipped: Any
-    """bool: the gradients overflowed, and the step was skipped."""
-    gradient_max: Any
-    """float64: the largest magnitude among all gradients of the weighted loss, unscaled."""
+    steps: Any
+    """float64, shape `(4, steps)`: loss before its weight, scale, 1 if skipped, largest unscaled gradient magnitude."""
     flushed: float
     """The share of gradient elements that are zero as stored, and would not be in float32."""
     accuracy: float
@@ -52,73 +35,57 @@ class Run(NamedTuple):
     final_scale: float
 
 
-def regimes(policy: ScalingPolicy) -> dict[str, tuple[str, ScalingPolicy]]:
+def regimes(policy: core.ScalingPolicy) -> dict[str, tuple[str, core.ScalingPolicy]]:
     """Return the storage dtype and the policy of each regime by its name; the last is float16 under `policy`."""
     return {
-        "float32": ("float32", NoScaling()),
-        "float16, no scaling": ("float16", NoScaling()),
-        "float16, fixed 64": ("float16", FixedScaling(64.0)),
+        "float32": ("float32", core.NoScaling()),
+        "float16, no scaling": ("float16", core.NoScaling()),
+        "float16, fixed 64": ("float16", core.FixedScaling(64.0)),
         "float16, your policy" if policy != DEFAULT_POLICY else "float16, dynamic": ("float16", policy),
     }
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def train(
-    policy: ScalingPolicy, dtype: str, weight: float, seed: int, steps: int, on_step: Callable[[], Any] = lambda: None
-) -> Run:
+def train(policy: Any, dtype: str, weight: float, seed: int, steps: int, on_step: Callable[[], Any] = int) -> Run:
     """Train the digits with this weight of the loss, call `on_step` after every step, and return the run.
 
     Raises:
         OverflowStreakError: The policy's `max_overflow_streak` is reached.
     """
-    images, labels = _digits()
-    rng = np.random.default_rng(seed)
-    params = [
-        array
-        for n_in, n_out in itertools.pairwise(_WIDTHS)  # He et al., 2015
-        for array in (
-            rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32),
-            np.zeros(n_out, np.float32),
-        )
-    ]
-    zeros = [np.zeros_like(param) for param in params]
-    learnt: Any = (params, zeros, zeros, 0)  # what a skipped step leaves as it was: Adam's averages and count, too
-    state: Any = init_state(policy)
-    rows, flushed = [], []
-    for step, batch in enumerate(np.random.default_rng(seed).integers(0, 1347, (steps, _BATCH_SIZE))):
-        x, y, before = images[batch], labels[batch], state
-        loss, stored = _gradients(learnt[0], dtype, x, y, scale(np.float32(weight), before))
-        finite = all_finite(stored[: len(params)])
-        grads = unscale(stored, before)
-        is_measured = step % _MEASURE_EVERY == 0
-        # The same backward pass without float16's limits, from the same weights and activations.
-        exact = (
-            _gradients(learnt[0], dtype, x, y, np.float32(weight), "float32")[1] if is_measured or not finite else []
-        )
-        learnt = select(finite, _adam(learnt, grads[: len(params)]), learnt)
-        state = policy.update(before, finite)
-        check_overflow_streak(policy, state)
-        if is_measured:
-            flushed.append(_flushed(grads[: len(params)], exact[: len(params)]))
-        info, largest = step_info(before, state), max(float(np.abs(g).max()) for g in (grads if finite else exact))
-        rows.append((loss, float(info.loss_scale_used), not info.applied, largest))
-        on_step()
-    logits = _forward([param.astype(dtype) for param in learnt[0]], images[1347:].astype(dtype))[-1]
-    accuracy = float(np.mean(logits.argmax(axis=1) == labels[1347:]))
-    losses, scales, skipped, largest_of = map(np.array, zip(*rows, strict=True))
-    return Run(losses, scales, skipped, largest_of, float(np.mean(flushed)), accuracy, float(state.loss_scale))
-
-
-def _digits() -> tuple[Any, Any]:
-    """Return images of shape `(1797, 64)`, float32 from 0 to 1, and labels; the first 1347 are for training."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
-    return (images[order] / 16.0).astype(np.float32), labels[order]
+    images, labels = (images[order] / 16.0).astype(np.float32), labels[order]
+    params, rng = list[Any](), np.random.default_rng(seed)
+    for n_in, n_out in itertools.pairwise(_WIDTHS):  # He et al., 2015
+        params.append(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32))
+        params.append(np.zeros(n_out, np.float32))
+    zeros = [np.zeros_like(param) for param in params]
+    learnt: Any = (params, zeros, zeros, 0)  # what a skipped step leaves as it was: Adam's averages and count, too
+    state: Any = core.init_state(policy)
+    rows, flushed, count = [], [], len(params)
+    batches = np.random.default_rng(seed).integers(0, _TRAINING_IMAGES, (steps, _BATCH_SIZE))
+    for step, batch in enumerate(batches):
+        x, y, before = images[batch], labels[batch], state
+        loss, stored = _gradients(learnt[0], dtype, x, y, core.scale(np.float32(weight), before))
+        finite, grads = core.all_finite(stored[:count]), core.unscale(stored, before)
+        if not finite or step % _MEASURE_EVERY == 0:  # the same backward pass without float16's limits
+            exact = _gradients(learnt[0], dtype, x, y, np.float32(weight), "float32")[1]
+        if step % _MEASURE_EVERY == 0:
+            flushed.append(_flushed(grads[:count], exact[:count]))
+        learnt = core.select(finite, _adam(learnt, grads[:count]), learnt)
+        state = policy.update(before, finite)
+        check_overflow_streak(policy, state)
+        largest = max(float(np.abs(grad).max()) for grad in (grads if finite else exact))
+        rows.append((loss, float(before.loss_scale), not finite, largest))
+        on_step()
+    logits = _forward([param.astype(dtype) for param in learnt[0]], images[_TRAINING_IMAGES:].astype(dtype))[-1]
+    accuracy = float(np.mean(logits.argmax(axis=1) == labels[_TRAINING_IMAGES:]))
+    return Run(np.array(rows, float).T, float(np.mean(flushed)), accuracy, float(state.loss_scale))
 
 
 def _gradients(
     params: Any, dtype: str, images: Any, labels: Any, weight: Any, grads_dtype: str = ""
-) -> tuple[float, Any]:
+) -> tuple[float, list[Any]]:
     """Return the loss, and the gradients of `weight` times it: of the parameters, then of the layers' outputs.
 
     Weights and activations are stored in `dtype`, and gradients in `grads_dtype` or else in `dtype`: small ones flush
@@ -129,8 +96,7 @@ def _gradients(
     logits = outputs[-1].astype(np.float32)
     logits -= logits.max(axis=1, keepdims=True)
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = np.arange(len(labels))
-    grad = np.exp(log_probabilities)
+    rows, grad = np.arange(len(labels)), np.exp(log_probabilities)
     grad[rows, labels] -= 1.0
     of_outputs, of_params = [(grad / np.float32(len(labels)) * weight).astype(kept)], list[Any]()
     for matrix, received in zip(stored[-2::-2], [*map(_relu, outputs[-2::-1]), images], strict=True):
@@ -165,11 +131,8 @@ def _adam(learnt: Any, grads: Any) -> Any:
     means = [m + 0.1 * (g - m) for m, g in zip(means, grads, strict=True)]
     squares = [s + 0.001 * (g * g - s) for s, g in zip(squares, grads, strict=True)]
     seen, seen_square = 1.0 - 0.9 ** (steps + 1), 1.0 - 0.999 ** (steps + 1)
-    moved = [
-        param - _LEARNING_RATE * (m / seen) / (np.sqrt(s / seen_square) + 1e-16)
-        for param, m, s in zip(params, means, squares, strict=True)
-    ]
-    return moved, means, squares, steps + 1
+    moments = [(m / seen) / (np.sqrt(s / seen_square) + 1e-16) for m, s in zip(means, squares, strict=True)]
+    return [p - _LEARNING_RATE * m for p, m in zip(params, moments, strict=True)], means, squares, steps + 1
 
 
 def _flushed(stored: Any, exact: Any) -> float:

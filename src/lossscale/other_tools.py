@@ -12,17 +12,7 @@ from importlib.resources import files
 from numbers import Number
 from typing import Any
 
-from lossscale_core import (
-    BaseScaling,
-    DynamicScaling,
-    PolicyLike,
-    ScaleState,
-    ScalingPolicy,
-    as_policy,
-    policy_from_dict,
-    state_from_dict,
-    state_to_dict,
-)
+import lossscale_core as core
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, nearest_name, shown, shown_names
 from lossscale_core.errors import CheckpointError, CheckpointWarning, LossScaleError, PolicyError
 
@@ -31,10 +21,8 @@ __all__ = ["from_tool", "state_from_tool", "tools"]
 NEVER = 2**31 - 1
 """A count that no run reaches."""
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
-_SETTINGS_OF = {"dynamic": tuple(DynamicScaling().settings()), "fixed": ("init_scale",), "none": ()}
-_TENSORFLOW = (
-    "/.ATTRIBUTES/VARIABLE_VALUE"  # the end of a key in a checkpoint: https://www.tensorflow.org/guide/checkpoint
-)
+_SETTINGS_OF = {"dynamic": tuple(core.DynamicScaling().settings()), "fixed": ("init_scale",), "none": ()}
+_TENSORFLOW = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends a key in a checkpoint: https://www.tensorflow.org/guide/checkpoint
 _AROUND_NAME = re.compile(r"^.*/|:\d+$")  # the path of a variable, and the number of TensorFlow 1
 
 
@@ -49,46 +37,42 @@ def tools() -> dict[str, str]:
     return {name: f"{tool['title'].replace('`', '')} ({tool['version']})" for name, tool in table().items()}
 
 
-def _real(value: Any) -> float:
+def _require(is_met: bool, rule: str) -> None:
+    if not is_met:
+        raise ValueError(rule)
+
+
+def _real(value: Any, above: float = -math.inf) -> float:
     number = math.nan if isinstance(value, bool) else float(value)
-    if math.isnan(number):
-        raise ValueError("it must be a number")
+    _require(not math.isnan(number), "it must be a number")
+    _require(number > above or above < 0.0, f"it must be above {above:g}, as there")
     return number
 
 
-def _whole(value: Any, more: int = 0) -> int:
-    if (number := _real(value)) != int(number):
-        raise ValueError("it must be a whole number")
-    return int(min(number, NEVER - more)) + more
+def _whole(value: Any) -> int:
+    number = _real(value)
+    _require(number == int(number), "it must be a whole number")
+    return int(min(number, NEVER))
 
 
 def _reached(value: Any, more: int = 0) -> int:
     """Return a count that the tool compares with `==`, which is never reached if it is below 1 or a fraction."""
-    number = _real(value)
-    is_reached = math.isfinite(number) and number == int(number) and number + more >= 1
-    return _whole(number, more) if is_reached else NEVER
+    number = _real(value) + more
+    return _whole(number) if 1 <= number < NEVER and number == int(number) else NEVER
 
 
 def _flag(value: Any) -> bool:
-    if str(value).lower() not in ("true", "false", "1", "0"):
-        raise ValueError("it must be true or false")
+    _require(str(value).lower() in ("true", "false", "1", "0"), "it must be true or false")
     return str(value).lower() in ("true", "1")
 
 
-def _above(least: float, value: Any) -> float:
-    if _real(value) <= least:
-        raise ValueError(f"it must be above {least:g}, as there")
-    return _real(value)
-
-
-def _only(allowed: Any, value: Any) -> dict[str, Any]:
-    if value != allowed:
-        raise ValueError(f"the tool itself takes only {allowed}")
+def _only(is_met: bool, allowed: str) -> dict[str, Any]:
+    _require(is_met, f"the tool itself takes only {allowed}")
     return {}
 
 
-def _floor(value: Any) -> dict[str, Any]:
-    return {"min_scale": max(_real(value), SMALLEST_SCALE)}
+def _floor(number: float) -> dict[str, Any]:
+    return {"min_scale": max(number, SMALLEST_SCALE)}
 
 
 def _fixed_unless(dynamic: Any, value: Any) -> dict[str, Any]:
@@ -96,42 +80,41 @@ def _fixed_unless(dynamic: Any, value: Any) -> dict[str, Any]:
     return {} if is_dynamic or _real(value) == dynamic else {"kind": "fixed", "init_scale": _real(value)}
 
 
+def _up_and_down(value: Any) -> dict[str, Any]:
+    return {"growth_factor": _real(value, above=0.0), "backoff_factor": 1.0 / _real(value)}
+
+
 READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "init_scale": lambda v: {"init_scale": _real(v)},
     "init_scale = 2**value": lambda v: {"init_scale": math.ldexp(1.0, min(_whole(v), 1023))},
     "growth_factor": lambda v: {"growth_factor": _real(v)},
     "backoff_factor": lambda v: {"backoff_factor": _real(v)},
-    "growth_factor, and backoff_factor = 1 / value": lambda v: {
-        "growth_factor": _above(0.0, v),
-        "backoff_factor": 1.0 / _real(v),
-    },
+    "growth_factor, and backoff_factor = 1 / value": _up_and_down,
     "growth_interval": lambda v: {"growth_interval": _whole(v)},
     "growth_interval; never grows below 1": lambda v: {"growth_interval": _reached(v)},
     "growth_interval = value + 1; never grows below 0": lambda v: {"growth_interval": _reached(v, 1)},
-    "growth_interval; below 1 is 1, a fraction is cut off": lambda v: {
-        "growth_interval": int(min(max(_real(v), 1.0), NEVER))
-    },
+    "growth_interval; at least 1, rounded down": lambda v: {"growth_interval": int(min(max(_real(v), 1.0), NEVER))},
     "hysteresis": lambda v: {"hysteresis": _whole(v)},
     "hysteresis; never backs off below 1": lambda v: {"hysteresis": _reached(v)},
     "refill_on_finite": lambda v: {"refill_on_finite": _flag(v)},
-    "min_scale": _floor,
-    "min_scale; above 0": lambda v: _floor(_above(0.0, v)),
-    "min_scale; whole, at least 1": lambda v: _floor(_above(0.0, _whole(v))),
+    "min_scale": lambda v: _floor(_real(v)),
+    "min_scale; above 0": lambda v: _floor(_real(v, above=0.0)),
+    "min_scale; whole, at least 1": lambda v: _floor(_real(_whole(v), above=0.0)),
     # The documentation of flax shows its default as a text.
-    "min_scale; none: 2**-126": lambda v: _floor(0.0 if v in (None, "float32 tiny") else v),
+    "min_scale; none: 2**-126": lambda v: _floor(0.0 if v in (None, "float32 tiny") else _real(v)),
     "max_scale; none: 2**126": lambda v: {"max_scale": min(_real(v or math.inf), LARGEST_SCALE)},
     "FixedScaling unless dynamic": lambda v: _fixed_unless("dynamic", v),
     "FixedScaling unless 0": lambda v: _fixed_unless(0, v),
     "FixedScaling if false": lambda v: {} if _flag(v) else {"kind": "fixed"},
     "NoScaling if false": lambda v: {} if _flag(v) else {"kind": "none"},
-    "2, or refused as there": lambda v: _only(2.0, _real(v)),
-    "true, or refused as there": lambda v: _only(True, _flag(v)),
+    "2, or refused as there": lambda v: _only(_real(v) == 2.0, "2"),
+    "true, or refused as there": lambda v: _only(_flag(v), "true"),
     "nothing": lambda _: {},
 }
 """The settings for the value of a key, by the text that stands in the table and on the migration page."""
 
 
-def from_tool(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
+def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     """Return the policy that acts as `config` does in another tool.
 
     Scales and skipped steps of every run are the same, exactly if all factors are powers of two, as long as the scale
@@ -152,13 +135,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
     tool = _find(name, PolicyError)
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {name} must be a dict of its keys, not {shown(config)}; pass a dict")
-    if name == "deepspeed" and "fp16" not in config and {"bf16", "zero_optimization"} & config.keys():
-        raise PolicyError(
-            "this config of deepspeed has no fp16 block, without which it scales no loss; use NoScaling()"
-        )
-    zero = config.get("zero_optimization", {}) if name == "deepspeed" and "fp16" in config else {"stage": 1}
-    has_zero = bool(zero.get("stage", 0)) if isinstance(zero, Mapping) else bool(zero)
-    values = _named(name, tool, config["fp16"] if name == "deepspeed" and "fp16" in config else config)
+    values = _named(name, tool, config)
     if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # whose own default is a fixed scale
         values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
     settings = _settings(name, tool, values)
@@ -168,7 +145,12 @@ def from_tool(name: str, config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError("keras: dynamic=False needs initial_scale; add it")
     if name == "keras" and settings["kind"] == "fixed" and values.get("dynamic_growth_steps") is not None:
         raise PolicyError("keras: dynamic_growth_steps needs dynamic=True; leave it out")
-    return _policy(name, settings if has_zero else {**settings, "hysteresis": 1})
+    if name == "deepspeed" and "fp16" in config:
+        zero = config.get("zero_optimization", False)
+        settings["hysteresis"] = (
+            settings["hysteresis"] if (zero.get("stage") if isinstance(zero, Mapping) else zero) else 1
+        )
+    return _policy(name, settings)
 
 
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
@@ -179,6 +161,9 @@ def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
 
 def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return a config under the names in the table, with plain values."""
+    if name == "deepspeed" and "fp16" not in config and {"bf16", "zero_optimization"} & config.keys():
+        raise PolicyError("deepspeed scales no loss under this config, which has no fp16 block; use NoScaling()")
+    config = config["fp16"] if name == "deepspeed" and "fp16" in config else config
     if not isinstance(config, Mapping):
         raise PolicyError(f"{name}: fp16={shown(config)} must be a block of keys; pass a dict")
     values: dict[str, Any] = {}
@@ -232,10 +217,10 @@ def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
     return settings
 
 
-def _policy(name: str, settings: dict[str, Any]) -> ScalingPolicy:
+def _policy(name: str, settings: dict[str, Any]) -> core.ScalingPolicy:
     kind = settings["kind"]
     try:
-        return policy_from_dict({key: settings[key] for key in ("kind", *_SETTINGS_OF[kind]) if key in settings})
+        return core.policy_from_dict({key: settings[key] for key in ("kind", *_SETTINGS_OF[kind]) if key in settings})
     except PolicyError as error:  # two settings that contradict each other
         raise PolicyError(f"{name}: {error}") from None
 
@@ -257,22 +242,22 @@ def tools_of_config(config: Mapping[str, Any]) -> list[str]:
     found = []
     for name, tool in table().items():
         with contextlib.suppress(PolicyError):
-            values = _named(name, tool, config["fp16"] if name == "deepspeed" and "fp16" in config else config)
-            found += [name] if _keys(name, tool, values) else []
+            found += [name] if _keys(name, tool, _named(name, tool, config)) else []
     return found
 
 
 def tools_of_checkpoint(checkpoint: Any) -> list[str]:
     """Return the names of the tools that save a scaler under the most of these names, and not under fewer than two."""
     found: dict[str, int] = {}
-    for name, tool in table().items() if isinstance(checkpoint, Mapping) else ():
+    is_small = isinstance(checkpoint, Mapping) and len(checkpoint) < 1000  # a file may have a dict of all parameters
+    for name, tool in table().items() if is_small else ():
         with contextlib.suppress(CheckpointError):
             saved = _scaler_part(name, tool, checkpoint)
             found[name] = len({*saved} & {*re.findall(r"\w+", str(tool["saved"])), *tool["keys"]})
     return [name for name, count in found.items() if count == max(found.values())]
 
 
-def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike | None = None) -> ScaleState:
+def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.PolicyLike | None = None) -> core.ScaleState:
     """Return the state with which a run continues where another tool's run stopped.
 
     No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
@@ -302,7 +287,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
         own = _policy(name, {**_settings(name, tool, known), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
     except PolicyError as error:
         raise CheckpointError(f"a setting in the checkpoint of {name} is invalid: {error}") from None
-    scaling = BaseScaling.of(own if policy is None else as_policy(policy))
+    scaling = core.BaseScaling.of(own if policy is None else core.as_policy(policy))
     fields: dict[str, Any] = {"loss_scale": _number(name, saved, layout["loss_scale"])}
     for key, names in {} if scaling.is_constant() else layout.items():
         if key == "growth_tracker":
@@ -327,8 +312,8 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: PolicyLike
             }[key]
     if policy is not None and (notes := _differences(name, keys, known, scaling.settings())):
         warnings.warn(f"{name}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
-    start = state_to_dict(scaling.init_state())
-    return state_from_dict({**start, **{key: value for key, value in fields.items() if key in start}}, scaling)
+    start = core.state_to_dict(scaling.init_state())
+    return core.state_from_dict({**start, **{key: value for key, value in fields.items() if key in start}}, scaling)
 
 
 def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, Any]:
@@ -360,13 +345,11 @@ def _name_in(saved: Mapping[str, Any], names: str) -> str | None:
     return next((each for each in names.split(" or ") if each in saved), None)
 
 
-def _number(name: str, saved: Mapping[str, Any], names: str) -> float:
-    key = _name_in(saved, names) or names
-    if isinstance(saved[key], bool) or not isinstance(saved[key], int | float):
-        raise CheckpointError(
-            f"{key}={shown(saved[key])} in the checkpoint of {name} must be a number; pass what it saved"
-        )
-    return saved[key]  # type: ignore[no-any-return]
+def _number(name: str, saved: Mapping[str, Any], names: str) -> Any:
+    value = saved[key := _name_in(saved, names) or names]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{key}={shown(value)} in the checkpoint of {name} must be a number; pass what it saved")
+    return value
 
 
 def _count(name: str, saved: Mapping[str, Any], names: str, least: int = -NEVER) -> int:

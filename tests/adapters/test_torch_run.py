@@ -208,7 +208,7 @@ def test_every_name_of_the_scaler_is_replaced(tmp_path):
     (tmp_path / "theirs.pkl").write_bytes(pickle.dumps(torch.amp.GradScaler("cpu", 32.0)))
     done, rows = _traced(tmp_path, NAMES, "--policy", "policy.toml")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("--policy replaces the settings that the script gives to its scaler: Dynamic") == 1
+    assert done.stderr.count("--policy replaces the settings that the script gives its scaler: Dynamic") == 1
     assert "lossscale: scaler 0: healthy: 2 of 8 steps skipped" in done.stderr
     _require_simulated(rows[:8])
     assert (rows[8]["step"], rows[8]["scaler"]) == ("0", "1")

@@ -11,33 +11,19 @@ import click
 
 from lossscale._versions import versions
 from lossscale.cli import checkpoint, demo, plot, policy, run, simulate
-from lossscale.cli._shared import example, say
+from lossscale.cli._shared import example, help_if_alone, say
 from lossscale_core.errors import LossScaleError
 
-_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # of click 8.2
 
-
-def _print_versions(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked:
-        click.echo(versions())
-        context.exit()
-
-
-@click.group(epilog=example("lossscale demo"), context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_versions,
-    help="Print the versions of lossscale, Python and the installed frameworks.",
-)
+@click.group(epilog=example("lossscale demo"), invoke_without_command=True)
+@click.version_option("", message=versions(), help="Print the versions of lossscale, Python and the frameworks.")
 @click.option(
     "--import", "modules", multiple=True, metavar="MODULE", help="Import MODULE first: it has a policy of your own."
 )
 @click.pass_context
 def command(context: click.Context, modules: tuple[str, ...]) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
+    help_if_alone(context)
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal with another encoding must not fail
     for module in modules:
@@ -62,9 +48,6 @@ def parse(arguments: list[str] | None = None) -> Callable[[], None]:
     """
     try:
         result: Any = command.main(arguments, prog_name="lossscale", standalone_mode=False)
-    except _NO_ARGUMENTS as error:
-        click.echo(error.format_message())
-        sys.exit(0)
     except click.Abort:
         say("lossscale: stopped")
         sys.exit(130)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace d
 
 _GREY, _BLUE, _RED = "#808080", "#3b8fd4", "#e0452b"
 # Colour-blind safe: https://jfly.uni-koeln.de/color/
-_LINES = tuple(
-    {"color": colour, "linestyle": style, "linewidth": width}
-    for colour, style, width in zip(
-        (_GREY, "#d55e00", _BLUE, "#009e73"), ("-", "--", "-.", "-"), (4.0, 1.8, 1.8, 1.5), strict=True
-    )
+_LINES = (
+    {"color": _GREY, "linestyle": "-", "linewidth": 4.0},
+    {"color": "#d55e00", "linestyle": "--", "linewidth": 1.8},
+    {"color": _BLUE, "linestyle": "-.", "linewidth": 1.8},
+    {"color": "#009e73", "linestyle": "-", "linewidth": 1.5},
 )
 _STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY),
@@ -52,13 +52,13 @@ def draw_demo(runs: "dict[str, dict[float, Run]]", weight: float, seed: int, *, 
         panels: Any = figure.subplots(3 if is_narrow else 1, 1 if is_narrow else 3)
         losses, scales, sweep = panels
         for (name, of_weight), line in zip(runs.items(), _LINES, strict=True):
-            run = of_weight[weight]
-            window = np.ones(min(_SMOOTHING, len(run.loss)))
-            losses.plot(np.convolve(run.loss, window / len(window), mode="valid"), label=name, **line)
-            accuracies = [each.accuracy for each in of_weight.values()]
+            loss, scale, skipped, _ = of_weight[weight].steps
+            window = np.ones(min(_SMOOTHING, len(loss)))
+            losses.plot(np.convolve(loss, window / len(window), mode="valid"), label=name, **line)
+            accuracies = [run.accuracy for run in of_weight.values()]
             sweep.plot(list(of_weight), accuracies, marker="o", markersize=4, label=name, **line)
-            if not np.all(run.scale == 1.0):
-                _draw_scale(scales, np.arange(len(run.scale)), run.scale, run.skipped, name, **line)
+            if not np.all(scale == 1.0):
+                _draw_scale(scales, np.arange(len(scale)), scale, skipped, name, **line)
         losses.set(yscale="log", xlabel="step", ylabel="cross-entropy, before its weight", title="Training loss")
         scales.set(xlabel="step", title="Loss scale")
         sweep.axvline(weight, color=_GREY, linewidth=0.8, label="the other panels")

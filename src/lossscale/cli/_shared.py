@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lossscale_core import FixedScaling, ScalingPolicy, as_policy
+from lossscale_core import FixedScaling, ScalingPolicy, as_policy, policy_to_dict
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, escaped, shown_number
 from lossscale_core.errors import PolicyError
 
@@ -23,6 +23,12 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that
 def example(command: str) -> str:
     """Return the last paragraph of a command's help, an example on a line of its own."""
     return f"\b\nExample:\n  {command}"
+
+
+def help_if_alone(context: click.Context) -> None:
+    """Print a group's help if no subcommand is given."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def say(line: str) -> None:
@@ -41,6 +47,11 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         click.echo("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+
+
+def policy_lines(scaling: ScalingPolicy) -> list[str]:
+    """Return all settings of a policy as lines of TOML."""
+    return [f"{name} = {json.dumps(value)}" for name, value in policy_to_dict(scaling).items() if value is not None]
 
 
 def require_new(*paths: Path, overwrite: bool = False) -> None:

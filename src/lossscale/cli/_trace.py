@@ -46,38 +46,34 @@ def read_trace(path: Path) -> Trace:
     if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
         raise TraceFileError(f"{path} has no column {missing[0]}; it has {shown_names(titles) or 'nothing'}; add it")
     rows: list[dict[str, float]] = []
-    others = set()
+    scalers = {0.0}
     for number, line in enumerate(lines, 2):
-        row = {**dict.fromkeys(COLUMNS, np.nan), **_numbers(path, number, titles, line)}
-        if not row["step"] >= 0 or not 2.0**-149 <= row["scale"] <= 2.0**128:
-            raise TraceFileError(
-                f"{path}: row {number} has step {row['step']:g} and scale {row['scale']:g}, but a step is 0 or "
-                "more, and a scale is a positive float32; delete the row"
-            )
-        if row["scaler"] > 0:
-            others.add(row["scaler"])
+        row = {**dict.fromkeys(COLUMNS, np.nan), "scaler": 0.0, **_numbers(path, number, titles, line)}
+        scalers.add(row["scaler"])
+        if row["scaler"] != 0.0:
             continue
-        while rows and rows[-1]["step"] > row["step"]:
-            rows.pop()
-        if rows and rows[-1]["step"] == row["step"] and (rows[-1]["applied"] == 1 or rows[-1]["overflowed"] == 1):
+        # A row that was counted, and those after it, if the step comes again.
+        while rows and rows[-1]["step"] + (rows[-1]["spiked"] != 1.0) > row["step"]:
             rows.pop()
         rows.append(row)
     if not rows:
         raise TraceFileError(f"{path} holds no steps; pass a trace with a row per step")
-    if others:
-        say(f"lossscale: {path} has {len(others) + 1} scalers; this is the first")
-    step, scale, applied, overflowed, _, norm, largest, _ = np.array(
-        [[row[name] for name in COLUMNS] for row in rows]
-    ).T
-    applied = applied == 1.0 if np.isfinite(applied).any() else overflowed != 1.0
+    if len(scalers) > 1:
+        say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
+    step, scale, applied, overflowed, _, norm, largest, _ = np.array([list(row.values()) for row in rows]).T
+    applied = np.where(np.isnan(applied), overflowed != 1.0, applied == 1.0)
     return Trace(step, scale, applied, overflowed == 1.0, norm, largest)
 
 
 def _numbers(path: Path, number: int, titles: list[str], line: list[str]) -> dict[str, float]:
-    if len(line) != len(titles):
-        raise TraceFileError(f"{path}: row {number} has {len(line)} cells, but {len(titles)} titles; delete the row")
     try:
-        pairs = zip(titles, line, strict=True)
-        return {title: _WORDS[cell] if cell in _WORDS else float(cell) for title, cell in pairs if title in COLUMNS}
-    except ValueError as error:
-        raise TraceFileError(f"{path}: row {number} holds text in the place of a number: {error}; correct it") from None
+        cells = {title: _WORDS.get(cell, cell) for title, cell in zip(titles, line, strict=True) if title in COLUMNS}
+        row = {title: float(cell) for title, cell in cells.items()}
+        if row["step"] >= 0 and 2.0**-149 <= row["scale"] <= 2.0**128:
+            return row
+    except ValueError:
+        pass
+    raise TraceFileError(
+        f"{path}: row {number} is {shown(','.join(line))}, but must hold {len(titles)} numbers, with a step from 0 and "
+        "a positive scale; delete the row"
+    )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
@@ -17,7 +16,6 @@ from lossscale_core.adapters import read_data, shown, shown_names, suffix_of
 from lossscale_core.errors import CheckpointError
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_LARGEST_JSON = 2**22
 _MOST_SCALERS = 12
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
 _DEEPEST = 3
@@ -34,7 +32,7 @@ _MOST_DICTS = 1000
 def command(file: Path, tool: str | None, policy_file: Path | None, key: str | None) -> None:
     """Print the saved scalers in FILE, of this library or another tool, as the JSON that `state_from_dict` reads.
 
-    FILE is JSON, NumPy's .npz, or what torch.save wrote. No class in it is imported. One scaler is printed itself; of
+    FILE is JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; of
     several, at most 12 are printed under their places.
     """
     content = _content(file)
@@ -45,26 +43,25 @@ def command(file: Path, tool: str | None, policy_file: Path | None, key: str | N
         names = shown_names(content) or "none"
         raise click.UsageError(f"{file}: no known scaler under the names {names}; pass --from TOOL and --key")
     policy = None if policy_file is None else load_policy(policy_file)
-    states = {}
-    for place, saved in found.items():
-        with warnings_as_lines():
-            states[place], sentence = _state(f"{file}, {place or 'top'}", saved, tool, policy)
-        say(f"{file}{f' at {shown(place)}' if place else ''}: {sentence}")
+    states = {place: _state(f"{file}{place and f' at {shown(place)}'}", found[place], tool, policy) for place in found}
     print_json(next(iter(states.values())) if len(states) == 1 else states)
 
 
-def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: ScalingPolicy | None) -> tuple[Any, str]:
-    """Return the state as a dict, and a sentence about it."""
-    if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
-        policy = policy_from_dict(saved["policy"]) if policy is None and "policy" in saved else policy
-        state = state_from_dict(saved, policy)
-        condition = f"; {diagnose(policy, state)}" if policy is not None else ""
-        return state_to_dict(state, policy), f"a state of this library{condition}"
-    names = [tool] if tool is not None else tools_of_checkpoint(saved)
-    if len(names) != 1:
-        which = f"{', '.join(names)} save" if names else "no known tool saves"
-        raise click.UsageError(f"{place}: {which} these names: {shown_names(saved) or 'none'}; pass --from TOOL")
-    return state_to_dict(state_from_tool(names[0], saved, policy), policy), f"the scaler of {names[0]}"
+def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: ScalingPolicy | None) -> dict[str, Any]:
+    """Return the state as a dict, and print a sentence about it."""
+    with warnings_as_lines():
+        if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
+            policy = policy_from_dict(saved["policy"]) if policy is None and "policy" in saved else policy
+            state = state_from_dict(saved, policy)
+            say(f"{place}: a state of this library{'' if policy is None else f'; {diagnose(policy, state)}'}")
+            return state_to_dict(state, policy)
+        names = [tool] if tool is not None else tools_of_checkpoint(saved)
+        if len(names) != 1:
+            which = f"{', '.join(names)} save" if names else "no known tool saves"
+            raise click.UsageError(f"{place}: {which} these names: {shown_names(saved) or 'none'}; pass --from TOOL")
+        state = state_from_tool(names[0], saved, policy)
+    say(f"{place}: the scaler of {names[0]}")
+    return state_to_dict(state, policy)
 
 
 def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -88,49 +85,34 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _at(path: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the dict at a key, or at a path of keys joined by dots."""
-    found: Any = content
-    for name in [key] if key in content else key.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            known = f"it has {shown_names(found)}" if isinstance(found, Mapping) else f"it has {shown(found)}"
-            raise CheckpointError(f"{path} has no key {shown(key)}; {known}")
-        found = found[name]
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} holds {shown(found)} at {shown(key)}, but must hold a dict; pass another --key")
-    return found
+def _at(path: Path, content: Any, key: str) -> Mapping[str, Any]:
+    """Return the dict at a path of keys joined by dots."""
+    for name in key.split("."):
+        if not isinstance(content, Mapping) or name not in content:
+            known = shown_names(content) if isinstance(content, Mapping) else shown(content)
+            raise CheckpointError(f"{path} has no key {shown(key)}; it has {known}; pass another --key")
+        content = content[name]
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} has {shown(content)} at {shown(key)}, but must have a dict; pass another --key")
+    return content
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    suffix, content = suffix_of(path), None
+    """Return the dict in a file. Objects of other classes in a file of `torch.save` are dicts of their attributes."""
     path.stat()  # a file that is missing has no format
-    if suffix == ".json":
-        content = read_data(path, CheckpointError, _LARGEST_JSON)
-    elif path.is_file() and suffix in _OF_TORCH:
-        content = _read_by_torch(path)
-    elif path.is_file() and suffix == ".npz":
-        try:
-            with np.load(path) as file:
-                content = dict(file)
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise CheckpointError(
-                f"{path} is not a file of numpy.savez without objects: {error}; save it as one"
-            ) from error
-    else:
-        formats = f"JSON (.json), NumPy's .npz, or written by torch.save ({', '.join(_OF_TORCH)})"
+    if suffix_of(path) not in (".json", *_OF_TORCH) or not path.is_file():
+        formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
         raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
+    content = read_data(path, CheckpointError, 2**22) if suffix_of(path) == ".json" else _read_by_torch(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
     return content
 
 
 def _read_by_torch(path: Path) -> Any:
-    """Return the content of a file of `torch.save`; objects of other classes are dicts of their attributes."""
-    try:
-        import torch
-        from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-    except ModuleNotFoundError:
-        raise CheckpointError(f"{path} was written by torch.save; install PyTorch, or save it as JSON") from None
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and save it "

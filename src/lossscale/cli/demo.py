@@ -1,18 +1,16 @@
 """The subcommand `lossscale demo`: train a small network in real float16, with and without loss scaling."""
 
 import contextlib
-import csv
 import functools
-import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lossscale.cli._shared import FILE, OVERWRITE, example, print_table, require_new, say
+from lossscale.cli._shared import FILE, OVERWRITE, example, policy_lines, print_table, require_new, say
 from lossscale.cli._trace import COLUMNS
-from lossscale_core import dump_policy, load_policy
+from lossscale_core import load_policy
 from lossscale_core.adapters import shown_number, write_whole
 
 
@@ -57,32 +55,28 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
         advance = (lambda: None) if bar is None else functools.partial(bar.update, 1)
         for name, (dtype, scaling) in trained.items():
             runs[name] = {each: train(scaling, dtype, each, seed, steps, advance) for each in weights}
-    rows = [
-        (name, f"{run.accuracy:.1%}", f"{run.flushed:.1%}", str(int(run.skipped.sum())), shown_number(run.final_scale))
-        for name, run in ((name, of_weight[weight]) for name, of_weight in runs.items())
-    ]
+    rows = [("regime", "accuracy", "flushed", "skipped", "scale")]
+    for name, run in ((name, of_weight[weight]) for name, of_weight in runs.items()):
+        skipped, scale = str(int(run.steps[2].sum())), shown_number(run.final_scale)
+        rows.append((name, f"{run.accuracy:.1%}", f"{run.flushed:.1%}", skipped, scale))
     say(f"Digits in float16: loss x {weight:g}, {steps} steps, seed {seed}")
-    print_table([("regime", "accuracy", "flushed", "skipped", "scale"), *rows])
+    print_table(rows)
     say("accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed")
     contents: dict[str, str | bytes] = {
         "demo.png": draw_demo(runs, weight, seed, is_narrow=False),
         "demo-narrow.png": draw_demo(runs, weight, seed, is_narrow=True),
         "trace.csv": _as_csv(runs[name][weight]),
+        "policy.toml": "".join(f"{line}\n" for line in policy_lines(policy)),
     }
     for path in results:
-        if path.name in contents:
-            write_whole(path, contents[path.name], overwrite=overwrite)
-        else:
-            dump_policy(policy, path, overwrite=overwrite)
+        write_whole(path, contents[path.name], overwrite=overwrite)
     say(f"wrote demo.png, demo-narrow.png, trace.csv and policy.toml to {out}")
     say(f"next: change the policy, and run: lossscale simulate {out / 'policy.toml'} {out / 'trace.csv'}")
 
 
 def _as_csv(run: Any) -> str:
     """Return the trace as `lossscale run` writes it."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for step, (_, scale, skipped, largest) in enumerate(zip(*run[:4], strict=True)):
-        writer.writerow((step, scale, not skipped, bool(skipped), False, "", largest, 0))
-    return text.getvalue()
+    lines = [",".join(COLUMNS)]
+    for step, (_, scale, skipped, largest) in enumerate(run.steps.T.tolist()):
+        lines.append(f"{step},{scale},{skipped == 0.0},{skipped == 1.0},False,,{largest},0")
+    return "\n".join([*lines, ""])

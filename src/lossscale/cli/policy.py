@@ -1,21 +1,33 @@
 """The subcommand `lossscale policy`: check policy files, and make them from other tools' configs."""
 
-import json
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, print_json, require_new, say
+from lossscale.cli._shared import (
+    AS_JSON,
+    FILE,
+    OVERWRITE,
+    example,
+    help_if_alone,
+    policy_lines,
+    print_json,
+    require_new,
+    say,
+)
 from lossscale.other_tools import from_tool, tools, tools_of_config
 from lossscale_core import ScalingPolicy, dump_policy, load_policy, policy_to_dict
 from lossscale_core.adapters import read_data, read_text, shown, suffix_of
 from lossscale_core.errors import PolicyError
 
 
-@click.group("policy", epilog=example("lossscale policy check policy.toml"))
-def command() -> None:
+@click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
     """Check policy files, and make them from other tools' configs."""
+    help_if_alone(context)
 
 
 @command.command(epilog=example("lossscale policy check policy.toml"))
@@ -57,23 +69,20 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
 
 
 def _print(scaling: ScalingPolicy, as_json: bool) -> None:
-    settings = policy_to_dict(scaling)
     if as_json:
-        print_json(settings)
+        print_json(policy_to_dict(scaling))
     else:
-        click.echo("\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items() if value is not None))
+        click.echo("\n".join(policy_lines(scaling)))
 
 
 def _config(path: Path) -> dict[str, Any]:
     """Return the dict in another tool's config."""
     suffix = suffix_of(path)
     if suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ModuleNotFoundError:
-            raise click.UsageError(
-                f"{path}: YAML needs PyYAML; run: pip install pyyaml, or convert it to JSON"
-            ) from None
+        if importlib.util.find_spec("yaml") is None:
+            raise click.UsageError(f"{path}: YAML needs PyYAML; run: pip install pyyaml, or convert it to JSON")
+        import yaml
+
         try:
             config = yaml.safe_load(read_text(path, PolicyError))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,9 +90,7 @@ def _config(path: Path) -> dict[str, Any]:
     elif suffix in (".json", ".toml"):
         config = read_data(path, PolicyError)
     else:
-        raise PolicyError(
-            f"{path} must be a config in JSON, TOML or YAML (.json, .toml, .yaml); convert it to one of them"
-        )
+        raise PolicyError(f"{path} must be a config in JSON, TOML or YAML (.json, .toml, .yaml); convert it to one")
     if not isinstance(config, dict):
         raise PolicyError(f"{path} holds {shown(config)}, but must hold a dict of keys; pass another file")
     return config

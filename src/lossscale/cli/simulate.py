@@ -44,15 +44,15 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     if as_json:
         print_json({"policy": policy_to_dict(scaling), "basis": basis, **summary, "stretches": stretches})
         return
-    rows = [
-        (f"{row['first_step']}-{row['last_step']}", shown_number(row["loss_scale"]), str(row["skipped"]), row["then"])
-        for row in stretches[:_MOST_ROWS]
-    ]
-    print_table([("steps", "loss scale", "skipped", "then"), *rows])
+    rows = [("steps", "loss scale", "skipped", "then")]
+    for row in stretches[:_MOST_ROWS]:
+        steps, scale = f"{row['first_step']}-{row['last_step']}", shown_number(row["loss_scale"])
+        rows.append((steps, scale, str(row["skipped"]), row["then"]))
+    print_table(rows)
     if len(stretches) > _MOST_ROWS:
         say(f"{len(stretches) - _MOST_ROWS} more changes of the scale are not shown; pass --json to see all")
     if (reached := summary["max_overflow_streak_reached_at"]) is not None:
-        say(f"max_overflow_streak={summary['max_overflow_streak']} is reached at step {reached}: training may stop")
+        say(f"max_overflow_streak is reached at step {reached}: training may stop")
     say(f"{summary['diagnosis']} In the trace {int((~run.applied).sum())} of {len(run.step)} steps were skipped.")
     say(f"{basis}.")
 
@@ -82,18 +82,16 @@ def _stretches(trace: testing.Trace) -> list[dict[str, Any]]:
 
 
 def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
-    applied = np.flatnonzero(~trace.skipped)
     # A policy may add counters of its own, which the trace has as columns, too.
     last: Any = SimpleNamespace(**{name: column[-1] for name, column in trace._asdict().items()})
     last.loss_scale = trace.loss_scale_after[-1]
     limit = BaseScaling.of(scaling).max_overflow_streak
-    reached = np.flatnonzero(trace.overflow_streak >= (limit or np.inf))
+    applied, reached = np.flatnonzero(~trace.skipped), np.flatnonzero(trace.overflow_streak >= (limit or np.inf))
     return {
         "steps": len(trace.skipped),
         "skipped_steps": int(trace.skipped.sum()),
         "first_applied_step": int(applied[0]) if len(applied) else None,
-        "max_overflow_streak": limit,
         "max_overflow_streak_reached_at": int(reached[0]) if len(reached) else None,
-        "final_loss_scale": float(trace.loss_scale_after[-1]),
+        "final_loss_scale": float(last.loss_scale),
         "diagnosis": diagnose(scaling, last),
     }
