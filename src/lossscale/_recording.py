@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import inspect
+import operator
 import os
 import sys
 import warnings
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
 from lossscale_core import ScalingPolicy
-from lossscale_torch.hooks import Hook, SameOnRanks
+from lossscale_torch.hooks import Hook
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _MOST_WAITING = 100
@@ -120,9 +121,9 @@ def _cell(value: Any) -> str:
 class _Row(Hook):
     """Writes the row of each step."""
 
-    def __init__(self) -> None:
-        self.step: Any = None
-        self.norms, self.largest = list[torch.Tensor](), list[torch.Tensor]()  # an element for each optimizer
+    step: Any = None
+    norm: Any = None
+    largest: Any = None
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Remember the number of the step, and measure the gradients of a fused optimizer, which are still scaled."""
@@ -138,20 +139,18 @@ class _Row(Hook):
         local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
         if RECORDING.trace is not None and dense:
-            self.largest.append(torch.nn.utils.get_total_norm(dense, float("inf")) / scale)
-            if all(grad is mine for grad, mine in zip(grads, local, strict=True)):  # a rank has a part of the norm only
-                self.norms.append(torch.nn.utils.get_total_norm(dense) / scale)
+            norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
+            # Of several optimizers together. A rank with shards has a part of the norm only.
+            self.norm = norm if self.norm is None else torch.hypot(self.norm, norm.to(self.norm))
+            self.norm = self.norm if all(map(operator.is_, grads, local)) else None
+            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest.to(self.largest))
 
     def after_update(self, scaler: Any, info: Any) -> None:
         """Write the row."""
         step = _steps(scaler) if self.step is None else self.step
-        norm, largest = (
-            torch.linalg.vector_norm(torch.stack([each.to(values[0]) for each in values]), order) if values else None
-            for values, order in ((self.norms, 2), (self.largest, float("inf")))
-        )
         outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
-        RECORDING.add(scaler, step, *outcome, norm, largest)
-        self.step, self.norms, self.largest = None, [], []
+        RECORDING.add(scaler, step, *outcome, self.norm, self.largest)
+        self.step = self.norm = self.largest = None
 
 
 def _steps(scaler: Any) -> Any:
@@ -219,8 +218,8 @@ class _Own(Recorded):
 
     def unscale_and_clip_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Unscale and clip, and record the norm."""
-        self._row.norms = [super().unscale_and_clip_(*args, **kwargs)]
-        return self._row.norms[0]
+        self._row.norm = norm = super().unscale_and_clip_(*args, **kwargs)
+        return norm
 
     def __getstate__(self) -> dict[str, Any]:
         state = _GradScaler.__getstate__(self)
@@ -241,19 +240,11 @@ class _OfCpu(torch.cpu.amp.grad_scaler.GradScaler, Recorded):
     """`torch.cpu.amp.GradScaler`."""
 
 
-class _AllRanks(SameOnRanks):
-    """Combines the flags over all ranks, as FSDP's scaler does by default; its default is looked up this late."""
-
-    def before_step(self, *args: Any) -> None:
-        if dist.is_initialized():
-            self.process_group = dist.group.WORLD
-        super().before_step(*args)
-
-
 class _Sharded(Recorded, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None
     """`ShardedGradScaler`, which takes the backoff factor before the growth factor, and float16 gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(_ShardedGradScaler).bind(*args, **kwargs).arguments
-        hooks = [] if given.get("process_group") else [_AllRanks()]
-        Recorded.__init__(self, **given, half_gradients=True, hooks=hooks)
+        if dist.is_initialized():  # the default there, which is looked up when the module is imported
+            given.setdefault("process_group", dist.group.WORLD)
+        Recorded.__init__(self, **given, half_gradients=True)

@@ -5,7 +5,6 @@ import functools
 import math
 import re
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -14,7 +13,7 @@ from typing import Any
 
 import lossscale_core as core
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, nearest_name, shown, shown_names
-from lossscale_core.errors import CheckpointError, CheckpointWarning, LossScaleError, PolicyError
+from lossscale_core.errors import CheckpointError, LossScaleError, PolicyError
 
 __all__ = ["from_tool", "state_from_tool", "tools"]
 
@@ -260,8 +259,7 @@ def tools_of_checkpoint(checkpoint: Any) -> list[str]:
 def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.PolicyLike | None = None) -> core.ScaleState:
     """Return the state with which a run continues where another tool's run stopped.
 
-    No tool saves the number of steps, so that `steps` starts at 0. A `CheckpointWarning` lists the settings in the
-    checkpoint that differ from the policy's.
+    No tool saves the number of steps, so that `steps` starts at 0.
 
     Args:
         name: The name of the tool, such as `"torch"`; `tools` returns all.
@@ -278,8 +276,11 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
         PolicyError: `policy` is not a policy.
     """
     tool = _find(name, CheckpointError)
-    saved, layout = _scaler_part(name, tool, checkpoint), tool["saved"]
-    keys = {**tool.get("more_keys", {}), **tool["keys"]}
+    saved, layout, keys = (
+        _scaler_part(name, tool, checkpoint),
+        tool["saved"],
+        {**tool.get("more_keys", {}), **tool["keys"]},
+    )
     known = {tool.get("names", {}).get(key, key): value for key, value in saved.items()}
     known = {key: value for key, value in known.items() if key in keys and not keys[key][0].startswith("FixedScaling")}
     known |= {key: 1.0 for key in known if keys[key][0].startswith("init_scale")}  # which may be the saved scale
@@ -291,27 +292,25 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
     fields: dict[str, Any] = {"loss_scale": _number(name, saved, layout["loss_scale"])}
     for key, names in {} if scaling.is_constant() else layout.items():
         if key == "growth_tracker":
-            fields[key] = _count(name, saved, names, least=0)
+            fields[key] = _number(name, saved, names, least=0)
         elif key == "since_overflow":
             if policy is None and "growth_interval" not in str([keys[each] for each in known]):
                 raise CheckpointError(
                     f"the growth tracker of {name} depends on growth_interval, which the checkpoint does not hold; "
                     f"pass policy=from_tool({name!r}, config), or --policy FILE to the command"
                 )
-            now, last = (_count(name, saved, each) for each in names)
+            now, last = (_number(name, saved, each, least=-NEVER) for each in names)
             if last >= now:
                 raise CheckpointError(f"{names[0]}={now} must be after {names[1]}={last}; pass what {name} saved")
             counted = now - last - 1 - getattr(scaling, "cooldown", 0)
             fields["growth_tracker"] = counted if counted < 0 else counted % scaling.growth_interval
         elif key.startswith("hysteresis") and names in saved:
-            count = _count(name, saved, names, least=0 if key == "hysteresis_used" else -NEVER)
+            count = _number(name, saved, names, least=0 if key == "hysteresis_used" else -NEVER)
             fields["hysteresis_tracker"] = {
                 "hysteresis_left": max(count, 0),
                 "hysteresis_down_to_1": count if count >= 1 else NEVER,  # below, it counts down without end
                 "hysteresis_used": max(getattr(scaling, "hysteresis", 1) - count, 0),
             }[key]
-    if policy is not None and (notes := _differences(name, keys, known, scaling.settings())):
-        warnings.warn(f"{name}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
     start = core.state_to_dict(scaling.init_state())
     return core.state_from_dict({**start, **{key: value for key, value in fields.items() if key in start}}, scaling)
 
@@ -321,19 +320,15 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"a checkpoint of {name} must be a dict, not {type(checkpoint).__name__}; pass a dict")
     layout = tool["saved"]
-    parts = [
-        key
-        for key, value in checkpoint.items()
-        if isinstance(value, Mapping) and fnmatchcase(str(key), layout.get("within", ""))
-    ]
+    inner = [each for each in checkpoint if fnmatchcase(str(each), layout.get("within", ""))]
+    parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
     if len(parts) > 1:
         raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {shown_names(parts)}")
-    saved: dict[str, Any] = {}
-    part = checkpoint[parts[0]] if parts else checkpoint
+    part, saved = checkpoint[parts[0]] if parts else checkpoint, dict[str, Any]()
     for key in sorted(filter(lambda key: isinstance(key, str), part), key=lambda key: key.startswith("_")):
         saved.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])
-    required = [layout["loss_scale"], *layout.get("since_overflow", []), layout.get("growth_tracker", "")]
-    if missing := [names for names in filter(None, required) if _name_in(saved, names) is None]:
+    required = [layout["loss_scale"], *layout.get("since_overflow", [layout.get("growth_tracker")])]
+    if missing := [names for names in required if not any(each in saved for each in names.split(" or "))]:
         raise CheckpointError(
             f"this is not a checkpoint of {name}'s scaler: it has no {', '.join(missing)}"
             f"{'' if saved else ', and is empty, like that of a disabled scaler'}; pass the scaler's own part"
@@ -341,32 +336,16 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     return {key: plain(value) for key, value in saved.items()}
 
 
-def _name_in(saved: Mapping[str, Any], names: str) -> str | None:
-    return next((each for each in names.split(" or ") if each in saved), None)
-
-
-def _number(name: str, saved: Mapping[str, Any], names: str) -> Any:
-    value = saved[key := _name_in(saved, names) or names]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{key}={shown(value)} in the checkpoint of {name} must be a number; pass what it saved")
-    return value
-
-
-def _count(name: str, saved: Mapping[str, Any], names: str, least: int = -NEVER) -> int:
-    number = _number(name, saved, names)
-    if not (isinstance(number, int) or number.is_integer()) or number < least:
-        rule = "a whole number" if least < 0 else "a whole number from 0"
-        raise CheckpointError(f"{names}={shown(number)} in the checkpoint of {name} must be {rule}; pass what it saved")
-    return int(number)
-
-
-def _differences(
-    name: str, keys: Mapping[str, Any], known: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[str]:
-    """Return a note for each setting in a checkpoint, with which the tool would continue, that is not the policy's."""
-    saved = {setting: value for key in known for setting, value in _read(name, key, keys[key][0], known[key]).items()}
-    return [
-        f"{setting} was {shown(value)} in the checkpoint and is {settings[setting]!r} in the policy"
-        for setting, value in saved.items()
-        if setting in settings and setting != "init_scale" and settings[setting] != value
-    ]
+def _number(name: str, saved: Mapping[str, Any], names: str, least: int | None = None) -> Any:
+    """Return the number under one of the names; with `least`, a whole number from it."""
+    key = next(each for each in names.split(" or ") if each in saved)
+    value, is_whole, rule = saved[key], True, "a number"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and least is not None:
+        is_whole, rule = (
+            value == value // 1 and value >= least,
+            "a whole number" if least < 0 else "a whole number from 0",
+        )
+    if not is_number or not is_whole:
+        raise CheckpointError(f"{key}={shown(value)} in the checkpoint of {name} must be {rule}; pass what it saved")
+    return value if least is None else int(value)

@@ -191,7 +191,7 @@ def test_the_command_reads_tensors_of_one_element(tmp_path, dtype):
     others = {"model": torch.nn.Linear(3, 2).state_dict(), "weight": torch.nn.Parameter(torch.ones(2).half())}
     content = {"args": argparse.Namespace(a=1), **others, "optimizer": {"grad_scaler": scaler}}
     torch.save(content, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", "--key", "optimizer", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     state = json.loads(done.stdout)
     assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
@@ -217,7 +217,7 @@ def test_the_command_reads_what_torch_loads(tmp_path, name):
     scaler = {"scale": SAVED[name](), "growth_tracker": 7, "hysteresis_tracker": 1}
     others = {"model": torch.nn.Linear(2, 2), "waves": [torch.ones(3, dtype=torch.complex64) for _ in range(4)]}
     torch.save({**others, "scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
     if name == "a subclass":  # which is not imported
         assert done.returncode == 2
         assert done.stderr.startswith("lossscale: f.pt is damaged, or holds more than data")
@@ -231,7 +231,7 @@ def test_attributes_of_a_dict_do_not_hide_its_items(tmp_path):
     scaler = collections.OrderedDict(scale=8.0, growth_tracker=7, hysteresis_tracker=1)
     scaler.scale = 1.0
     torch.save({"scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
     assert json.loads(done.stdout)["loss_scale"] == 8.0
 
 
@@ -262,7 +262,7 @@ def test_nothing_in_a_file_runs(tmp_path):
     """A pickle that calls a function of Python is read without it, or refused."""
     scaler = {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1}
     torch.save({"scaler": scaler, "other": Hostile(tmp_path / "ran")}, tmp_path / "f.pt")
-    _checkpoint("f.pt", "--from", "megatron", "--key", "scaler", cwd=tmp_path)
+    _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -270,7 +270,7 @@ def test_an_object_is_the_dict_of_its_attributes(tmp_path):
     """Such as a scaler that was pickled whole, whose class is not imported."""
     scaler = argparse.Namespace(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9)
     torch.save({"optimizer": {"loss_scaler": scaler}}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "deepspeed", "--key", "optimizer.loss_scaler", cwd=tmp_path)
+    done = _checkpoint("f.pt", "--from", "deepspeed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss_scale"] == 8.0
 

@@ -315,14 +315,6 @@ def test_another_kind_of_policy_continues_with_the_scale():
     assert (own.loss_scale, own.growth_tracker, own.additions) == (8.0, 7, 0.0)
 
 
-def test_settings_of_the_checkpoint_that_differ_are_named():
-    """The tool would continue with those it saved."""
-    saved = {"scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 3}
-    with pytest.warns(CheckpointWarning, match=r"growth_factor was 4.0 .* is 2.0 .*; growth_interval was 10"):
-        state = state_from_tool("torch", saved, from_tool("torch", {}))
-    assert state.growth_tracker == 3
-
-
 def test_a_scale_outside_the_policys_bounds_is_brought_within():
     """As in every restored state, with a warning."""
     policy = DynamicScaling(init_scale=2.0, max_scale=4.0)

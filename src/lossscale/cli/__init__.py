@@ -1,6 +1,5 @@
 """The `lossscale` command; each subcommand is a module of this package. It needs the `cli` extra, which is click."""
 
-import importlib
 import io
 import os
 import sys
@@ -17,23 +16,12 @@ from lossscale_core.errors import LossScaleError
 
 @click.group(epilog=example("lossscale demo"), invoke_without_command=True)
 @click.version_option("", message=versions(), help="Print the versions of lossscale, Python and the frameworks.")
-@click.option(
-    "--import", "modules", multiple=True, metavar="MODULE", help="Import MODULE first: it has a policy of your own."
-)
 @click.pass_context
-def command(context: click.Context, modules: tuple[str, ...]) -> None:
+def command(context: click.Context) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
     help_if_alone(context)
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal with another encoding must not fail
-    for module in modules:
-        sys.path.append(os.getcwd())  # at the end, so that no file in this folder replaces one of Python's own modules
-        try:
-            importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # a module of the user's may raise anything, and may end the process
-            raise click.UsageError(
-                f"--import {module}: {type(error).__name__}: {error}; name a module here, or one that is installed"
-            ) from error
 
 
 for _module in (demo, simulate, run, plot, policy, checkpoint):
@@ -54,16 +42,12 @@ def parse(arguments: list[str] | None = None) -> Callable[[], None]:
     except click.ClickException as error:
         message = error.format_message()
     except (RecursionError, MemoryError) as error:
-        message = (
-            f"the content of the file is too large or nested too deeply ({type(error).__name__}); pass a smaller file"
-        )
+        message = f"the content of the file is too large or too nested ({type(error).__name__}); pass a smaller file"
     except OSError as error:
-        hint = "pass a path that can be used"
-        if isinstance(error, FileNotFoundError):
-            has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
-            hint = "pass the path of a file that exists" if has_folder else "make its folder first"
-        cause = str(error.strerror) if ";" in str(error.strerror) else f"{error.strerror}; {hint}"
-        message = f"{error.filename}: {cause}" if error.filename else str(error)
+        has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
+        hint = "pass the path of a file that exists" if isinstance(error, FileNotFoundError) else "pass another path"
+        cause = f"{error.strerror}; {hint if has_folder else 'make its folder first'}"
+        message = f"{error.filename}: {str(error.strerror) if ';' in str(error.strerror) else cause}"
     except LossScaleError as error:
         message = str(error)
     else:

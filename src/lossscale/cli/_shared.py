@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy, policy_to_dict
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, escaped, shown_number
-from lossscale_core.errors import PolicyError
+from lossscale_core.adapters import escaped
 
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
@@ -54,6 +53,11 @@ def policy_lines(scaling: ScalingPolicy) -> list[str]:
     return [f"{name} = {json.dumps(value)}" for name, value in policy_to_dict(scaling).items() if value is not None]
 
 
+def print_policy(scaling: ScalingPolicy, as_json: bool) -> None:
+    """Print all settings of a policy as TOML or JSON."""
+    click.echo(json.dumps(policy_to_dict(scaling), indent=2) if as_json else "\n".join(policy_lines(scaling)))
+
+
 def require_new(*paths: Path, overwrite: bool = False) -> None:
     """Refuse to replace a file before the work begins; a broken symbolic link counts as a file."""
     for path in paths:
@@ -62,18 +66,13 @@ def require_new(*paths: Path, overwrite: bool = False) -> None:
             raise click.UsageError(f"{path} exists and is not overwritten; name another file, or pass --overwrite")
 
 
-def typed_policy(text: str, name: str) -> ScalingPolicy:
-    """Return the policy that was typed for the option or argument of this name; a number is a fixed scale."""
+def typed_policy(text: str) -> ScalingPolicy:
+    """Return the policy that was typed; a number is a fixed scale."""
     try:
-        return FixedScaling(float(text))
-    except PolicyError as error:
-        bounds = f"{shown_number(SMALLEST_SCALE)} to {shown_number(LARGEST_SCALE)}"
-        raise click.UsageError(
-            f"{name} {text}: a fixed loss scale must be a number from {bounds}; pass one such as 65536, or dynamic, "
-            "none or a policy file"
-        ) from error
+        number = float(text)
     except ValueError:
         return as_policy(text)
+    return FixedScaling(number)
 
 
 @contextlib.contextmanager

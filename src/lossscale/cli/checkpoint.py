@@ -28,20 +28,17 @@ _MOST_DICTS = 1000
 @click.argument("file", type=FILE)
 @click.option("--from", "tool", metavar="TOOL", help="The tool that saved it; guessed from the names.")
 @click.option("--policy", "policy_file", type=FILE, help="The policy that will continue with it.")
-@click.option("--key", help="Where in FILE the scaler is, such as optimizer.grad_scaler.")
-def command(file: Path, tool: str | None, policy_file: Path | None, key: str | None) -> None:
+def command(file: Path, tool: str | None, policy_file: Path | None) -> None:
     """Print the saved scalers in FILE, of this library or another tool, as the JSON that `state_from_dict` reads.
 
     FILE is JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; of
     several, at most 12 are printed under their places.
     """
     content = _content(file)
-    found = {key: _at(file, content, key)} if key is not None else _scalers(content)
-    if not found and tool is not None:
-        found = {"": content}
+    found = _scalers(content) or ({} if tool is None else {"": content})
     if not found:
         names = shown_names(content) or "none"
-        raise click.UsageError(f"{file}: no known scaler under the names {names}; pass --from TOOL and --key")
+        raise click.UsageError(f"{file}: no known scaler under the names {names}; pass its own part, and --from TOOL")
     policy = None if policy_file is None else load_policy(policy_file)
     states = {place: _state(f"{file}{place and f' at {shown(place)}'}", found[place], tool, policy) for place in found}
     print_json(next(iter(states.values())) if len(states) == 1 else states)
@@ -79,22 +76,10 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
                 visited.add(id(value))
                 pending.append(((*names, str(name)), value))
     if len(found) == _MOST_SCALERS:
-        say(f"only the first {_MOST_SCALERS} scalers are printed; pass --key for another")
+        say(f"only the first {_MOST_SCALERS} scalers are printed; save the others by themselves")
     if len(visited) > _MOST_DICTS:
-        say(f"only the first {_MOST_DICTS} dicts were searched; pass --key if the scaler is elsewhere")
+        say(f"only the first {_MOST_DICTS} dicts were searched; save the scaler by itself if it is elsewhere")
     return found
-
-
-def _at(path: Path, content: Any, key: str) -> Mapping[str, Any]:
-    """Return the dict at a path of keys joined by dots."""
-    for name in key.split("."):
-        if not isinstance(content, Mapping) or name not in content:
-            known = shown_names(content) if isinstance(content, Mapping) else shown(content)
-            raise CheckpointError(f"{path} has no key {shown(key)}; it has {known}; pass another --key")
-        content = content[name]
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} has {shown(content)} at {shown(key)}, but must have a dict; pass another --key")
-    return content
 
 
 def _content(path: Path) -> Mapping[str, Any]:

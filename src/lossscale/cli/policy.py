@@ -6,19 +6,9 @@ from typing import Any
 
 import click
 
-from lossscale.cli._shared import (
-    AS_JSON,
-    FILE,
-    OVERWRITE,
-    example,
-    help_if_alone,
-    policy_lines,
-    print_json,
-    require_new,
-    say,
-)
+from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, print_policy, require_new, say
 from lossscale.other_tools import from_tool, tools, tools_of_config
-from lossscale_core import ScalingPolicy, dump_policy, load_policy, policy_to_dict
+from lossscale_core import dump_policy, load_policy, policy_to_dict
 from lossscale_core.adapters import read_data, read_text, shown, suffix_of
 from lossscale_core.errors import PolicyError
 
@@ -36,7 +26,7 @@ def command(context: click.Context) -> None:
 def check(file: Path, as_json: bool) -> None:
     """Check that FILE, in TOML or JSON, holds a valid policy, and print all its settings."""
     scaling = load_policy(file)
-    _print(scaling, as_json)
+    print_policy(scaling, as_json)
     say(f"{file}: a valid policy of kind {policy_to_dict(scaling)['kind']!r}")
 
 
@@ -62,23 +52,15 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
         (tool,) = found
     scaling = from_tool(tool, config)
     if out is None:
-        _print(scaling, as_json)
+        print_policy(scaling, as_json)
     else:
         dump_policy(scaling, out, overwrite=overwrite)
     say(f"{file}: the config of {tool} is a policy of kind {policy_to_dict(scaling)['kind']!r}")
 
 
-def _print(scaling: ScalingPolicy, as_json: bool) -> None:
-    if as_json:
-        print_json(policy_to_dict(scaling))
-    else:
-        click.echo("\n".join(policy_lines(scaling)))
-
-
 def _config(path: Path) -> dict[str, Any]:
     """Return the dict in another tool's config."""
-    suffix = suffix_of(path)
-    if suffix in (".yaml", ".yml"):
+    if (suffix := suffix_of(path)) in (".yaml", ".yml"):
         if importlib.util.find_spec("yaml") is None:
             raise click.UsageError(f"{path}: YAML needs PyYAML; run: pip install pyyaml, or convert it to JSON")
         import yaml

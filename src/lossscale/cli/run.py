@@ -25,7 +25,7 @@ def command(policy: str | None, trace: Path | None, is_module: bool, program: tu
     PROGRAM is a script, or with -m a module, and its arguments. At exit a diagnosis goes to stderr. With several
     processes: torchrun --nproc-per-node 8 -m lossscale run --trace scale.csv train.py
     """
-    scaling = None if policy is None else typed_policy(policy, "--policy")
+    scaling = None if policy is None else typed_policy(policy)
     if trace is not None and trace.suffix.lower() != ".csv":
         raise click.UsageError(f"--trace {trace} must end in .csv; pass such a name")
     if trace is not None and not trace.absolute().parent.is_dir():

@@ -12,7 +12,6 @@ from lossscale.cli._trace import Trace, read_trace
 from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
 from lossscale_core.adapters import shown_number
 
-_MOST_ROWS = 40
 _ONLY_FLAGS = (
     "the trace holds flags only, and no gradient magnitudes: these overflows do not react to the scale; under another "
     "policy the run would have met others"
@@ -38,19 +37,17 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale). TRACE is a CSV file of lossscale run
     or of the demo.
     """
-    scaling, run = typed_policy(policy, "POLICY"), read_trace(trace)
+    scaling, run = typed_policy(policy), read_trace(trace)
     simulated, basis = _simulated(scaling, run, dtype)
     stretches, summary = _stretches(simulated), _summary(scaling, simulated)
     if as_json:
         print_json({"policy": policy_to_dict(scaling), "basis": basis, **summary, "stretches": stretches})
         return
     rows = [("steps", "loss scale", "skipped", "then")]
-    for row in stretches[:_MOST_ROWS]:
+    for row in stretches:
         steps, scale = f"{row['first_step']}-{row['last_step']}", shown_number(row["loss_scale"])
         rows.append((steps, scale, str(row["skipped"]), row["then"]))
     print_table(rows)
-    if len(stretches) > _MOST_ROWS:
-        say(f"{len(stretches) - _MOST_ROWS} more changes of the scale are not shown; pass --json to see all")
     if (reached := summary["max_overflow_streak_reached_at"]) is not None:
         say(f"max_overflow_streak is reached at step {reached}: training may stop")
     say(f"{summary['diagnosis']} In the trace {int((~run.applied).sum())} of {len(run.step)} steps were skipped.")
