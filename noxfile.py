@@ -226,7 +226,7 @@ def build(session: nox.Session) -> None:
     shutil.copy("pyproject.toml", elsewhere)
     session.chdir(elsewhere)
     session.run("python", "-c", "import lossscale_core as c; assert 'site-packages' in c.__file__, c.__file__")
-    session.run("pytest", "tests/core/test_import.py", "tests/core/test_verbs.py", "tests/command/test_cli.py")
+    session.run("pytest", "tests/core/test_import.py", "tests/core/test_verbs.py", "tests/command/test_command.py")
 
 
 def _require_the_source(session: nox.Session, wheel: Path) -> None:

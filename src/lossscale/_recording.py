@@ -183,7 +183,7 @@ class Recorded(_GradScaler):
         # First in the list, since a later one may end the run; not by hooks=, with which ranks would combine vetoes.
         self._hooks.insert(0, self._row)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def unscale_(self, optimizer: Any) -> None:
         """Unscale, and measure the gradients before the script clips them."""
         super().unscale_(optimizer)

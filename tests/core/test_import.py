@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "keras", "cupy", "optax", "flax"}
-EXTRAS = {"click", "rich", "matplotlib", "sklearn", "hypothesis"}
+EXTRAS = {"click", "matplotlib", "sklearn", "hypothesis"}
 
 
 def _modules_after(statement):
