@@ -1,4 +1,4 @@
-"""Keras 3's, tf_keras's and `tf.compat.v1`'s own loss scales against the dialects and the drop-ins."""
+"""Keras 3's, tf_keras's and `tf.compat.v1`'s own loss scales against `from_tool` and the drop-ins."""
 
 import keras
 import numpy as np
@@ -107,7 +107,7 @@ def _keras_policy(**arguments):
 
 @pytest.mark.parametrize("interval", [1, 3, 0, -2, 7.0, float("inf"), 10**10])
 def test_the_drop_ins_take_an_interval_alike(interval):
-    """One meaning for `tf.compat.v1`, `tf.contrib`, Keras and the dialect, whichever way the number comes."""
+    """One meaning for `tf.compat.v1`, `tf.contrib`, Keras and `from_tool`, whichever way the number comes."""
     policy = from_tool("keras", {"dynamic_growth_steps": interval})
     assert _keras_policy(dynamic_growth_steps=interval) == policy
     assert v1.DynamicLossScale(increment_period=interval).growth_interval == policy.growth_interval
@@ -125,7 +125,7 @@ def test_a_fraction_of_an_interval():
     "arguments",
     [{}, {"initial_scale": 64, "dynamic_growth_steps": 3}, {"initial_scale": 64, "dynamic": False}],
 )
-def test_the_drop_in_has_the_policy_of_the_dialect(arguments):
+def test_the_drop_in_has_the_policy_of_from_tool(arguments):
     """Each argument, and each default."""
     assert _keras_policy(**arguments) == from_tool("keras", arguments)
 

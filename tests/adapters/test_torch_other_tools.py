@@ -1,7 +1,6 @@
 """torch's scalers against their translations, and the files that `torch.save` writes against the command."""
 
 import argparse
-import collections
 import dataclasses
 import json
 
@@ -37,7 +36,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("arguments", GIVEN, ids=str)
-def test_the_drop_in_takes_its_meaning_of_torchs_arguments_from_the_dialect(arguments):
+def test_the_drop_in_and_from_tool_read_torchs_arguments_alike(arguments):
     """Both have one policy, also after a checkpoint."""
     policy = from_tool("torch", arguments)
     scaler = lossscale_torch.GradScaler("cpu", **arguments)
@@ -181,7 +180,7 @@ def test_the_command_reads_what_torch_saves(tmp_path):
         assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
 
 
-TENSORS = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+TENSORS = [torch.float32, torch.bfloat16, torch.int64]
 
 
 @pytest.mark.parametrize("dtype", TENSORS, ids=str)
@@ -195,44 +194,6 @@ def test_the_command_reads_tensors_of_one_element(tmp_path, dtype):
     assert done.returncode == 0, done.stderr
     state = json.loads(done.stdout)
     assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
-
-
-class _Tagged(torch.Tensor):
-    """A subclass, which torch saves by another function."""
-
-
-SAVED = {
-    "negated": lambda: torch._neg_view(torch.tensor(-8.0)),
-    "a subclass": lambda: torch.tensor(8.0).as_subclass(_Tagged),
-    "a parameter": lambda: torch.nn.Parameter(torch.tensor([8.0])),
-    "a buffer": lambda: torch.nn.Buffer(torch.tensor(8.0)),
-    "a view": lambda: torch.arange(12.0).view(3, 4).t()[0, 2],
-    "bfloat16": lambda: torch.tensor([[8.0]], dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("name", SAVED)
-def test_the_command_reads_what_torch_loads(tmp_path, name):
-    """The same number, or a refusal; never another number. Modules and complex numbers next to it do no harm."""
-    scaler = {"scale": SAVED[name](), "growth_tracker": 7, "hysteresis_tracker": 1}
-    others = {"model": torch.nn.Linear(2, 2), "waves": [torch.ones(3, dtype=torch.complex64) for _ in range(4)]}
-    torch.save({**others, "scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
-    if name == "a subclass":  # which is not imported
-        assert done.returncode == 2
-        assert done.stderr.startswith("lossscale: f.pt is damaged, or holds more than data")
-    else:
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["loss_scale"] == SAVED[name]().item()
-
-
-def test_attributes_of_a_dict_do_not_hide_its_items(tmp_path):
-    """What the dict holds counts."""
-    scaler = collections.OrderedDict(scale=8.0, growth_tracker=7, hysteresis_tracker=1)
-    scaler.scale = 1.0
-    torch.save({"scaler": scaler}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
-    assert json.loads(done.stdout)["loss_scale"] == 8.0
 
 
 def test_the_command_refuses_what_torch_does_not_save(tmp_path):
