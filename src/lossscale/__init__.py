@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 import lossscale_core
 
 if TYPE_CHECKING:
-    from lossscale.other_tools import from_tool, state_from_tool, tools  # noqa: F401
+    from lossscale.other_tools import from_tool, state_from_tool, tools
     from lossscale_core import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += lossscale_core.__all__
-_OTHER_TOOLS = ("from_tool", "state_from_tool", "tools")
-__all__ += _OTHER_TOOLS
-_ELSEWHERE = {
-    **{"GradScaler": "lossscale_torch", "loss_scaled": "lossscale_jax", "LossScaleOptimizer": "lossscale_tf"},
-    **dict.fromkeys(_OTHER_TOOLS, "lossscale.other_tools"),
-}
+__all__ += ["from_tool", "state_from_tool", "tools"]
+_ELSEWHERE = {"GradScaler": "lossscale_torch", "loss_scaled": "lossscale_jax", "LossScaleOptimizer": "lossscale_tf"}
+_ELSEWHERE |= dict.fromkeys(("from_tool", "state_from_tool", "tools"), "lossscale.other_tools")
 
 
 def __getattr__(name: str) -> Any:

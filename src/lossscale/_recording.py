@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import inspect
 import operator
 import os
@@ -162,6 +163,7 @@ def _steps(scaler: Any) -> Any:
 class Recorded(_GradScaler):
     """`torch.amp.GradScaler`, as this library's scaler, under the policy of the run if there is one."""
 
+    @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if RECORDING.policy is not None:
             if not RECORDING.is_made:

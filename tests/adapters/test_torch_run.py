@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +257,39 @@ def test_results_are_those_of_the_script_alone(tmp_path, options):
     _require_simulated(rows)
     assert [0.0 <= float(row["gradient_max"]) < 100.0 for row in rows] == [step not in (2, 5) for step in range(8)]
     assert float(rows[0]["gradient_max"]) > 0.01
+
+
+ON_DEVICE = """
+    sys.path.append(ROOT)
+    from tests.adapters.emulated_device import Emulated
+
+    def main():  # whose locals die before the exit
+        with Emulated("mps"):
+            params = [torch.nn.Parameter(torch.ones(3, device="mps"))]
+            optimizer = torch.optim.SGD(params, lr=0.5, fused=True)
+            scaler = torch.amp.GradScaler("mps", init_scale=2.0**10, growth_interval=3)
+            for step in range(104):
+                scaler.scale(torch.ones((), device="mps"))
+                params[0].grad = torch.full((3,), 4096.0, device="mps")
+                spoil(params[0], step)
+                scaler.step(optimizer)
+                scaler.update()
+        print(len(open("scale.csv").readlines()))
+
+    main()
+"""
+
+
+def test_rows_of_a_device_are_written_a_hundred_at_a_time(tmp_path):
+    """So that a step waits for nothing; the gradients of the fused optimizer are divided by the scale of the row."""
+    done, rows = _traced(tmp_path, ON_DEVICE.replace("ROOT", repr(str(Path(__file__).parents[2]))))
+    assert (done.returncode, done.stdout) == (0, "101\n"), done.stderr
+    assert len(rows) == 104
+    _require_simulated(rows[:8])
+    for row in rows:
+        assert float(row["gradient_max"]) == (
+            4096.0 / float(row["scale"]) if row["applied"] == "True" else float("inf")
+        )
 
 
 RESUMED = """

@@ -53,16 +53,21 @@ def read_trace(path: Path) -> Trace:
         if row["scaler"] != 0.0:
             continue
         # A row that was counted, and those after it, if the step comes again.
-        while rows and rows[-1]["step"] + (rows[-1]["spiked"] != 1.0) > row["step"]:
+        while rows and rows[-1]["step"] + _is_counted(rows[-1]) > row["step"]:
             rows.pop()
         rows.append(row)
-    if not rows:
+    if not any(map(_is_counted, rows)):
         raise TraceFileError(f"{path} holds no steps; pass a trace with a row per step")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
     step, scale, applied, overflowed, _, norm, largest, _ = np.array([list(row.values()) for row in rows]).T
     applied = np.where(np.isnan(applied), overflowed != 1.0, applied == 1.0)
     return Trace(step, scale, applied, overflowed == 1.0, norm, largest)
+
+
+def _is_counted(row: dict[str, float]) -> bool:
+    """Return whether the policy saw the step: it was applied or overflowed, and was not skipped for another reason."""
+    return row["applied"] != 0.0 or row["overflowed"] == 1.0
 
 
 def _numbers(path: Path, number: int, titles: list[str], line: list[str]) -> dict[str, float]:
