@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
 
 import lossscale_core as core
 from lossscale_core.adapters import check_overflow_streak
@@ -45,6 +46,7 @@ def regimes(policy: core.ScalingPolicy) -> dict[str, tuple[str, core.ScalingPoli
     }
 
 
+@threadpool_limits.wrap(limits=1)  # for matrices this small, one thread is faster than several
 @np.errstate(over="ignore", invalid="ignore")
 def train(policy: Any, dtype: str, weight: float, seed: int, steps: int, on_step: Callable[[], Any] = int) -> Run:
     """Train the digits with this weight of the loss, call `on_step` after every step, and return the run.
