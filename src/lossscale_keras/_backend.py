@@ -9,6 +9,8 @@ BACKEND: str = keras.backend.backend()
 
 xp: Any
 """The array namespace that `policy.update` gets."""
+number_in: Callable[[Any], Any]
+"""Return the number in a Keras variable of shape `()`, on the host."""
 squares: Callable[[Any], Any]
 """Return the sum of squares of an array in float32 or wider, in one read and without a copy; shape `()`."""
 
@@ -23,15 +25,15 @@ def unconverted(function: Any) -> Any:
 if BACKEND == "jax":
     import jax
 
-    xp, squares = jax.numpy, lambda x: xp.sum(xp.square(x))
+    xp, squares, number_in = jax.numpy, lambda x: xp.sum(xp.square(x)), keras.ops.convert_to_numpy
 elif BACKEND == "torch":
     import torch
 
-    xp, squares = torch, lambda x: torch.linalg.vector_norm(x) ** 2
+    xp, squares, number_in = torch, lambda x: torch.linalg.vector_norm(x) ** 2, keras.ops.convert_to_numpy
 elif BACKEND == "tensorflow":
     import tensorflow as tf
 
-    xp, squares = tf, lambda x: 2.0 * tf.nn.l2_loss(x)
+    xp, squares, number_in = tf, lambda x: 2.0 * tf.nn.l2_loss(x), lambda variable: variable.value.numpy()
 else:
     raise RuntimeError(
         f"Keras runs on {BACKEND}, which does not train; set KERAS_BACKEND to jax, torch or tensorflow before the "
@@ -44,12 +46,3 @@ def is_traced(arrays: list[Any]) -> bool:
     if BACKEND == "jax":
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
     return BACKEND == "tensorflow" and not tf.executing_eagerly()
-
-
-def require_no_strategy() -> None:
-    """Raise `RuntimeError` under a strategy of `tf.distribute`, with the wrapper to take there."""
-    if BACKEND == "tensorflow" and tf.distribute.has_strategy():
-        raise RuntimeError(
-            f"{type(tf.distribute.get_strategy()).__name__} is a strategy of tf.distribute, which "
-            "lossscale_keras does not know; use lossscale_tf.LossScaleOptimizer there"
-        )

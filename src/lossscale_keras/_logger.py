@@ -36,8 +36,8 @@ class LossScaleLogger(keras.callbacks.Callback):
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
             name = type(self.model.optimizer).__name__
             warnings.warn(
-                f"LossScaleLogger logs nothing: the optimizer is {name}; compile with "
-                "lossscale_keras.LossScaleOptimizer",
+                f"LossScaleLogger logs nothing: the optimizer is {name}; compile with the LossScaleOptimizer of "
+                "lossscale_keras or lossscale_tf",
                 stacklevel=2,
             )
 

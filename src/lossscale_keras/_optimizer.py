@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Self
 
 import keras
@@ -14,8 +17,9 @@ import lossscale_core as core
 from lossscale_core import adapters
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointWarning
-from lossscale_keras._backend import BACKEND, is_traced, require_no_strategy, unconverted, xp
-from lossscale_keras._step import LastStep, Stored, check, unscaled
+from lossscale_keras import _replicas as replicas
+from lossscale_keras._backend import BACKEND, is_traced, unconverted, xp
+from lossscale_keras._step import Checked, LastStep, States, Stored, at_most_largest, check, unscaled
 from lossscale_keras._verbs import Tree, scale, select
 
 
@@ -30,10 +34,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     model.compile(optimizer, loss)            # fit scales the loss
     ```
 
-    For Keras 3 on JAX and PyTorch, and on TensorFlow without strategies. In a loop of your own, call `scale_loss`,
-    differentiate, and pass the scaled gradients to `apply`, or under `jax.jit` to `stateless_apply`. A skipped step
-    changes neither variables nor slots nor averages nor `iterations`. The state of the policy is in Keras variables,
-    so that `fit` carries it through `jit` and files keep it.
+    For Keras 3 on JAX, PyTorch and TensorFlow, there also under a strategy of `tf.distribute`. In a loop of your own,
+    call `scale_loss`, differentiate, and pass the scaled gradients to `apply`, or under `jax.jit` to `stateless_apply`.
+    A skipped step changes neither variables nor slots nor averages nor `iterations`. The state of the policy is in
+    Keras variables, so that `fit` carries it through `jit` and files keep it.
 
     Nothing synchronises with the host under `jit` and in `tf.function`. On PyTorch, and eagerly, `apply` reads one bool
     per step, as Keras's own wrapper does; one more after an overflow, and one more with a guard.
@@ -48,9 +52,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Raises:
         TypeError: `inner_optimizer` is not a Keras 3 optimizer, or scales the loss already.
-        ValueError: Both optimizers have a `global_clipnorm`, or the inner optimizer accumulates gradients.
+        ValueError: Both optimizers have a `global_clipnorm`, the inner optimizer accumulates gradients, or another
+            wrapper has this optimizer.
         PolicyError: Another argument is not valid.
-        RuntimeError: A strategy of `tf.distribute` is active.
     """
 
     def __init__(
@@ -62,19 +66,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
-        require_no_strategy()
-        clipnorm = _clipnorm_of(inner_optimizer, global_clipnorm)
         policy = core.as_policy(policy)
         adapters.check_guard(guard)
+        clipnorm = self._clipnorm_of(inner_optimizer, global_clipnorm)
+        _require_single_wrapper(self, inner_optimizer)
         # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         inner_optimizer.loss_scale_factor = None  # as in Keras's wrapper, so that nothing is scaled twice
-        if clipnorm is not None:
-            inner_optimizer.global_clipnorm = None
         self.inner_optimizer = inner_optimizer
         self.policy: core.ScalingPolicy = policy
         self.guard = guard
-        self.global_clipnorm = clipnorm
+        self.global_clipnorm = self._max_norm = clipnorm
         self._watch = core.ScaleWatch()
         with keras.name_scope(self.name, caller=self):
             self._state = Stored(policy.init_state())
@@ -90,7 +92,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             var_list: The list of the variables to train.
         """
-        self.inner_optimizer.build(var_list)
+        self._build_inner(var_list)
         keras.optimizers.Optimizer.build(self, var_list)
 
     @unconverted
@@ -114,27 +116,59 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             trainable_variables: The variables; if left out, those that the optimizer was built with.
 
         Raises:
-            RuntimeError: The gradients are traced by JAX, or a strategy of `tf.distribute` is active.
-            ValueError: The numbers of gradients and variables differ.
+            RuntimeError: The gradients are traced by JAX.
+            ValueError: The numbers of gradients and variables differ, or the call is made outside of a replica.
             OverflowStreakError: The policy's `max_overflow_streak` is reached; not in a graph. So are the other errors
                 of `check_overflow_streak`; a limit makes each step read the state.
         """
-        require_no_strategy()
-        grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        self._take(list(grads), variables, self._state.read().loss_scale)
+
+    def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
+        """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
         _require_pairs(grads, variables)
-        traced = is_traced(grads)
-        if traced and BACKEND == "jax":
+        replicas.require_replica()
+        is_eager = not is_traced(grads)
+        if not is_eager and BACKEND == "jax":
             raise RuntimeError("apply reads a flag, which has no value under jax.jit; call stateless_apply there")
         if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
-        cond = ops.cond if traced else _cond
-        applies, divisor, states = self._decide(grads, variables, cond)
-        cond(applies, lambda: self.inner_optimizer.apply(unscaled(grads, variables, divisor), variables), lambda: None)
-        self._assign(*states)
-        if self._has_limits() and not traced:
+            self._once(lambda: self._build_for(variables))
+        grads = grads if is_summed else replicas.summed(grads)
+        cond = _cond if is_eager else ops.cond
+        checked, divisor = self._check(grads, variables, loss_scale, cond)
+        on_host = is_eager and BACKEND == "tensorflow"  # where an operation takes longer than the whole update
+
+        def step(checked: Checked, apply: Callable[[], None]) -> None:
+            with _one_at_a_time if on_host else nullcontext():
+                applies, before, after = self._decide(checked, on_host)
+                cond(applies, apply, lambda: None)
+                self._assign(after, before if on_host else States(None, None))
+            if on_host:
+                self._check_and_log(after)
+
+        def update(*grads: Any) -> None:
+            self._apply_inner(unscaled(list(grads), variables, divisor), variables)
+
+        replicas.together(step, replicas.agreed(checked), update, grads)
+        if is_eager and not on_host and self._has_limits():
             self.check_overflow_streak()
+
+    # What the optimizers of tf_keras do in another way; `lossscale_tf` replaces these methods.
+    @staticmethod
+    def _clipnorm_of(inner: Any, own: float | None) -> float | None:
+        return _take_over_clipnorm(inner, own)
+
+    _once = staticmethod(replicas.once)
+
+    def _build_for(self, variables: list[Any]) -> None:
+        with keras.name_scope(self.name, caller=self):
+            self.build(variables)
+
+    def _build_inner(self, variables: list[Any]) -> None:
+        self.inner_optimizer.build(variables)
+
+    def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
+        replicas.apply_summed(self.inner_optimizer, grads, variables)
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
@@ -160,8 +194,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
-            applies, divisor, states = self._decide(grads, self._trainable_variables, cond)
-            self._assign(*states)
+            checked, divisor = self._check(grads, self._trainable_variables, self._state.read().loss_scale, cond)
+            applies, _, after = self._decide(checked)
+            self._assign(after)
         state = [scope.get_current_value(variable) for variable in self._variables]
         before = list(trainable_variables), list(optimizer_variables[own:])
 
@@ -172,30 +207,47 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         new_trainable_variables, inner_variables = cond(applies, step, lambda: before)
         return new_trainable_variables, state + inner_variables
 
-    def _decide(
-        self, grads: list[Any], variables: list[Any], cond: Callable[..., Any]
-    ) -> tuple[Any, Any, tuple[core.ScaleState, core.GuardState | None]]:
-        """Record the step; return whether it is applied, the divisor of its gradients, and the states after it."""
-        before, guard_after = self._state.read(), None
-        with_norm = self.guard is not None or self.global_clipnorm is not None
-        finite, norm, applies = check(grads, variables, before.loss_scale, with_norm, cond)
-        divisor = before.loss_scale
-        if self.global_clipnorm is not None:
-            divisor = divisor * xp.where(norm > self.global_clipnorm, norm / self.global_clipnorm, 1.0)
-        after, outcome = self.policy.update(before, finite, xp=xp), xp.where(finite, 1, 2)
-        if self.guard is not None and self._guard_state is not None:
-            known = xp.where(finite, norm, math.inf)  # infinity leaves the guard's state unchanged
-            applies, guard_after = self.guard.check(self._guard_state.read(), known, xp=xp)
-            spiked = finite & ~applies
-            after, outcome = select(spiked, before, after), xp.where(spiked, 3, outcome)
-        # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
-        self._last.assign(LastStep(outcome, before.loss_scale, norm))
-        return applies, divisor, (after, guard_after)
+    def _check(
+        self, grads: list[Any], variables: list[Any], loss_scale: Any, cond: Callable[..., Any]
+    ) -> tuple[Checked, Any]:
+        """Return the result of the check, and the divisor that unscales and clips; None where nothing is divided."""
+        with_norm = self.guard is not None or self._max_norm is not None
+        checked = check(grads, variables, loss_scale, with_norm, cond)
+        if self._max_norm is None:
+            return checked, loss_scale
+        clip = xp.where(checked.norm > self._max_norm, checked.norm / self._max_norm, 1.0)
+        return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
-    def _assign(self, state: core.ScaleState, guard_state: core.GuardState | None) -> None:
-        self._state.assign(state)
+    def _decide(self, checked: Checked, on_host: bool = False) -> tuple[Any, States, States]:
+        """Record the step; return whether it is applied, and the states before and after it."""
+        before, guard_after, norm = self._read(on_host), None, checked.norm
+        if "float64" in str(norm.dtype):
+            norm = ops.cast(at_most_largest(norm, "float32"), "float32")
+        if on_host:
+            finite, norm, xp_, where = bool(checked.known), float(norm), None, _where
+            applies: Any = finite
+        else:
+            finite, xp_, where, applies = checked.finite, xp, xp.where, checked.known
+        after, outcome = self.policy.update(before.scale, finite, xp=xp_), where(finite, 1, 2)
+        if self.guard is not None and before.guard is not None:
+            known = where(finite, norm, math.inf)  # infinity leaves the guard's state unchanged
+            applies, guard_after = self.guard.check(before.guard, known, xp=xp_)
+            spiked = (not applies and finite) if on_host else finite & ~applies
+            after, outcome = select(spiked, before.scale, after), where(spiked, 3, outcome)
+        last = LastStep(outcome, before.scale.loss_scale, norm)
+        # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
+        self._last.assign(last, self._last.read_on_host() if on_host else None)
+        return applies, before, States(after, guard_after)
+
+    def _read(self, on_host: bool) -> States:
+        """Return the states as host scalars or as arrays."""
+        read = Stored.read_on_host if on_host else Stored.read
+        return States(read(self._state), None if self._guard_state is None else read(self._guard_state))
+
+    def _assign(self, states: States, before: States = States(None, None)) -> None:  # noqa: B008
+        self._state.assign(states.scale, before.scale)
         if self._guard_state is not None:
-            self._guard_state.assign(guard_state)
+            self._guard_state.assign(states.guard, before.guard)
 
     @property
     def loss_scale(self) -> Any:
@@ -241,8 +293,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Synchronises with the host.
         """
-        state, guard_state = self._read_and_log()
-        return core.diagnose(self.policy, state, guard=guard_state)
+        states = self._read_and_log()
+        return core.diagnose(self.policy, states.scale, guard=states.guard)
 
     def check_overflow_streak(self) -> None:
         """Log events and raise the errors of limits that are reached. Synchronises with the host.
@@ -254,19 +306,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
             SpikeStreakError: The guard's `max_streak` is reached.
         """
-        state = self._state.read_on_host()
-        adapters.check_overflow_streak(self.policy, state)
-        self._watch.log(self.policy, state)
-        if self.guard is not None and self._guard_state is not None:
-            adapters.check_spike_streak(self.guard, self._guard_state.read_on_host(), self._last.read_on_host().norm)
+        self._check_and_log(self._read(on_host=True))
+
+    def _check_and_log(self, states: States) -> None:
+        adapters.check_overflow_streak(self.policy, states.scale)
+        self._watch.log(self.policy, states.scale)
+        if self.guard is not None and states.guard is not None:
+            adapters.check_spike_streak(self.guard, states.guard, self._last.read_on_host().norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and the policy as plain numbers, which other frameworks can restore.
 
         Keras's files keep the state without this method. Synchronises with the host.
         """
-        state, guard_state = self._read_and_log()
-        return core.state_to_dict(state, self.policy, guard=guard_state)
+        states = self._read_and_log()
+        return core.state_to_dict(states.scale, self.policy, guard=states.guard)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
@@ -281,7 +335,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
         state = core.state_from_dict(saved, self.policy)
-        self._assign(state, None if self.guard is None else adapters.guard_state_from_dict(saved))
+        self._assign(States(state, None if self.guard is None else adapters.guard_state_from_dict(saved)))
         if self.guard is None and saved.get("guard"):
             warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
         self._last.assign(LastStep())
@@ -297,7 +351,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "inner_optimizer": _for_every_backend(keras.saving.serialize_keras_object(self.inner_optimizer)),
             "policy": core.policy_to_dict(self.policy),
             "guard": None if self.guard is None else dataclasses.asdict(self.guard),
-            "global_clipnorm": self.global_clipnorm,
+            "global_clipnorm": self._max_norm,
         }
 
     @classmethod
@@ -353,11 +407,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         limit = core.BaseScaling.of(self.policy).max_overflow_streak
         return has_streak or limit is not None
 
-    def _read_and_log(self) -> tuple[core.ScaleState, core.GuardState | None]:
+    def _read_and_log(self) -> States:
         """Return the states as host scalars, and log the events of the scale."""
-        state = self._state.read_on_host()
-        self._watch.log(self.policy, state)
-        return state, None if self._guard_state is None else self._guard_state.read_on_host()
+        states = self._read(on_host=True)
+        self._watch.log(self.policy, states.scale)
+        return states
+
+
+def _where(flag: bool, yes: Any, no: Any) -> Any:
+    return yes if flag else no
 
 
 def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
@@ -387,8 +445,27 @@ def _for_every_backend(config: Any) -> Any:
     return {**{name: _for_every_backend(each) for name, each in config.items()}, **public}
 
 
-def _clipnorm_of(inner: Any, own: float | None) -> float | None:
-    """Return the norm that the wrapper clips to; raise an error for an inner optimizer that it cannot wrap."""
+_one_at_a_time = threading.Lock()
+"""Held while a thread reads the state, updates it on the host, and sets it."""
+_wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _require_single_wrapper(wrapper: Any, inner: Any) -> None:
+    """Raise `ValueError` if another wrapper has this optimizer: both would be saved under the same names."""
+    other = _wrapped.get(inner, lambda: None)()
+    if other is not None or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):  # tf_keras sets it
+        raise ValueError(
+            '"inner_optimizer" is already wrapped by a LossScaleOptimizer. An optimizer can only be wrapped by a '
+            f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
+        )
+    _wrapped[inner] = weakref.ref(wrapper)
+
+
+def _take_over_clipnorm(inner: Any, own: float | None) -> float | None:
+    """Return the norm that the wrapper clips to, instead of the inner optimizer.
+
+    Raise an error for an inner optimizer that it cannot wrap.
+    """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
             f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
@@ -404,4 +481,7 @@ def _clipnorm_of(inner: Any, own: float | None) -> float | None:
                 "optimizer alone, which clips the mean of the micro-batches if it accumulates"
             )
         return float(own)
-    return None if inner.gradient_accumulation_steps else inner.global_clipnorm
+    if inner.gradient_accumulation_steps:
+        return None
+    own, inner.global_clipnorm = inner.global_clipnorm, None
+    return own

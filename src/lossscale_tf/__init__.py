@@ -32,6 +32,4 @@ __all__ = [  # without the subpackage `keras`: after `import *` its name would h
     "v1",
 ]
 
-for _type in (LossScaleLogger, LossScaleOptimizer):  # a pickle stores the public module name
-    _type.__module__ = __name__
-del _type
+LossScaleOptimizer.__module__ = __name__  # a pickle stores the public module name

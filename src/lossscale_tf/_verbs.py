@@ -292,3 +292,11 @@ def is_narrow(dtype: Any) -> bool:
     """Return whether a dtype is a float of 16 or 8 bits."""
     dtype = tf.as_dtype(dtype)
     return dtype.is_floating and dtype not in _WIDE
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
+
+    Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))

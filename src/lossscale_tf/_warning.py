@@ -3,9 +3,14 @@
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
+
+from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_core.adapters import shown_number
+from lossscale_core.errors import CheckpointWarning
 
 _LIBRARIES = tuple(str(Path(path).parent) for path in (__file__, keras.__file__, tf.__file__))
 
@@ -20,3 +25,15 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def warn_if_resumed(policy: ScalingPolicy, state: Any, iterations: Any) -> None:
+    """Warn if the wrapped optimizer continues and the scale starts over; `iterations` are its steps."""
+    steps_before = int(tf.convert_to_tensor(iterations))
+    if steps_before > 0 and int(state.steps) == 0 and BaseScaling.of(policy).scales_losses:
+        warn_caller(
+            f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
+            f"{shown_number(float(state.loss_scale))}; to continue from a checkpoint, keep this optimizer in it, or "
+            "its state_dict() for load_state_dict()",
+            CheckpointWarning,
+        )

@@ -17,14 +17,14 @@ GUARD = SpikeGuard(warmup=4)
 
 def _optimizer(kind: str, guard: SpikeGuard | None):
     if kind == "v1":
-        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY, guard=guard)
+        return v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(0.01), POLICY)
     return LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, guard=guard)
 
 
 def _take_step(optimizer, variable, victim, sums: bool) -> None:
     """Take a step on this replica; with `sums`, the gradient is summed over replicas before it is applied."""
     context = tf.distribute.get_replica_context()
-    bad = float("inf") if optimizer.guard is None else 1e4
+    bad = float("inf") if getattr(optimizer, "guard", None) is None else 1e4
     factor = tf.where(context.replica_id_in_sync_group == victim, bad, 1.0)
     loss = lambda: tf.reduce_sum(variable**2) * factor  # noqa: E731
     if not sums:
@@ -63,7 +63,8 @@ def main() -> None:
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     for kind, sums in (("keras", False), ("keras", True), ("v1", False)):
         print(_train(strategy, kind, 200, True, sums), _train(strategy, kind, 10, False, sums))
-        print(_train(strategy, kind, 60, True, sums, GUARD), _train(strategy, kind, 10, False, sums, GUARD))
+        if kind == "keras":
+            print(_train(strategy, kind, 60, True, sums, GUARD), _train(strategy, kind, 10, False, sums, GUARD))
 
 
 if __name__ == "__main__":

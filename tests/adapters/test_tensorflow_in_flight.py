@@ -1,6 +1,7 @@
 """Several scaled losses at once: each gradient is unscaled by what scaled its own loss, or the loss is refused."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+import contextlib
 import threading
 
 import keras
@@ -59,19 +60,83 @@ def both(optimizer):
 
 
 @EACH_MODE
-@pytest.mark.parametrize("scale", ["get_scaled_loss", "scale_loss"])
-def test_a_loss_at_another_scale_is_refused_while_gradients_are_to_come(both, mode, scale):
-    """Since the last loss has another scale; after the error the next step is right."""
+def test_two_losses_at_two_scales_have_to_be_named(both, mode):
+    """Without their names the gradients are refused, and nothing else is; after `forget_losses` all is right again."""
 
-    def step():
-        grad = _gradient(both, scale)
+    def step(named):
+        with tf.GradientTape() as tape:
+            first = both.get_scaled_loss(VARIABLE * 3.0)
+        grad = tape.gradient(first, VARIABLE)
         _minimize_another(both)
-        return grad, _gradient(both, scale)
+        with tf.GradientTape() as tape:
+            second = both.get_scaled_loss(VARIABLE * 3.0)
+        grads = [(grad, first), (tape.gradient(second, VARIABLE), second)]
+        return [both.get_unscaled_gradients([each * 1.0], loss=loss if named else None)[0] for each, loss in grads]
 
-    with pytest.raises(CallOrderError, match="changed while gradients of the last scaled loss are still to come"):
-        mode(step)()
+    for _ in range(2):
+        assert mode(step)(True) == [3.0, 3.0]
+    if mode(step) is not step:  # in a graph the operations tell which loss it was
+        assert mode(step)(False) == [3.0, 3.0]
+        return
+    with pytest.raises(CallOrderError, match=r"loss=scaled_loss.*forget_losses\(\)"):
+        step(False)
+    both.forget_losses()
     (grad,) = mode(lambda: both.get_unscaled_gradients([_gradient(both)]))()
     assert float(grad) == 3.0
+    with pytest.raises(ValueError, match="was not scaled by this optimizer"):
+        both.get_unscaled_gradients([_gradient(both)], loss=tf.constant(1.0))
+
+
+@EACH_MODE
+@pytest.mark.parametrize("named", [True, False])
+def test_a_pipeline(mode, named):
+    """Each step applies the processed gradients of the step before: right by the name of the loss, else refused."""
+    two = Two()
+
+    def steps():
+        held = None
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                loss = two.optimizer.get_scaled_loss(two.weights[0] * 3.0)
+            grad = tape.gradient(loss, two.weights[0]) * 1.0
+            if held is not None:
+                two.apply(two.optimizer.get_unscaled_gradients(held[:1], loss=held[1] if named else None), 0)
+            held = grad, loss
+
+    is_known = named or mode(steps) is not steps  # in a graph the operations tell which loss it was
+    with contextlib.nullcontext() if is_known else pytest.raises(CallOrderError, match="at two scales"):
+        mode(steps)()
+    assert float(two.weights[0]) == (-9.0 if is_known else -3.0)
+    assert two.optimizer.steps_with_missing_calls == 0
+
+
+@EACH_MODE
+def test_a_loss_that_is_only_logged_is_not_open(both, mode):
+    """Only its backward pass would make it wait for gradients."""
+
+    def step():
+        both.get_scaled_loss(VARIABLE * 7.0)
+        _minimize_another(both)
+        return both.get_unscaled_gradients([_gradient(both)])[0]
+
+    assert [float(mode(step)()) for _ in range(3)] == [3.0] * 3
+
+
+@EACH_MODE
+def test_keras_loss_waits_beside_whole_steps(mode):
+    """The record of a loss that `scale_loss` scaled is not lost."""
+    two = Two()
+
+    def step():
+        first = two.scaled(0, 3.0, "scale_loss")
+        for _ in range(2):
+            two.unscale_and_apply(two.scaled(1, 5.0), 1)
+        two.apply(first, 0)
+
+    step = mode(step)
+    step()
+    step()
+    assert [float(each) for each in two.weights] == [-6.0, -20.0]
 
 
 @EACH_MODE
@@ -108,7 +173,7 @@ def test_a_gradient_waits_while_minimize_grows_the_scale(both, mode):
 
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_a_dropped_loss_does_not_block_later_ones(both, differentiated):
-    """A batch that was skipped before its gradients were unscaled is over with the next whole step."""
+    """After `forget_losses`, if its backward pass has run."""
 
     def step():
         (grad,) = both.get_unscaled_gradients([_gradient(both)])
@@ -120,6 +185,7 @@ def test_a_dropped_loss_does_not_block_later_ones(both, differentiated):
             scaled = both.get_scaled_loss(VARIABLE * 3.0)
         if differentiated:
             tape.gradient(scaled, VARIABLE)
+            both.forget_losses()
         assert [step(), step()] == [3.0, 3.0]
 
 
@@ -261,17 +327,21 @@ class Two:
 
     def scaled(self, weight, gradient, by="get_scaled_loss"):
         """Return the scaled gradient of a loss."""
+        return self.scaled_and_loss(weight, gradient, by)[0]
+
+    def scaled_and_loss(self, weight, gradient, by="get_scaled_loss"):
+        """Return the scaled gradient of a loss, and the loss."""
         with tf.GradientTape() as tape:
             loss = getattr(self.optimizer, by)(self.weights[weight] * gradient)
-        return tape.gradient(loss, [self.weights[weight]])
+        return tape.gradient(loss, [self.weights[weight]]), loss
 
     def apply(self, grads, weight):
         """Apply gradients as they are."""
         self.optimizer.apply_gradients([(grads[0], self.weights[weight])])
 
-    def unscale_and_apply(self, grads, weight):
+    def unscale_and_apply(self, grads, weight, loss=None):
         """Apply scaled gradients as a loop does."""
-        self.apply(self.optimizer.get_unscaled_gradients(grads), weight)
+        self.apply(self.optimizer.get_unscaled_gradients(grads, loss=loss), weight)
 
     def processed(self, weight, gradient):
         """Take a step by `compute_gradients`, and process the gradients."""
@@ -294,14 +364,14 @@ def _compute_gradients_after_a_loop(two):
 
 def _compute_gradients_in_between(two):
     first = two.scaled(0, 8.0, "scale_loss")
-    two.processed(1, 5.0)
+    two.optimizer.minimize(lambda: two.weights[1] * 5.0, two.weights[1:])
     two.apply(first, 0)
 
 
 def _gradients_for_a_log_in_between(two):
     first = two.scaled(0, 8.0, "scale_loss")
     two.optimizer.get_gradients(lambda: two.weights[0] * 3.0, two.weights[:1])
-    two.apply(first, 0)
+    two.optimizer.apply(first, two.weights[:1])
     second = two.scaled(1, 5.0, "scale_loss")
     two.optimizer.get_gradients(lambda: two.weights[1] * 3.0, two.weights[1:])
     two.optimizer.apply(second, two.weights[1:])
@@ -309,24 +379,25 @@ def _gradients_for_a_log_in_between(two):
 
 def _gradients_that_are_not_applied(two):
     two.optimizer.get_gradients(lambda: two.weights[0] * 3.0, two.weights[:1])
-    two.apply(two.scaled(0, 8.0, "scale_loss"), 0)
+    two.optimizer.apply(two.scaled(0, 8.0, "scale_loss"), two.weights[:1])
     two.optimizer.compute_gradients(lambda: two.weights[1] * 3.0, two.weights[1:])
     two.unscale_and_apply(two.scaled(1, 5.0), 1)
 
 
 def _the_next_loss_before_the_second_is_unscaled(two):
-    first, second = two.scaled(0, 3.0), two.scaled(1, 5.0)
-    two.unscale_and_apply(first, 0)
-    third = two.scaled(0, 5.0)
-    two.unscale_and_apply(second, 1)
-    two.unscale_and_apply(third, 0)
+    (first, first_loss), (second, second_loss) = two.scaled_and_loss(0, 3.0), two.scaled_and_loss(1, 5.0)
+    two.unscale_and_apply(first, 0, first_loss)
+    third, third_loss = two.scaled_and_loss(0, 5.0)
+    two.unscale_and_apply(second, 1, second_loss)
+    two.unscale_and_apply(third, 0, third_loss)
 
 
 def _another_network_spelled_out(two):
-    first = two.scaled(0, 8.0)
+    first, loss = two.scaled_and_loss(0, 8.0)
     for _ in range(5):
-        two.unscale_and_apply(two.scaled(1, 1.0), 1)
-    two.unscale_and_apply(first, 0)
+        second, second_loss = two.scaled_and_loss(1, 1.0)
+        two.unscale_and_apply(second, 1, second_loss)
+    two.unscale_and_apply(first, 0, loss)
 
 
 def _two_halves_with_a_step_in_between(two):
@@ -334,15 +405,17 @@ def _two_halves_with_a_step_in_between(two):
         loss = two.optimizer.get_scaled_loss(two.weights[0] * 3.0 + two.weights[1] * 5.0)
     first, second = tape.gradient(loss, two.weights[:1]), tape.gradient(loss, two.weights[1:])
     two.unscale_and_apply(first, 0)
-    two.unscale_and_apply(two.scaled(0, 5.0), 0)
-    two.unscale_and_apply(second, 1)
+    third, third_loss = two.scaled_and_loss(0, 5.0)
+    two.unscale_and_apply(third, 0, third_loss)
+    two.unscale_and_apply(second, 1, loss)
 
 
 def _micro_batches_unscaled_at_once(two):
-    total = tf.add_n([two.scaled(0, 1.0)[0] for _ in range(3)])
-    (first,) = two.optimizer.get_unscaled_gradients([total])
+    grads, losses = zip(*[two.scaled_and_loss(0, 1.0) for _ in range(3)], strict=True)
+    (first,) = two.optimizer.get_unscaled_gradients([tf.add_n([grad for (grad,) in grads])], loss=losses[-1])
     two.optimizer.minimize(lambda: two.weights[1] * 5.0, [two.weights[1]])
-    (second,) = two.optimizer.get_unscaled_gradients(two.scaled(0, 5.0))
+    second, loss = two.scaled_and_loss(0, 5.0)
+    (second,) = two.optimizer.get_unscaled_gradients(second, loss=loss)
     two.apply([first + second], 0)
 
 
@@ -459,21 +532,6 @@ def test_gradients_among_which_are_constants(mode, by):
         step()
     np.testing.assert_array_equal(variables[0], [-11.0] * 4)
     np.testing.assert_array_equal(variables[1], [2.0] * 4)
-
-
-@EACH_MODE
-def test_a_gradient_waits_for_many_steps(mode):
-    """The scale of its loss is still known after forty others."""
-    two = Two()
-
-    def step():
-        first = two.scaled(0, 3.0)
-        for _ in range(40):
-            two.unscale_and_apply(two.scaled(1, 1.0), 1)
-        two.unscale_and_apply(first, 0)
-
-    mode(step)()
-    assert [float(each) for each in two.weights] == [-3.0, -40.0]
 
 
 @EACH_MODE

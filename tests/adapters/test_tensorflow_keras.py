@@ -224,6 +224,7 @@ def test_one_loss_may_be_followed_by_several_applications():
         optimizer.apply([tf.constant(1024.0)], [first])
 
     in_a_branch()
+    optimizer.scale_loss(tf.constant(0.0))
     in_another_trace()
     assert float(first) == -3.0
 
@@ -247,16 +248,18 @@ def test_the_scale_that_scaled_unscales_in_another_trace():
         assert optimizer.steps_with_missing_calls == 0
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, v1.LossScaleOptimizer])
-def test_gradients_as_they_were_unscaled_and_processed_ones(wrapper, max_norm):
+@pytest.mark.parametrize(
+    ("wrapper", "settings"),
+    [(LossScaleOptimizer, {}), (LossScaleOptimizer, {"global_clipnorm": 0.5}), (v1.LossScaleOptimizer, {})],
+)
+def test_gradients_as_they_were_unscaled_and_processed_ones(wrapper, settings):
     """A traced step unscales and clips at once what comes back untouched, and takes anything else as it is."""
 
     def trained(process):
         inner = (
             tf1.train.GradientDescentOptimizer(1.0) if wrapper is v1.LossScaleOptimizer else keras.optimizers.SGD(1.0)
         )
-        optimizer = wrapper(inner, loss_scale=POLICY, global_clipnorm=max_norm)
+        optimizer = wrapper(inner, loss_scale=POLICY, **settings)
         variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
 
         @tf.function(autograph=False)

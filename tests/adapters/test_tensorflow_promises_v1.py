@@ -590,22 +590,6 @@ def test_a_checkpoint_restored_before_the_first_step(name, tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_global_clipnorm(world, max_norm):
-    """Clips the unscaled gradients, and does not clip an overflow."""
-    variable, factor = world.variable([3.0, 4.0]), _switch(world)
-    optimizer = _sgd(POLICY, rate=1.0, global_clipnorm=max_norm)
-    step = lambda: optimizer.minimize(  # noqa: E731
-        world.loss(lambda: tf.reduce_sum(variable * [0.6, 0.8]) * factor), var_list=[variable]
-    )
-    world.run(step)
-    expected = np.array([3.0, 4.0]) - np.array([0.6, 0.8]) * min(1.0, max_norm)
-    np.testing.assert_allclose(world.value(variable), expected, rtol=1e-6)
-    _set(world, factor, INF)
-    world.run(step)
-    np.testing.assert_allclose(world.value(variable), expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("graph", [True, False])
 def test_two_replicas_decide_alike(graph):
     """200 steps with overflows on one replica at a time: variables and slots stay bit-identical on both."""

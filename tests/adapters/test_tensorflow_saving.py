@@ -140,7 +140,7 @@ def test_an_interrupted_fit_continues(tmp_path):
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")  # of the inner optimizer, by Keras
 def test_another_optimizers_variables_are_not_loaded(tmp_path):
-    """Though Keras's own wrapper around Adam may have as many as an unbuilt one of ours: the scale stays what it is."""
+    """From a file with Keras's own wrapper: the scale stays what it is."""
 
     def model(optimizer):
         made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -152,8 +152,7 @@ def test_another_optimizers_variables_are_not_loaded(tmp_path):
     theirs.save_weights(tmp_path / "model.weights.h5")
     ours = model(LossScaleOptimizer(keras.optimizers.Adam(), POLICIES["dynamic"]))
     before = ours.optimizer.state_dict()
-    assert len(ours.optimizer.variables) == len(theirs.optimizer.variables)
-    with pytest.warns(UserWarning, match="have other shapes than those of 'loss_scale_optimizer"):
+    with pytest.warns(UserWarning, match="was saved without this wrapper"):
         ours.load_weights(tmp_path / "model.weights.h5")
     assert ours.optimizer.state_dict() == before
 

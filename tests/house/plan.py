@@ -8,7 +8,7 @@ the package that has no line.
 ADAPTERS = {
     "lossscale_torch": {"torch", "numpy"},
     "lossscale_jax": {"jax", "optax"},
-    "lossscale_tf": {"tensorflow", "keras", "tf_keras"},
+    "lossscale_tf": {"tensorflow", "keras", "tf_keras", "numpy", "lossscale_keras"},
     "lossscale_keras": {"keras", "jax", "torch", "tensorflow", "numpy"},
 }
 """The packages that each adapter imports in addition to the core."""
@@ -75,35 +75,31 @@ PLAN = {
     """,
     "lossscale_tf": """
         _documented:
+        _graphs:
+        _pairs:
         _state:
         _verbs:
         _versions:
         _warning:
-        _guard: _state
-        _calls: _verbs
-        _norm: _verbs
         _report: _verbs
-        _step: _guard _norm _state _verbs _warning
-        _wrapper: _step
-        keras: _calls _documented _guard _state _step _verbs _versions _warning _wrapper
-        v1: _calls _documented _guard _state _step _verbs _warning _wrapper
+        keras: _documented _graphs _pairs _verbs _versions _warning
+        v1: _documented _graphs _pairs _verbs _warning
         __init__: _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
+        _calls:
         _inner:
         _arguments: _inner
         _names: _inner
         _saving: _inner
-        _scaling: _inner
         _slots: _inner
-        _updates: _inner
-        _optimizer: _arguments _inner _names _saving _scaling _slots _updates
-        _logger: _optimizer
-        __init__: _logger _optimizer
+        _optimizer: _arguments _calls _inner _names _saving _slots
+        __init__: _optimizer
     """,
     "lossscale_tf.v1": """
         _foreign:
-        _optimizer: _foreign
+        _step:
+        _optimizer: _foreign _step
         __init__: _optimizer
     """,
     "lossscale_keras": """
@@ -111,7 +107,8 @@ PLAN = {
         _verbs:
         _report: _backend _verbs
         _step: _backend _verbs
-        _optimizer: _backend _step _verbs
+        _replicas: _backend _step
+        _optimizer: _backend _replicas _step _verbs
         _logger: _optimizer
         __init__: _logger _optimizer _report _verbs
     """,

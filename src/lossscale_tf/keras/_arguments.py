@@ -5,32 +5,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import ScalingPolicy, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, shown
+from lossscale_core import ScalingPolicy, as_policy
+from lossscale_core.adapters import shown
 from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
+from lossscale_tf._pairs import pairs_of
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
-from lossscale_tf._wrapper import pairs_of, require_clipnorm
-from lossscale_tf.keras._inner import require_no_session, require_optimizer, require_tensorflow
+from lossscale_tf.keras._inner import require_no_session, require_optimizer
 
 _DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "dynamic_growth_steps": None}
 
 
-def require_arguments(
-    inner: Any, global_clipnorm: float | None, guard: SpikeGuard | None, base_arguments: dict[str, Any]
-) -> None:
+def require_arguments(inner: Any, base_arguments: dict[str, Any]) -> None:
     """Raise an error that names an argument of the constructor that is not valid."""
-    require_tensorflow()
     require_optimizer(inner)
     require_no_base_arguments(base_arguments)
-    require_clipnorm(global_clipnorm)
-    of_inner = getattr(inner, "global_clipnorm", None)
-    if global_clipnorm is not None and of_inner is not None:
-        raise ValueError(
-            f"global_clipnorm={global_clipnorm!r}, and the inner optimizer's is {of_inner!r}, so that gradients would "
-            "be clipped twice; set one of the two"
-        )
-    check_guard(guard)
 
 
 def policy_of_arguments(
@@ -81,8 +70,6 @@ def are_summed(aggregation: dict[str, Any]) -> bool:
 def present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
     """Return the gradients that are not None, and their variables; raise an error if none can be applied."""
     require_no_session()
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError("gradients are applied in a replica context; call this inside strategy.run")
     present = [each for grad, each in zip(grads, variables, strict=True) if grad is not None]
     if not present:
         raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")

@@ -1,16 +1,13 @@
 """Calls to an inner Keras optimizer through the interface of its generation: Keras 3, or tf_keras's two."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale_core.adapters import shown
-from lossscale_tf._step import merges_replicas, outside_of_replicas
-from lossscale_tf._wrapper import scales_already
+from lossscale_core.adapters import check_setting, shown
+from lossscale_tf._pairs import scales_already
 
 
 def require_tensorflow() -> None:
@@ -90,38 +87,35 @@ def build(inner: Any, variables: Any) -> None:
         inner._create_all_weights(as_tensorflow(variables))
 
 
-def build_once(optimizer: Any, variables: list[Any]) -> None:
-    """Build a wrapper that is not built, once for all replicas."""
+def values_exist(variables: Any) -> bool:
+    """Return whether variables have values outside of this trace.
 
-    def make() -> None:
-        with nullcontext() if _have_no_values_yet(variables) else tf.init_scope(), keras.name_scope(optimizer.name):
-            optimizer.build(variables)
-        optimizer.built = True
-
-    if not optimizer.built:
-        outside_of_replicas(make)
-
-
-def _have_no_values_yet(variables: Any) -> bool:
-    """Return whether the model is being built in this trace, so that only the trace can read the variables.
-
-    `ScheduleFreeAdamW` copies them when it is built.
+    They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.
     """
-    if tf.executing_eagerly() or merges_replicas():
-        return False
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        return True
     with tf.init_scope():
-        return not all(bool(variable.is_initialized()) for variable in as_tensorflow(variables))
+        return all(bool(variable.is_initialized()) for variable in as_tensorflow(variables))
 
 
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
-    """Let the optimizer apply gradients that are summed over replicas already."""
-    if is_keras_3(inner):
-        with _without_summing(inner):
-            inner.apply(grads, variables)
-        return
+    """Let an optimizer of tf_keras apply gradients that are summed over the replicas already."""
     is_legacy = hasattr(inner, "_create_slots")
     summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
     inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
+
+
+def clipnorm_of(inner: Any, own: float | None) -> float | None:
+    """Return the norm that the wrapper clips to; the inner optimizer keeps its own."""
+    if own is not None:
+        check_setting("global_clipnorm", own)
+        if (of_inner := getattr(inner, "global_clipnorm", None)) is not None:
+            raise ValueError(
+                f"global_clipnorm={own!r}, and the inner optimizer's is {of_inner!r}, so that gradients would be "
+                "clipped twice; set one of the two"
+            )
+    # A norm above float32's range clips nothing, and would be infinite in float32.
+    return None if own is None or own > float(tf.float32.max) else float(own)
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
@@ -132,24 +126,3 @@ def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | 
     return lambda grads, variables: [
         grad for grad, _ in aggregator(list(zip(grads, as_tensorflow(variables), strict=True)))
     ]
-
-
-@contextmanager
-def _without_summing(optimizer: Any) -> Iterator[None]:
-    """Keep a Keras 3 optimizer from summing gradients over replicas a second time."""
-    with _summing:
-        _depth[optimizer] = _depth.get(optimizer, 0) + 1
-        # `apply` has no argument for this. The attribute replaces the method, without automatic tracking:
-        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
-        optimizer.__dict__["_all_reduce_sum_gradients"] = list
-    try:
-        yield
-    finally:
-        with _summing:  # another thread may be within this block
-            _depth[optimizer] -= 1
-            if not _depth[optimizer]:
-                del _depth[optimizer], optimizer.__dict__["_all_reduce_sum_gradients"]
-
-
-_summing = threading.Lock()
-_depth: dict[Any, int] = {}

@@ -1,21 +1,19 @@
-"""`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
+"""`LossScaleOptimizer`: that of `lossscale_keras`, with the methods and names that TensorFlow's documents promise."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn, Self, cast
 
 import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, ScaleWatch, SpikeGuard
+import lossscale_keras
+from lossscale_core import BaseScaling, SpikeGuard
 from lossscale_core.adapters import shown
-from lossscale_tf._guard import Guard
-from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step, outside_of_replicas
-from lossscale_tf._verbs import Gradient, Tree, unconverted
-from lossscale_tf._warning import warn_caller
-from lossscale_tf._wrapper import Wrapper, require_single_wrapper
+from lossscale_core.errors import CallOrderError
+from lossscale_tf._verbs import Gradient, Tree, is_gradient, is_overwritten, scale_by, times, unconverted, unscale_by
+from lossscale_tf._warning import warn_caller, warn_if_resumed
 from lossscale_tf.keras._arguments import (
     are_summed,
     keras_pairs,
@@ -24,7 +22,27 @@ from lossscale_tf.keras._arguments import (
     present_gradients,
     require_arguments,
 )
-from lossscale_tf.keras._inner import build, build_once, is_keras_3
+from lossscale_tf.keras._calls import (
+    Calls,
+    ForgetWhenRestored,
+    Mark,
+    ScaledLoss,
+    mark_gradient,
+    mark_of,
+    origins,
+    scaled_with_gradient,
+)
+from lossscale_tf.keras._inner import (
+    apply_summed,
+    as_tensorflow,
+    build,
+    clipnorm_of,
+    is_keras_3,
+    own_aggregator,
+    require_no_session,
+    require_tensorflow,
+    values_exist,
+)
 from lossscale_tf.keras._names import (
     NAMES,
     REMEDIES,
@@ -36,16 +54,12 @@ from lossscale_tf.keras._names import (
     set_iterations,
     spelled,
 )
-from lossscale_tf.keras._saving import arguments_of, config_of, matching
-from lossscale_tf.keras._scaling import Scaling
+from lossscale_tf.keras._saving import arguments_of, named
 from lossscale_tf.keras._slots import Slots
-from lossscale_tf.keras._updates import Updates
 
 
-# Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
-# https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/trainer.py
 @keras.saving.register_keras_serializable("lossscale")
-class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflow.
 
     ```python
@@ -95,22 +109,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         optimizer: Any = None,
         **base_arguments: Any,
     ) -> None:
+        require_tensorflow()
         inner = optimizer if inner_optimizer is None else inner_optimizer
-        require_arguments(inner, global_clipnorm, guard, base_arguments)
+        require_arguments(inner, base_arguments)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
-        require_single_wrapper(self, inner)
-        # After the checks: Keras's constructor sets `loss_scale_factor` of the inner optimizer to None permanently:
-        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
-        super().__init__(inner, name=name)
+        super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
-        # A checkpoint saves these three under the names of the attributes; without a guard it has no guard variables.
-        self._scale_state = StateVariables(chosen, functools.partial(_add_variable, self, ""))
-        guarding = Guard.of(guard, functools.partial(_add_variable, self, "guard_"))
-        self._guard_state = None if guarding is None else guarding.state
-        self._used_scale = _variable_of_each_replica(0.0)
-        self._step = Step(chosen, self._scale_state, global_clipnorm, guarding, ScaleWatch())
-        self._scaling = Scaling(self._step, self._used_scale)
-        self._updates = Updates(inner)
+        self._calls = Calls()
+        self._forget_restored = ForgetWhenRestored(self._calls)
         self._is_initialised = True
 
     @unconverted
@@ -127,7 +133,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             CallOrderError: The loss is scaled already.
 
         """
-        return self._scaling.scale(loss, by_keras=True)
+        return self._scaled(loss, by_keras=True)
 
     def get_scaled_loss(self, loss: Tree) -> Tree:
         """Scale a loss, to take a tape's gradient of it.
@@ -144,23 +150,67 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """
         if callable(loss):
             return cast(Tree, lambda: self.get_scaled_loss(loss()))
-        return self._scaling.scale(loss)
+        return self._scaled(loss, by_keras=False)
 
     @unconverted
-    def get_unscaled_gradients(self, grads: Tree) -> Tree:
-        """Divide gradients by the scale of their own loss, even if the next loss was already scaled.
+    def _scaled(self, loss: Tree, by_keras: bool) -> Tree:
+        require_no_session()
+        self._require_unscaled(loss)
+        loss_scale = tf.convert_to_tensor(self.dynamic_scale)
+        mark, run_backward = self._calls.scale(loss_scale, by_keras)
+        # Keras differentiates each loss that it scales. In a graph TensorFlow would keep each trace with a gradient of
+        # ours for ever: https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/custom_gradient.py
+        if by_keras or not tf.executing_eagerly():
+            run_backward()
+            scaled = scale_by(loss, loss_scale)
+        else:
+            scaled = tf.nest.map_structure(lambda leaf: scaled_with_gradient(leaf, loss_scale, run_backward), loss)
+        for leaf in tf.nest.flatten(scaled):
+            leaf._loss_scaling = mark
+        return scaled
+
+    def _require_unscaled(self, loss: Any) -> None:
+        for leaf in tf.nest.flatten(loss):
+            if isinstance(mark_of(leaf, self._calls), ScaledLoss):
+                raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
+
+    @unconverted
+    def get_unscaled_gradients(self, grads: Tree, *, loss: Any = None) -> Tree:
+        """Divide gradients by the scale of their own loss.
 
         Args:
             grads: A nested structure of tensors, `IndexedSlices` and None: gradients of a scaled loss.
+            loss: The scaled loss itself. It is needed where losses at two scales are waiting for their gradients.
 
         Returns:
             The gradients in the same structure, in float32 or wider.
 
         Raises:
-            CallOrderError: The loss of the gradients cannot be determined; or they were unscaled before.
+            CallOrderError: The gradients were unscaled before; or losses at two scales wait for their gradients, and
+                `loss` is not given. `forget_losses` drops those whose gradients were given up.
+            ValueError: `loss` was not scaled by this optimizer.
 
         """
-        return self._scaling.unscale(grads)
+        leaves = tf.nest.flatten(grads)
+        if any(isinstance(mark := mark_of(leaf, self._calls), Mark) and mark.kind != "scaled" for leaf in leaves):
+            raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
+        named = None if loss is None else mark_of(tf.nest.flatten(loss)[0], self._calls)
+        if loss is not None and not isinstance(named, ScaledLoss):
+            raise ValueError(f"loss={shown(loss)} was not scaled by this optimizer; pass what get_scaled_loss returned")
+        found = [leaf for leaf in leaves if is_gradient(leaf)]
+        return self._unscaled(grads, self._calls.unscale(found, named, self.loss_scale), "unscaled")
+
+    def _unscaled(self, grads: Any, loss_scale: tf.Tensor, kind: Any) -> Any:
+        """Return gradients divided by `loss_scale`, and mark them."""
+        unscaled = unscale_by(grads, loss_scale)
+        for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
+            if is_gradient(leaf):
+                mark_gradient(self._calls, leaf, grad, loss_scale, kind)
+        return unscaled
+
+    def forget_losses(self) -> None:
+        """Drop what is known of scaled losses whose gradients will not be applied, as after `continue`."""
+        self._calls.forget()
 
     # Not marked `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
     def minimize(
@@ -205,7 +255,24 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             ValueError: The loss is a tensor and `tape` is missing.
 
         """
-        return self._scaling.differentiate(loss, var_list, *loss_arguments(loss, tape, grad_loss))
+        require_no_session()
+        tape, grad_loss = loss_arguments(loss, tape, grad_loss)
+        # A tape that is closed already is entered again, as in tf_keras, since it must record the multiplication, too.
+        tape = tape or tf.GradientTape()
+        with tape:
+            value = loss() if callable(loss) else loss
+            self._require_unscaled(value)
+            loss_scale = tf.convert_to_tensor(self.dynamic_scale)
+            scaled = scale_by(value, loss_scale)
+        variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
+        if grad_loss is not None:  # in the dtype of the scaled loss, which is wider than that of half losses
+            grad_loss = tf.nest.map_structure(lambda grad, loss: tf.cast(grad, loss.dtype), grad_loss, scaled)
+        return self._whole(tape.gradient(scaled, variables, output_gradients=grad_loss), variables, loss_scale)
+
+    @unconverted
+    def _whole(self, grads: Any, variables: list[Any], loss_scale: tf.Tensor) -> list[tuple[Any, Any]]:
+        self._calls.compute(as_tensorflow(variables))
+        return list(zip(self._unscaled(grads, loss_scale, "whole"), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -221,7 +288,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
             ValueError: The loss has no gradient with respect to a variable, or is an eager tensor.
 
         """
-        return self._scaling.gradients(loss, params)
+        if callable(loss):
+            pairs = self.compute_gradients(loss, params)
+        elif tf.executing_eagerly():
+            raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
+        else:
+            require_no_session()
+            self._require_unscaled(loss)
+            loss_scale, variables = tf.convert_to_tensor(self.dynamic_scale), tf.nest.flatten(params)
+            pairs = self._whole(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
+        if missing := [variable.name for grad, variable in pairs if grad is None]:
+            raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
+        return [grad for grad, _ in pairs]
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
@@ -258,7 +336,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._apply(list(grads), variables, is_summed=False, may_be_scaled=True)
+        self._apply(list(grads), variables, is_summed=False, accepts_scaled=True)
 
     def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
         """Raise `NotImplementedError`, since Keras uses this method to train on JAX."""
@@ -280,34 +358,28 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         """
         return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
-    def build(self, variables: Any) -> None:
+    def build(self, var_list: Any) -> None:
         """Create the inner optimizer's variables.
 
         Args:
-            variables: The list of the variables to train.
+            var_list: The list of the variables to train.
 
         """
-        build(self.inner_optimizer, variables)
         self._is_initialised = False  # so that Keras does not create averages and accumulators in the wrapper, too
         try:
-            keras.optimizers.Optimizer.build(self, variables)
+            super().build(var_list)
         finally:
             self._is_initialised = True
 
     @property
     def steps_with_missing_calls(self) -> int:
         """The number of steps in a loop of your own that missed scaling or unscaling. Synchronises with the host."""
-        return self._scaling.count_missing()
+        return int(self._calls.missing.numpy())
 
     @property
     def loss_scale(self) -> tf.Tensor:
         """The current loss scale: float32, of shape `()`."""
-        return tf.convert_to_tensor(self._step.state.loss_scale)
-
-    @property
-    def dynamic_scale(self) -> tf.Variable:
-        """The variable that holds the loss scale; Keras 3's name."""
-        return self._step.state.loss_scale
+        return tf.convert_to_tensor(self.dynamic_scale)
 
     @property
     def dynamic(self) -> bool:
@@ -317,7 +389,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     @property
     def dynamic_counter(self) -> tf.Variable | None:
         """The variable that counts finite steps toward growth; None for a fixed scale."""
-        return self._step.state.growth_tracker if self.dynamic else None
+        return self._state.variables[1] if self.dynamic else None
 
     @property
     def initial_scale(self) -> float:
@@ -337,18 +409,17 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self, steps: int) -> None:
         if not self.dynamic:
             raise AttributeError(f"dynamic_growth_steps is of dynamic scaling, and the policy is {self.policy}")
-        self._step.policy = dataclasses.replace(self.policy, growth_interval=steps)  # type: ignore[type-var]
-        if self._step.is_traced:
+        self.policy = dataclasses.replace(self.policy, growth_interval=steps)  # type: ignore[type-var]
+        if self._calls.updates:
             warn_caller(
                 f"dynamic_growth_steps={steps!r} does not reach a step that is traced already; trace it again, for "
                 "fit by model.make_train_function(force=True)"
             )
 
     @property
-    def global_clipnorm(self) -> float | None:
+    def global_clipnorm(self) -> float | None:  # type: ignore[override]
         """The norm that this wrapper clips to or, without one, the inner optimizer."""
-        own = self._step.max_norm
-        return getattr(self.inner_optimizer, "global_clipnorm", None) if own is None else own
+        return getattr(self.inner_optimizer, "global_clipnorm", None) if self._max_norm is None else self._max_norm
 
     @property
     def weights(self) -> list[tf.Variable]:
@@ -357,14 +428,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The wrapper's own variables, the state's among them, then the inner optimizer's, then the spike guard's.
+        """The wrapper's own variables, the state's among them, then the inner optimizer's.
 
         Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
-        guards = [] if self._step.guard is None else self._step.guard.state.all
-        ids = set(map(id, guards))
-        own = [variable for variable in self._variables if id(variable) not in ids]
-        variables = [*own, *self.weights, *guards]
+        variables = [*self._variables, *self.weights]
         return variables if is_keras_3(self.inner_optimizer) else CallableList(variables)
 
     def get_weights(self) -> list[Any]:
@@ -413,18 +481,15 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
     def finalize_variable_values(self, var_list: Any) -> None:
         """Call this method of the inner optimizer, if it has one, at the end of `fit`, and log the state's events."""
         if tf.executing_eagerly():
-            self._step.watch.log(self._step.policy, self._step.state.read_on_host())
+            self._read_and_log()
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved state, and drop records of scaled losses; see `Wrapper.load_state_dict`."""
+        """Continue from a saved state, and drop records of scaled losses; see `lossscale_keras`."""
         super().load_state_dict(saved)
-        self._scaling.forget()
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the config for `from_config`, without the running state: strings, numbers and dicts of them."""
-        return config_of(self.name, self.inner_optimizer, self._step)
+        self._calls.has_begun = True
+        self._calls.forget()
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
@@ -442,34 +507,93 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):
         return cls(**arguments_of(config, custom_objects))
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the variables that `save_own_variables` stored.
-
-        If they belong to another optimizer, a warning is issued and nothing is loaded. If they were saved without a
-        spike guard, a warning is issued and the guard starts over.
+        """Load the states that `save_own_variables` stored.
 
         Args:
-            store: A mapping of numbers, as strings, to arrays.
+            store: A mapping of names to arrays.
 
         """
-        found = matching(self, store)
-        if found is not None:
-            super().load_own_variables(found)
-            self._scaling.forget()
+        super().load_own_variables(named(self, store))
 
-    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, may_be_scaled: bool = False) -> None:
+    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, accepts_scaled: bool = False) -> None:
         grads, variables = present_gradients(grads, variables)
-        build_once(self, variables)
-        if not self._step.has_begun:
-            outside_of_replicas(self._warn_if_resumed)
-        grads, loss_scale = self._scaling.to_apply(grads, variables, may_be_scaled)
-        if not is_summed:
-            grads, loss_scale = self._updates.summed(grads, variables, loss_scale)
-        self._step.take(grads, variables, loss_scale, self._updates.run, self._scaling.updated_in_graph)
+        grads, loss_scale = self._with_scale(grads, variables, accepts_scaled)
+        if not is_summed and (aggregate := own_aggregator(self.inner_optimizer)) is not None:
+            grads = grads if loss_scale is None else unscale_by(grads, loss_scale)
+            grads, loss_scale, is_summed = aggregate(grads, variables), None, True
+        if not self._calls.has_begun:
+            self._once(self._warn_if_resumed)
+        if not tf.executing_eagerly():
+            self._calls.updates += 1
+        self._take(grads, variables, loss_scale, is_summed)
 
     def _warn_if_resumed(self) -> None:
+        self._calls.has_begun = True
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
             if tf.executing_eagerly():
-                self._step.warn_if_resumed(self.inner_optimizer.iterations)
+                warn_if_resumed(self.policy, self.scale_state, self.inner_optimizer.iterations)
+
+    def _with_scale(
+        self, grads: list[Any], variables: list[Any], accepts_scaled: bool
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Return gradients that are about to be applied, and their scale; None if they are unscaled.
+
+        Missing calls of a user's loop cause one warning.
+        """
+        of_tensorflow = as_tensorflow(variables)
+        marks = [mark_of(grad, self._calls) for grad in grads]
+        if unscaled := [mark for mark in marks if mark is not None and mark.kind != "scaled"]:
+            is_scaled = self._calls.apply_marked(of_tensorflow) or unscaled[0].kind == "whole"
+            self._warn_of_missing_calls(is_scaled, True)
+            pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
+            grads = [times(grad, unscaled[0].loss_scale) if is_overwritten(each) else grad for grad, each in pairs]
+            return origins(grads)
+        known = None if None in marks else marks[0].loss_scale
+        accepts_scaled = accepts_scaled and not self._scales_nothing()
+        loss_scale, is_scaled, is_unscaled = self._calls.apply(
+            grads, of_tensorflow, accepts_scaled, self.loss_scale, known
+        )
+        if loss_scale is None:
+            self._warn_of_missing_calls(is_scaled, is_unscaled)
+        return grads, loss_scale
+
+    def _warn_of_missing_calls(self, is_scaled: bool, is_unscaled: bool) -> None:
+        """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
+        if (is_scaled and is_unscaled) or self._scales_nothing():
+            return
+        self._calls.missing.assign_add(1)  # when a traced step runs, not only when it is traced
+        if not self._calls.has_warned:
+            self._calls.has_warned = True
+            calls = {"get_scaled_loss": is_scaled, "get_unscaled_gradients": is_unscaled}
+            warn_caller(
+                f"{' and '.join(name for name, is_made in calls.items() if not is_made)} not called before "
+                "apply_gradients; call get_scaled_loss before the tape's gradient and get_unscaled_gradients after it, "
+                "each once a step, or use minimize"
+            )
+
+    def _scales_nothing(self) -> bool:
+        return not BaseScaling.of(self.policy).scales_losses
+
+    # ---- optimizers of tf_keras
+
+    @staticmethod
+    def _clipnorm_of(inner: Any, own: float | None) -> float | None:
+        return clipnorm_of(inner, own)
+
+    def _build_for(self, variables: list[Any]) -> None:
+        with tf.init_scope() if values_exist(variables) else nullcontext():
+            super()._build_for(variables)
+
+    def _build_inner(self, variables: list[Any]) -> None:
+        build(self.inner_optimizer, variables)
+
+    def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
+        if is_keras_3(self.inner_optimizer):
+            super()._apply_inner(grads, variables)
+        else:
+            apply_summed(self.inner_optimizer, grads, variables)
+
+    # ---- names
 
     # The wrapper reads all names of `_names.NAMES` from its inner optimizer. The exception is while Keras's constructor
     # or `build` runs, which sets and reads its own defaults.

@@ -4,34 +4,19 @@ Supported configs are those of this wrapper, of Keras 3's wrapper, and of `tf.ke
 """
 
 import copy
-import dataclasses
 from typing import Any
 
-import keras
+import numpy as np
 
 from lossscale_core import (
+    GuardState,
     SpikeGuard,
     as_policy,
     policy_from_dict,
-    policy_to_dict,
 )
-from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._documented import policy_of_loss_scale
-from lossscale_tf._step import Step
 from lossscale_tf._versions import stored_names
-from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._inner import deserialized
-
-
-def config_of(name: str, inner: Any, step: Step) -> dict[str, Any]:
-    """Return the config for `arguments_of`, without the running state."""
-    return {
-        "name": name,
-        "inner_optimizer": keras.saving.serialize_keras_object(inner),
-        "policy": policy_to_dict(step.policy),
-        "global_clipnorm": step.max_norm,
-        **({} if step.guard is None else {"guard": dataclasses.asdict(step.guard.guard)}),
-    }
 
 
 def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
@@ -52,29 +37,17 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
     return config
 
 
-def matching(optimizer: Any, store: Any) -> Any:
-    """Return the stored values for a wrapper's variables; None if they are another optimizer's.
+def named(optimizer: Any, store: Any) -> Any:
+    """Return the stored numbers of a wrapper's states under their names.
 
-    The last variables are the guard's, which starts over if they are not stored.
+    Files of 0.1.0.dev0 number them: the step count and the rate of Keras, then the states of the policy, of the inner
+    optimizer, and of the guard.
     """
-    shapes = [tuple(variable.shape) for variable in optimizer.variables]
-    guard = () if optimizer.guard is None else tuple(optimizer.guard.init_state())
-    first = len(shapes) - len(guard)
-    names = stored_names(store)
-    if guard and names == set(map(str, range(first))):
-        warn_caller(
-            "the saved optimizer has no state of a spike guard, so that the guard starts over with its warm-up",
-            CheckpointWarning,
-        )
-        store = {name: store[name] for name in names} | {str(n): each for n, each in enumerate(guard, first)}
-        names = set(store)
-    stored = [tuple(store[str(n)].shape) for n in range(len(shapes)) if str(n) in names]
-    # Keras compares only the number of variables, and raises at the first different shape, after setting those before:
-    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
-    if len(names) == len(shapes) and stored != shapes:
-        warn_caller(
-            f"the saved optimizer's variables have other shapes than those of '{optimizer.name}', so none is loaded; "
-            "it is another optimizer's, and this one starts over"
-        )
-        return None
-    return store
+    state, guard = optimizer.scale_state._fields, [f"guard_{each}" for each in GuardState._fields]
+    inner = [tuple(each.shape) for each in optimizer.inner_optimizer.variables]
+    shapes = [()] * (2 + len(state)) + inner + [()] * len(guard)
+    stored = [tuple(store[str(n)].shape) for n in range(len(stored_names(store)))] if "0" in stored_names(store) else []
+    if stored not in (shapes, shapes[: -len(guard)]):  # perhaps Keras's own wrapper's
+        return store
+    names = {**dict(enumerate(state, 2)), **dict(enumerate(guard, len(shapes) - len(guard)))}
+    return {"version": np.asarray(1), **{name: store[str(n)] for n, name in names.items() if n < len(stored)}}

@@ -1,14 +1,13 @@
-"""The check that gradients to apply come from the wrapper's own `compute_gradients`."""
+"""The marks of unscaled gradients, and the check that gradients to apply come from `compute_gradients`."""
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_tf._calls import Calls, graphs_around
-from lossscale_tf._verbs import Gradient, values_of
-from lossscale_tf._warning import warn_caller
+from lossscale_tf._graphs import ancestors
+from lossscale_tf._verbs import Gradient, is_narrow, values_of
 
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/gradients_util.py#L567
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py#L144
@@ -16,39 +15,44 @@ _OF_GRADIENTS = re.compile(r"(^|/)(gradients|gradient_tape)(_\d+)?/")
 """The names of the operations that TensorFlow adds for gradients."""
 
 
-def warn_of_foreign(calls: Calls, grads: Sequence[Gradient], variables: Sequence[Any]) -> None:
-    """Note that gradients of `variables` are applied, and warn if they cannot come from `compute_gradients`."""
-    record = calls.apply(variables if tf.executing_eagerly() else ())
-    is_missing, _ = calls.is_missing(record)
-    is_computed_here = record.is_scaled and not record.is_from_outside
-    if is_missing or (is_computed_here and not tf.executing_eagerly() and _are_foreign(calls, grads)):
-        warn_caller(
-            "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
-            "call compute_gradients or minimize"
-        )
+class Mark(NamedTuple):
+    """The mark of an unscaled gradient: its optimizer, and in a graph the gradient before it was unscaled.
 
-
-def _are_foreign(calls: Calls, grads: Sequence[Gradient]) -> bool:
-    """Return whether gradients of this graph are not from `compute_gradients`; those of an accumulator may be.
-
-    The search goes from the gradients through the operations that they depend on.
+    When it is applied, TensorFlow then prunes the unscaled tensor, which saves a write and a read of all gradients.
     """
-    outside = {
-        id(inner): outer for graph in graphs_around() for outer, inner in getattr(graph, "captures", ()) if graph
-    }
-    tensors, seen, are_taken_here = [values_of(grad) for grad in grads], set(), False
-    while tensors:
-        tensor = tensors.pop()
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        found = calls.mark_of(tensor)
-        if found is not None and found.kind == "unscaled":
+
+    owner: Any
+    origin: Any = None
+    loss_scale: Any = None
+
+
+def mark(owner: Any, leaf: Gradient, grad: Gradient, loss_scale: tf.Tensor) -> None:
+    """Mark an unscaled gradient."""
+    is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
+    leaf._loss_scaling = Mark(owner, grad, loss_scale) if is_same else Mark(owner)
+    if isinstance(leaf, tf.IndexedSlices):
+        leaf.values._loss_scaling = Mark(owner)
+
+
+def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
+    """Return gradients as they were before unscaling in this graph, and their scale.
+
+    If they have no common scale, return them unchanged, and None.
+    """
+    marks = [getattr(grad, "_loss_scaling", None) for grad in grads]
+    found = [each for each in marks if each is not None and each.origin is not None]
+    if len(found) < len(grads) or len({id(each.loss_scale) for each in found}) != 1:
+        return grads, None
+    return [each.origin for each in found], found[0].loss_scale
+
+
+def are_foreign(owner: Any, grads: Sequence[Gradient]) -> bool:
+    """Return whether gradients of this graph are not from `compute_gradients`; those of an accumulator may be."""
+    are_taken_here = False
+    for tensor in ancestors(values_of(grad) for grad in grads):
+        found = getattr(tensor, "_loss_scaling", None)
+        if found is not None and found.owner is owner:
             return False
-        if id(tensor) in outside:
-            tensors.append(outside[id(tensor)])
-        # An eager tensor that a graph has captured has no operation.
-        elif isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
+        if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
             are_taken_here |= bool(_OF_GRADIENTS.search(tensor.op.name))
-            tensors.extend(tensor.op.inputs)
     return are_taken_here

@@ -2,32 +2,25 @@
 
 import functools
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import ScaleWatch, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, shown
-from lossscale_tf._calls import Calls, mark_gradient, origins
-from lossscale_tf._documented import DynamicLossScale, require_policy_or_number
-from lossscale_tf._guard import Guard
-from lossscale_tf._state import StateVariables
-from lossscale_tf._step import Step, cast_to_variables, merges_replicas
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, diagnose, metrics, state_from_dict, state_to_dict
+from lossscale_core.adapters import check_overflow_streak, shown
+from lossscale_tf._documented import policy_of, require_policy_or_number
+from lossscale_tf._pairs import pairs_of, scales_already
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
-from lossscale_tf._wrapper import (
-    Wrapper,
-    pairs_of,
-    require_clipnorm,
-    scales_already,
-    share_deferred_restorations,
-)
-from lossscale_tf.v1._foreign import warn_of_foreign
+from lossscale_tf._warning import warn_caller, warn_if_resumed
+from lossscale_tf.v1._foreign import are_foreign, mark, origins
+from lossscale_tf.v1._step import Step, merges_replicas
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
 
 
-class LossScaleOptimizer(Wrapper, _Optimizer):
+class LossScaleOptimizer(_Optimizer):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips steps that overflow.
 
     The state's variables are in `GLOBAL_VARIABLES`, so that a `Saver` saves them. In a graph nothing synchronises with
@@ -39,14 +32,11 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         use_locking: As for any `tf.compat.v1.train.Optimizer`; by default, that of the wrapped optimizer.
         name: The name of the operations; by default, that of the wrapped optimizer.
         loss_scale: Another name of `loss_scale_manager`.
-        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
-        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
-            scale and its counters unchanged.
 
     Raises:
         TypeError: `opt` is not such an optimizer, or scales the loss already.
         ValueError: `loss_scale_manager` and `loss_scale` are both given, or neither is; or `name` is malformed.
-        PolicyError: The loss scale, the norm or the guard is not valid.
+        PolicyError: The loss scale is not valid.
 
     """
 
@@ -58,33 +48,94 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         name: str | None = None,
         *,
         loss_scale: Any = None,
-        global_clipnorm: float | None = None,
-        guard: SpikeGuard | None = None,
     ) -> None:
         _require_optimizer(opt)
         if (loss_scale_manager is None) == (loss_scale is None):
             raise ValueError("loss_scale must be given, or loss_scale_manager: a policy, a number, or 'dynamic'")
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
         require_policy_or_number(chosen)
-        require_clipnorm(global_clipnorm)
-        check_guard(guard)
         name = opt.get_name() if name is None else name
         _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
         self._optimizer = opt
-        policy = DynamicLossScale() if isinstance(chosen, str) and chosen == "dynamic" else as_policy(chosen)
         with tf.name_scope(f"{name}_loss_scale"):
-            state = StateVariables(policy, _variable)
-        with tf.name_scope(f"{name}_spike_guard"):
-            guarding = Guard.of(guard, _variable)
-        self._step = Step(policy, state, global_clipnorm, guarding, ScaleWatch())
-        self._calls = Calls()
-        share_deferred_restorations(self, opt)
+            self._step = Step(policy_of(chosen))
+        self._computed: set[tuple[int, int]] = set()
+        _share_deferred_restorations(self, opt)
+
+    @property
+    def policy(self) -> ScalingPolicy:
+        """The scaling policy, frozen."""
+        return self._step.policy
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        """The outcome of the last eager step; None before it, and in graphs, where `step_info` compares two states."""
+        return self._step.last_step
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The policy's state, as tensors of shape `()`."""
+        return self._step.state.read()
 
     @property
     def loss_scale(self) -> tf.Variable:
         """The variable that holds the loss scale: float32, of shape `()`."""
         return self._step.state.loss_scale
+
+    def metrics(self) -> dict[str, tf.Tensor]:
+        """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise."""
+        return metrics(self.scale_state)
+
+    def diagnose(self) -> str:
+        """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`. Eager only.
+
+        Synchronises with the host.
+        """
+        return diagnose(self.policy, self._read_and_log())
+
+    def check_overflow_streak(self) -> None:
+        """Log events and raise errors as every eager step does; for steps that a `tf.function` takes.
+
+        Synchronises with the host.
+
+        Raises:
+            OverflowStreakError: The policy's `max_overflow_streak` is reached.
+
+        """
+        check_overflow_streak(self.policy, self._read_and_log() if tf.executing_eagerly() else self.scale_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the policy as plain numbers, which other frameworks can restore.
+
+        `tf.train.Checkpoint` and a `Saver` save the state without this method. It works eagerly only: in a graph, run
+        `scale_state` in a session and pass the result to `lossscale_core.state_to_dict`. Synchronises with the host.
+        """
+        return state_to_dict(self._read_and_log(), self.policy)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
+        """Continue from a saved state, with the policy of this optimizer.
+
+        A `CheckpointWarning` names each difference from the saved policy.
+
+        Args:
+            saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
+
+        Returns:
+            The operation to run in a graph's session; None eagerly, since the state is set already.
+
+        Raises:
+            CheckpointError: `saved` is not a saved state, or is one of a newer version.
+
+        """
+        assigned = self._step.state.assign(state_from_dict(saved, self.policy))
+        return None if tf.executing_eagerly() else tf.group(*assigned)
+
+    def _read_and_log(self) -> ScaleState:
+        """Return the state as host scalars, and log its events."""
+        state: ScaleState = self._step.state.read_on_host()
+        self._step.watch.log(self.policy, state)
+        return state
 
     def compute_gradients(
         self,
@@ -121,10 +172,10 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         )
         inverse = 1.0 / state.loss_scale
         unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
-        record = self._calls.scale_and_unscale(state.loss_scale, [variable for _, variable in pairs])
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             if leaf is not None:
-                mark_gradient(leaf, record, grad, state.loss_scale)
+                mark(self, leaf, grad, state.loss_scale)
+        self._computed |= _of_this_thread(variable for _, variable in pairs)
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -151,23 +202,35 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         """
         if tf.distribute.in_cross_replica_context():
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
-        if global_step is not None and tf.executing_eagerly():
-            self._step.warn_if_resumed(global_step)
+        if global_step is not None and tf.executing_eagerly() and self.last_step is None:
+            warn_if_resumed(self.policy, self.scale_state, global_step)
         pairs = _pairs(grads_and_vars)
         present = [(as_tensor(grad), variable) for grad, variable in pairs if grad is not None]
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        warn_of_foreign(self._calls, grads, variables)
+        self._warn_of_foreign(grads, variables)
         self._create_slots_outside_of_branches(variables)
         grads, loss_scale = origins(grads)
 
-        def update(grads: Sequence[Gradient], factor: tf.Tensor | None, variables: list[Any]) -> Any:
-            pairs = zip(cast_to_variables(grads, variables, factor), variables, strict=True)
-            return self._optimizer.apply_gradients(pairs, global_step=global_step)
+        def update(grads: list[Gradient]) -> Any:
+            return self._optimizer.apply_gradients(zip(grads, variables, strict=True), global_step=global_step)
 
         train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
         return self._step.take(grads, variables, loss_scale, update, train_op)
+
+    def _warn_of_foreign(self, grads: list[Gradient], variables: list[Any]) -> None:
+        """Warn if gradients cannot come from `compute_gradients`; eagerly, they then came once for each update."""
+        is_computed = bool(self._computed)
+        if tf.executing_eagerly():
+            ids = _of_this_thread(variables)
+            is_computed = not self._computed.isdisjoint(ids)
+            self._computed -= ids
+        if not is_computed or (not tf.executing_eagerly() and are_foreign(self, grads)):
+            warn_caller(
+                "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
+                "call compute_gradients or minimize"
+            )
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
         """Return the wrapped optimizer's slot for `var`, or None."""
@@ -178,22 +241,17 @@ class LossScaleOptimizer(Wrapper, _Optimizer):
         return self._optimizer.get_slot_names()
 
     def variables(self) -> list[tf.Variable]:
-        """Return the wrapped optimizer's variables, then those of the states of loss scale and guard."""
-        return [*self._optimizer.variables(), *(each for state in self._states().values() for each in state.all)]
+        """Return the wrapped optimizer's variables, then those of the loss scale's state."""
+        return [*self._optimizer.variables(), *self._step.state.all]
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the objects in a checkpoint: those of the wrapped optimizer, under its names, and the states."""
-        return {**self._optimizer._trackable_children(*args, **kwargs), **self._states()}
+        """Return the objects in a checkpoint: those of the wrapped optimizer, under its names, and the state."""
+        return {**self._optimizer._trackable_children(*args, **kwargs), "loss_scale_state": self._step.state}
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name in self._states():
-            return self._states()[name]
+        if name == "loss_scale_state":
+            return self._step.state
         return self._optimizer._lookup_dependency(name, *args, **kwargs)
-
-    def _states(self) -> dict[str, StateVariables]:
-        """Return the states of loss scale and guard, under their names in a checkpoint."""
-        guard = self._step.guard
-        return {"loss_scale_state": self._step.state, **({} if guard is None else {"spike_guard_state": guard.state})}
 
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
         self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
@@ -210,6 +268,10 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
 
 
+def _of_this_thread(variables: Iterable[Any]) -> set[tuple[int, int]]:
+    return {(threading.get_ident(), id(variable)) for variable in variables}
+
+
 def _train_ops() -> list[Any]:
     return list(tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP))
 
@@ -222,13 +284,17 @@ def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
     return step
 
 
-def _variable(name: str, value: Any) -> tf.Variable:
-    if tf.executing_eagerly():
-        return tf.Variable(value, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
-    # After `disable_v2_behavior` the default is a reference variable; a value that was read may change later.
-    return tf.compat.v1.Variable(
-        value, trainable=False, name=name, use_resource=True, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
-    )
+def _share_deferred_restorations(wrapper: Any, inner: Any) -> None:
+    """Let `inner` find the values in a checkpoint for variables that it creates later.
+
+    Its variables are saved as children of the wrapper, so that TensorFlow defers them there, while the optimizer that
+    creates a variable looks for them in its own dictionary:
+    https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/trackable/base.py#L601
+    """
+    wrapper._maybe_initialize_trackable()
+    inner._maybe_initialize_trackable()
+    # Set without automatic tracking.
+    vars(inner)["_self_unconditional_deferred_dependencies"] = wrapper._deferred_dependencies
 
 
 def _require_name(name: Any) -> None:

@@ -1,0 +1,139 @@
+"""One step of a `tf.compat.v1` optimizer, in a graph for sessions and eagerly."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, step_info
+from lossscale_core.adapters import check_overflow_streak
+from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, inverse_of
+
+Update: TypeAlias = Callable[..., Any]
+"""Applies gradients to their variables; returns the operations of a graph, if any."""
+_one_at_a_time = threading.Lock()
+"""Held while a thread reads the state, updates it on the host, and sets it."""
+
+
+class StateVariables(tf.Module):
+    """The state of a policy in variables of shape `()`, one for each field and with its name."""
+
+    def __init__(self, policy: ScalingPolicy) -> None:
+        super().__init__(name="loss_scale_state")
+        self._start = policy.init_state()
+        for name, value in self._start._asdict().items():
+            setattr(self, name, _variable(name, value))
+
+    @property
+    def all(self) -> list[Any]:
+        """Every variable, in the order of the fields."""
+        return [getattr(self, name) for name in self._start._fields]
+
+    def read(self) -> Any:
+        """Return the state as tensors."""
+        return self._start._make(map(tf.convert_to_tensor, self.all))
+
+    def read_on_host(self) -> Any:
+        """Return the state as host scalars; eagerly only. Synchronises with the host."""
+        values = (each.numpy() for each in self.all)
+        return self._start._make(type(first)(value) for first, value in zip(self._start, values, strict=True))
+
+    def assign(self, state: Any) -> list[Any]:
+        """Set every variable to its field of `state`."""
+        return [variable.assign(value) for variable, value in zip(self.all, state, strict=True)]
+
+
+class Step:
+    """The policy and state of one optimizer, and its steps."""
+
+    def __init__(self, policy: ScalingPolicy) -> None:
+        self.policy = policy
+        self.state = StateVariables(policy)
+        self.watch = ScaleWatch()
+        self.last_step: StepInfo | None = None
+
+    def take(
+        self,
+        grads: list[Gradient],
+        variables: list[Any],
+        loss_scale: tf.Tensor | None,
+        update: Update,
+        in_graph: Callable[..., Any],
+    ) -> Any:
+        """Call `update(*grads)` if all gradients are finite on every replica, else change nothing.
+
+        `loss_scale` is the scale of the gradients, or None if they are unscaled. Eagerly the flag is read, and None is
+        returned. In a graph, the result of `in_graph` for the tensors and operations of this step is returned.
+        """
+        inverse = None if loss_scale is None else inverse_of(loss_scale)
+
+        def unscale_and_update(*grads: Any) -> Any:
+            return update([cast_for(each, grad, inverse) for grad, each in zip(grads, variables, strict=True)])
+
+        # A cast to a narrower variable may make a gradient infinite.
+        pairs = zip(grads, variables, strict=True)
+        narrowed = [cast_for(each, grad, inverse) for grad, each in pairs if each.dtype.size < max(grad.dtype.size, 4)]
+        finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrowed))
+        if not merges_replicas():
+            return self._apply_or_skip(finite, lambda: unscale_and_update(*grads), in_graph)
+
+        def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
+            def update_each() -> Any:
+                each = strategy.extended.call_for_each_replica(unscale_and_update, args=grads)
+                return strategy.experimental_local_results(each)
+
+            return self._apply_or_skip(strategy.experimental_local_results(finite)[0], update_each, in_graph)
+
+        return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
+
+    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], in_graph: Callable[..., Any]) -> Any:
+        if tf.executing_eagerly():
+            with _one_at_a_time:
+                is_finite, before = bool(finite), self.state.read_on_host()
+                if is_finite:
+                    apply()
+                after: ScaleState = self.policy.update(before, is_finite)
+                self.state.assign(after)
+            self.last_step = step_info(before, after)
+            # The state is set before anything is raised, so that callers who catch it continue at the lower scale.
+            check_overflow_streak(self.policy, after)
+            self.watch.log(self.policy, after)
+            return None
+
+        def apply_all() -> tf.Tensor:
+            with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
+                return tf.constant(True)
+
+        finite, updates = self._update_in_graph(finite)
+        return in_graph(tf.cond(finite, apply_all, lambda: tf.constant(False)), *updates)
+
+    def _update_in_graph(self, finite: tf.Tensor) -> tuple[tf.Tensor, Sequence[Any]]:
+        """Return the flag, and the operations that update the state."""
+        if tf.compat.v1.executing_eagerly_outside_functions():
+            return finite, self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
+        # A session keeps no order, and may run several of these at a time. The lock is taken after all inputs are
+        # computed, since another step, for which this one waits, must not wait for the lock.
+        mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
+        with tf.control_dependencies([finite]):
+            lock = tf.raw_ops.MutexLock(mutex=mutex)
+        with tf.control_dependencies([lock]):
+            finite = tf.identity(finite)
+            updates = self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
+        with tf.control_dependencies(updates):
+            release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        with tf.control_dependencies([release]):
+            return tf.identity(finite), [release]
+
+
+def merges_replicas() -> bool:
+    """Return whether operations for all replicas must run in the cross-replica context."""
+    return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
+
+
+def _variable(name: str, value: Any) -> tf.Variable:
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if tf.executing_eagerly():
+        return tf.Variable(value, trainable=False, name=name, aggregation=first)
+    # After `disable_v2_behavior` the default is a reference variable; a value that was read may change later.
+    return tf.compat.v1.Variable(value, trainable=False, name=name, use_resource=True, aggregation=first)
