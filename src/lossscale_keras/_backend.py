@@ -34,11 +34,25 @@ elif BACKEND == "tensorflow":
     import tensorflow as tf
 
     xp, squares, number_in = tf, lambda x: 2.0 * tf.nn.l2_loss(x), lambda variable: variable.value.numpy()
-else:
-    raise RuntimeError(
-        f"Keras runs on {BACKEND}, which does not train; set KERAS_BACKEND to jax, torch or tensorflow before the "
-        "first import of keras"
-    )
+else:  # such as numpy, on which Keras cannot train
+    import numpy as np
+
+    xp, squares, number_in = np, lambda x: np.sum(np.square(x)), keras.ops.convert_to_numpy
+
+
+def without_duplicates(leaf: Any) -> Any:
+    """Return TensorFlow's `IndexedSlices` as a tensor, with duplicates summed, and anything else as it is."""
+    is_sparse = BACKEND == "tensorflow" and isinstance(leaf, tf.IndexedSlices)
+    return tf.convert_to_tensor(leaf) if is_sparse else leaf
+
+
+def require_training() -> None:
+    """Raise `RuntimeError` if Keras runs on a backend that does not train."""
+    if BACKEND not in ("jax", "torch", "tensorflow"):
+        raise RuntimeError(
+            f"Keras runs on {BACKEND}, which does not train; set KERAS_BACKEND to jax, torch or tensorflow before the "
+            "first import of keras"
+        )
 
 
 def is_traced(arrays: list[Any]) -> bool:

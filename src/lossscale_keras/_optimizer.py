@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, Self
 
 import keras
@@ -18,9 +19,9 @@ from lossscale_core import adapters
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import _replicas as replicas
-from lossscale_keras._backend import BACKEND, is_traced, unconverted, xp
+from lossscale_keras._backend import BACKEND, is_traced, require_training, unconverted, xp
 from lossscale_keras._step import Checked, LastStep, States, Stored, at_most_largest, check, unscaled
-from lossscale_keras._verbs import Tree, scale, select
+from lossscale_keras._verbs import Tree, dense, scale, select
 
 
 # Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
@@ -57,6 +58,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         PolicyError: Another argument is not valid.
     """
 
+    @adapters.explain_arguments
     def __init__(
         self,
         inner_optimizer: Any,
@@ -66,6 +68,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
+        require_training()
         policy = core.as_policy(policy)
         adapters.check_guard(guard)
         clipnorm = self._clipnorm_of(inner_optimizer, global_clipnorm)
@@ -78,6 +81,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.guard = guard
         self.global_clipnorm = self._max_norm = clipnorm
         self._watch = core.ScaleWatch()
+        self._loop = SimpleNamespace(applied=None, has_warned=False)  # what a user's loop has called
         with keras.name_scope(self.name, caller=self):
             self._state = Stored(policy.init_state())
             self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
@@ -105,6 +109,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
         """
+        self._loop.applied = set()
         return scale(loss, self._state.read())
 
     @unconverted
@@ -121,8 +126,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             OverflowStreakError: The policy's `max_overflow_streak` is reached; not in a graph. So are the other errors
                 of `check_overflow_streak`; a limit makes each step read the state.
         """
+        grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._take(list(grads), variables, self._state.read().loss_scale)
+        self._warn_if_unscaled([] if is_traced(grads) else variables)
+        self._take(grads, variables, self._state.read().loss_scale)
+
+    def _warn_if_unscaled(self, variables: list[Any]) -> None:
+        """Warn once of a step whose loss was not scaled: none ever was, or none since the last step of a variable."""
+        ids, loop = set(map(id, variables)), self._loop
+        is_scaled = loop.applied is not None and loop.applied.isdisjoint(ids)
+        loop.applied = (loop.applied or set()) | ids
+        if not is_scaled and not loop.has_warned and core.BaseScaling.of(self.policy).scales_losses:
+            loop.has_warned = True
+            warnings.warn(
+                "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
+                "same; differentiate optimizer.scale_loss(loss)",
+                stacklevel=4 if BACKEND == "tensorflow" else 3,
+            )
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
         """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
@@ -147,7 +167,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._check_and_log(after)
 
         def update(*grads: Any) -> None:
-            self._apply_inner(unscaled(list(grads), variables, divisor), variables)
+            summed = grads if self._max_norm is None else [None if grad is None else dense(grad) for grad in grads]
+            self._apply_inner(unscaled(list(summed), variables, divisor), variables)
 
         replicas.together(step, replicas.agreed(checked), update, grads)
         if is_eager and not on_host and self._has_limits():
@@ -190,6 +211,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
         _require_pairs(grads, self._trainable_variables)
+        self._warn_if_unscaled([])
         cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)

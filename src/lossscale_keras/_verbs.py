@@ -10,6 +10,7 @@ from keras import ops
 
 from lossscale_core import ScaleState, as_policy
 from lossscale_core.adapters import not_a_flag, not_a_state, tree
+from lossscale_keras._backend import without_duplicates
 
 Tree = TypeVar("Tree")
 """An array, or a nested structure of arrays."""
@@ -135,7 +136,7 @@ def lifted(leaf: Any) -> Any:
 
 def dense(leaf: Any) -> Any:
     """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
-    array = ops.convert_to_tensor(leaf)
+    array = ops.convert_to_tensor(without_duplicates(leaf))
     return lifted(array) if "float8" in str(array.dtype) else array
 
 

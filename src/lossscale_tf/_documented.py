@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown
+from lossscale_core.adapters import LARGEST_SCALE, check_setting, nearest_name, shown
 from lossscale_core.errors import PolicyError
 
 _LARGEST_COUNT = 2**31 - 1
@@ -153,6 +153,10 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
     """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` describe."""
     if dynamic is not None and not isinstance(dynamic, bool):
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
+    if dynamic is not None and (isinstance(loss_scale, bool) or loss_scale != "dynamic"):
+        raise ValueError(
+            f"loss_scale={shown(loss_scale)} and dynamic={dynamic} are both given; pass either loss_scale= or dynamic="
+        )
     if isinstance(loss_scale, bool):
         loss_scale, dynamic = "dynamic", loss_scale
     if dynamic is None or dynamic:
@@ -187,12 +191,26 @@ _BASE_DEFAULTS = {
 """Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
 
 
+ARGUMENTS = (
+    "inner_optimizer",
+    "loss_scale",
+    "initial_scale",
+    "dynamic_growth_steps",
+    "dynamic",
+    "policy",
+    "global_clipnorm",
+    "guard",
+    "name",
+)
+"""The arguments of the Keras wrapper."""
+
+
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:
     """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
     if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
         raise ValueError(
-            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`. Those of the loss scale are "
-            "`initial_scale`, `dynamic_growth_steps` and `dynamic`, or pass policy=DynamicScaling(...)"
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`; "
+            f"{nearest_name(unknown[0], ARGUMENTS)}known: {', '.join(ARGUMENTS)}"
         )
     for name, value in arguments.items():
         if value != _BASE_DEFAULTS[name]:

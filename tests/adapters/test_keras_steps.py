@@ -14,6 +14,7 @@ from tests.adapters.keras_loops import BACKEND, apply, apply_scaled, assert_same
 from tests.sweeping import seeds
 
 INF, NAN = float("inf"), float("nan")
+pytestmark = pytest.mark.filterwarnings("ignore:scale_loss was not called")  # gradients are made up here
 
 
 def _variables(*shapes, dtype="float32"):
@@ -315,6 +316,49 @@ def test_as_many_gradients_as_variables(is_built):
     with pytest.raises(ValueError, match=f"{len(grads)} gradients came for {int(is_built)} variables"):
         optimizer.apply(grads)
     assert int(optimizer.metrics()["steps"]) == 0
+
+
+@pytest.mark.filterwarnings("error:scale_loss was not called")
+def test_a_step_whose_loss_was_not_scaled():
+    """It is warned of once: before the first loss is scaled, and in an eager loop that forgets it later."""
+    for has_begun in (False, True):
+        optimizer, (variable,) = LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), _variables()
+        optimizer.build([variable])
+        if has_begun:
+            optimizer.scale_loss(keras.ops.ones(()))
+            optimizer.apply([keras.ops.ones(3)])
+        with pytest.warns(UserWarning, match=r"differentiate optimizer\.scale_loss\(loss\)") as caught:
+            optimizer.apply([keras.ops.ones(3)])
+        assert [each.filename for each in caught] == [__file__]
+        optimizer.apply([keras.ops.ones(3)])
+    unscaled = LossScaleOptimizer(keras.optimizers.SGD(0.1), "none")
+    unscaled.apply([keras.ops.ones(3)], _variables())
+
+
+def test_one_wrapper_and_arguments_that_exist():
+    """A second wrapper of an optimizer is refused, and a misspelt argument is answered by the nearest."""
+    wrapped = LossScaleOptimizer(inner := keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="is already wrapped by a LossScaleOptimizer"):
+        LossScaleOptimizer(inner)
+    with pytest.raises(TypeError, match="did you mean 'policy'"):
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), polcy="none")
+    assert wrapped.inner_optimizer is inner
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
+def test_clipping_sums_rows_that_repeat_as_keras_does():
+    """Adam squares the sum of an embedding row's gradients, though the clip is inactive."""
+    import tensorflow as tf
+
+    ends = []
+    for wrap in (lambda inner: inner, lambda inner: LossScaleOptimizer(inner, 4.0)):
+        optimizer, variable = wrap(keras.optimizers.Adam(0.1, global_clipnorm=1e6)), keras.Variable(np.ones((4, 2)))
+        factor = 1.0 if type(optimizer) is keras.optimizers.Adam else 4.0
+        for row in (1, 2, 1):
+            values = tf.constant([[1.0, 2.0], [3.0, -1.0]]) * factor
+            optimizer.apply([tf.IndexedSlices(values, tf.constant([row, 1]), tf.constant([4, 2]))], [variable])
+        ends.append(value_of(variable))
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
 
 
 def test_variables_are_named_after_the_optimizer():

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+import lossscale_keras
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
@@ -533,8 +534,18 @@ def test_arguments_that_contradict_a_policy_are_refused(arguments):
     """Instead of being dropped; so is a growth interval for a fixed scale."""
     with pytest.raises(ValueError, match="pass either policy= or the settings"):
         LossScaleOptimizer(keras.optimizers.SGD(), policy=POLICY, **arguments)
+    if "loss_scale" in arguments:
+        with pytest.raises(ValueError, match="pass either loss_scale= or dynamic="):
+            LossScaleOptimizer(keras.optimizers.SGD(), **arguments, dynamic=True)
     with pytest.raises(AttributeError, match="dynamic_growth_steps is of dynamic scaling"):
         LossScaleOptimizer(keras.optimizers.SGD(), 8.0).dynamic_growth_steps = 5
+
+
+@pytest.mark.parametrize("arguments", [{}, {"loss_scale": "dynamic"}, {"policy": "dynamic"}, {"dynamic": True}])
+def test_dynamic_is_that_of_the_documents(arguments):
+    """It begins at 2**15, by whichever argument it is given; in `lossscale_keras` it begins at 2**16."""
+    assert LossScaleOptimizer(keras.optimizers.SGD(), **arguments).loss_scale == 2.0**15
+    assert lossscale_keras.LossScaleOptimizer(keras.optimizers.SGD()).loss_scale == 2.0**16
 
 
 def test_gradients_of_other_kinds():

@@ -102,8 +102,8 @@ def test_another_inner_optimizer():
 
 
 def test_an_unknown_argument():
-    """The message names the arguments of the loss scale."""
-    with pytest.raises(ValueError, match=r"init_scale.*Those of the loss scale are `initial_scale`"):
+    """The message names the nearest argument."""
+    with pytest.raises(ValueError, match=r"init_scale.*did you mean 'initial_scale'"):
         LossScaleOptimizer(keras.optimizers.SGD(), init_scale=8.0)
 
 

@@ -1,6 +1,7 @@
 """A model that is saved in the middle of training and continues elsewhere, to the last bit, in each file format."""
 
 import pickle
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+import lossscale_keras
 from lossscale_core import DynamicScaling, FixedScaling
 from lossscale_tf import LossScaleOptimizer
 
@@ -207,3 +209,20 @@ def test_before_the_first_step(tmp_path, generation):
     fresh.minimize(lambda: tf.reduce_sum(variable**2), [variable])
     restored.minimize(lambda: tf.reduce_sum(other**2), [other])
     np.testing.assert_array_equal(other.numpy(), variable.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize(
+    ("file", "wrapper"), [("tensorflow", LossScaleOptimizer), ("keras", lossscale_keras.LossScaleOptimizer)]
+)
+def test_a_file_of_before_the_wrappers_were_one(file, wrapper):
+    """It loads as the class that saved it, and its state continues; Keras's own class refuses its config."""
+    model = keras.models.load_model(Path(__file__).parent / f"test_{file}_saved.keras")
+    optimizer = model.optimizer
+    assert type(optimizer) is wrapper
+    assert int(optimizer.iterations) == int(optimizer.metrics()["steps"]) == 3
+    assert float(optimizer.loss_scale) == 512.0
+    assert float(optimizer.metrics()["norm_mean"]) == 6.824281692504883
+    assert optimizer.global_clipnorm == 1.0
+    with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
+        keras.optimizers.LossScaleOptimizer.from_config(optimizer.get_config())

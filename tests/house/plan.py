@@ -104,7 +104,7 @@ PLAN = {
     """,
     "lossscale_keras": """
         _backend:
-        _verbs:
+        _verbs: _backend
         _report: _backend _verbs
         _step: _backend _verbs
         _replicas: _backend _step

@@ -5,9 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core import ScalingPolicy, as_policy
+from lossscale_core import ScalingPolicy
 from lossscale_core.adapters import shown
-from lossscale_tf._documented import documented_policy, require_no_base_arguments, require_policy_or_number
+from lossscale_tf._documented import documented_policy, policy_of, require_no_base_arguments, require_policy_or_number
 from lossscale_tf._pairs import pairs_of
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
@@ -34,7 +34,7 @@ def policy_of_arguments(
         given = zip(_DEFAULTS.items(), values, strict=True)
         settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
         raise ValueError(f"policy={shown(policy)} and {settings} are both given; pass either policy= or the settings")
-    return as_policy(policy)
+    return policy_of(policy)
 
 
 def loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTape | None, Any]:
