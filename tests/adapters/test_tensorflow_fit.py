@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import lossscale_keras
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer
@@ -69,15 +70,18 @@ class Replicas(keras.callbacks.Callback):
 
 
 @pytest.mark.usefixtures("mixed_float16")
-@pytest.mark.parametrize("graph", [True, False])
-def test_200_steps_on_two_replicas(graph):
+@pytest.mark.parametrize(
+    ("wrapper", "graph"),
+    [(LossScaleOptimizer, True), (LossScaleOptimizer, False), (lossscale_keras.LossScaleOptimizer, True)],
+)
+def test_200_steps_on_two_replicas(wrapper, graph):
     """An overflow on either skips on both: all bits stay alike, and the state goes as the policy alone says."""
     steps = 200 if graph else 8  # eagerly a step under a strategy takes long
     victims = np.random.default_rng(1).integers(0, 5, steps)  # neither replica overflows where it is 2 or more
     inputs, targets = _data(steps)
     spoilt = _spoilt(inputs, [n * ROWS + victim * ROWS // 2 for n, victim in enumerate(victims) if victim < 2])
     with STRATEGY.scope():
-        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY)
+        optimizer = wrapper(keras.optimizers.Adam(0.01), POLICY)
         model = _model(optimizer, jit_compile=False, run_eagerly=not graph)
     replicas, before = Replicas(), model.get_weights()
     _fit(model, spoilt, targets, callbacks=[replicas])
@@ -89,7 +93,7 @@ def test_200_steps_on_two_replicas(graph):
         assert (victim < 2) == all(map(np.array_equal, before, after)), n
         before = after
     assert len(replicas.states) == steps
-    assert model.optimizer.steps_with_missing_calls == 0
+    assert wrapper is not LossScaleOptimizer or model.optimizer.steps_with_missing_calls == 0
 
 
 WAYS = {
