@@ -217,7 +217,7 @@ def test_before_the_first_step(tmp_path, generation):
 )
 def test_a_file_of_before_the_wrappers_were_one(file, wrapper):
     """It loads as the class that saved it, and its state continues; Keras's own class refuses its config."""
-    model = keras.models.load_model(Path(__file__).parent / f"test_{file}_saved.keras")
+    model = keras.models.load_model(Path(__file__).parent / f"{file}_saved.keras")
     optimizer = model.optimizer
     assert type(optimizer) is wrapper
     assert int(optimizer.iterations) == int(optimizer.metrics()["steps"]) == 3
