@@ -4,15 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 BACKEND: str = keras.backend.backend()
 
 xp: Any
 """The array namespace that `policy.update` gets."""
-number_in: Callable[[Any], Any]
-"""Return the number in a Keras variable of shape `()`, on the host."""
-squares: Callable[[Any], Any]
-"""Return the sum of squares of an array in float32 or wider, in one read and without a copy; shape `()`."""
+is_finite: Callable[[Any], Any]
+"""Return whether a number is finite: an array, or a number on the host."""
+half_squares: Callable[[Any], Any]
+"""Return half the sum of squares of an array in float32 or wider, in one read and without a copy; shape `()`."""
 
 
 def unconverted(function: Any) -> Any:
@@ -25,19 +26,21 @@ def unconverted(function: Any) -> Any:
 if BACKEND == "jax":
     import jax
 
-    xp, squares, number_in = jax.numpy, lambda x: xp.sum(xp.square(x)), keras.ops.convert_to_numpy
+    xp, half_squares, is_finite = jax.numpy, lambda x: 0.5 * xp.sum(xp.square(x)), jax.numpy.isfinite
 elif BACKEND == "torch":
     import torch
 
-    xp, squares, number_in = torch, lambda x: torch.linalg.vector_norm(x) ** 2, keras.ops.convert_to_numpy
+    xp, half_squares, is_finite = torch, lambda x: 0.5 * torch.linalg.vector_norm(x) ** 2, torch.isfinite
 elif BACKEND == "tensorflow":
     import tensorflow as tf
 
-    xp, squares, number_in = tf, lambda x: 2.0 * tf.nn.l2_loss(x), lambda variable: variable.value.numpy()
-else:  # such as numpy, on which Keras cannot train
-    import numpy as np
+    xp, half_squares = tf, tf.nn.l2_loss
 
-    xp, squares, number_in = np, lambda x: np.sum(np.square(x)), keras.ops.convert_to_numpy
+    def is_finite(number: Any) -> Any:
+        return tf.math.is_finite(number) if tf.is_tensor(number) else bool(np.isfinite(number))
+
+else:  # such as numpy, on which Keras cannot train
+    xp, half_squares, is_finite = np, lambda x: 0.5 * np.sum(np.square(x)), np.isfinite
 
 
 def without_duplicates(leaf: Any) -> Any:

@@ -45,7 +45,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Args:
         inner_optimizer: A Keras 3 optimizer. Its `global_clipnorm` moves to this wrapper, unless it accumulates.
-        policy: Anything that `as_policy` accepts.
+        policy: Anything that `as_policy` accepts. "dynamic" is `DynamicScaling()`, which begins at 2**16; in
+            `lossscale_tf` it is the rule of TensorFlow's documents, which begins at 2**15.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
             scale and its counters unchanged. The norm is that of the unscaled gradients before clipping.
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
@@ -155,8 +156,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._once(lambda: self._build_for(variables))
         grads = grads if is_summed else replicas.summed(grads)
         cond = _cond if is_eager else ops.cond
-        checked, divisor = self._check(grads, variables, loss_scale, cond)
         on_host = is_eager and BACKEND == "tensorflow"  # where an operation takes longer than the whole update
+        checked, divisor = self._check(grads, variables, loss_scale, cond, on_host and not replicas.merges())
 
         def step(checked: Checked, apply: Callable[[], None]) -> None:
             with _one_at_a_time if on_host else nullcontext():
@@ -230,20 +231,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return new_trainable_variables, state + inner_variables
 
     def _check(
-        self, grads: list[Any], variables: list[Any], loss_scale: Any, cond: Callable[..., Any]
+        self, grads: list[Any], variables: list[Any], loss_scale: Any, cond: Callable[..., Any], on_host: bool = False
     ) -> tuple[Checked, Any]:
         """Return the result of the check, and the divisor that unscales and clips; None where nothing is divided."""
         with_norm = self.guard is not None or self._max_norm is not None
-        checked = check(grads, variables, loss_scale, with_norm, cond)
-        if self._max_norm is None:
+        checked = check(grads, variables, loss_scale, with_norm, cond, on_host)
+        if self._max_norm is None or (on_host and checked.norm <= self._max_norm):
             return checked, loss_scale
+        norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
+        checked = checked._replace(norm=norm)
         clip = xp.where(checked.norm > self._max_norm, checked.norm / self._max_norm, 1.0)
         return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
     def _decide(self, checked: Checked, on_host: bool = False) -> tuple[Any, States, States]:
         """Record the step; return whether it is applied, and the states before and after it."""
         before, guard_after, norm = self._read(on_host), None, checked.norm
-        if "float64" in str(norm.dtype):
+        if "float64" in str(getattr(norm, "dtype", "")):
             norm = ops.cast(at_most_largest(norm, "float32"), "float32")
         if on_host:
             finite, norm, xp_, where = bool(checked.known), float(norm), None, _where

@@ -1,5 +1,7 @@
 """The parts of a step: the states in Keras variables, the check of gradients, and their division."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from lossscale_keras._backend import number_in, squares, xp
+from lossscale_keras._backend import BACKEND, half_squares, is_finite, xp
 from lossscale_keras._verbs import all_finite, dense, lifted
 
 
@@ -16,6 +18,7 @@ class Stored:
 
     def __init__(self, start: Any, prefix: str = "") -> None:
         self._start = start
+        self._inner: list[Any] = []
         # Not autocast: within a layer's call Keras would read the loss scale in float16, in which it may be infinite.
         # All replicas compute the same numbers. Without an aggregation none of them may set a mirrored variable:
         # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
@@ -35,14 +38,26 @@ class Stored:
 
     def read_on_host(self) -> Any:
         """Return the numbers as host scalars. Synchronises with the host."""
-        values = zip(self._start, map(number_in, self.variables), strict=True)
-        return self._start._make(type(first)(value) for first, value in values)
+        if BACKEND == "tensorflow":
+            values = [each.value().numpy() for each in self._of_tensorflow()]
+        else:
+            values = list(map(ops.convert_to_numpy, self.variables))
+        return self._start._make([type(first)(value) for first, value in zip(self._start, values, strict=True)])
+
+    def _of_tensorflow(self) -> list[Any]:
+        # TensorFlow's variables take half the time of Keras's wrappers around them.
+        if not self._inner:
+            self._inner = [each.value for each in self.variables]
+        return self._inner
 
     def assign(self, numbers: Any, before: Any = None) -> None:
-        """Set the variables to new numbers; only those that differ from `before`, numbers on the host."""
-        before = [None] * len(self.variables) if before is None else before
-        for variable, old, new in zip(self.variables, before, numbers, strict=True):
-            if old is None or old != new:  # an eager assignment takes longer than the whole update on the host
+        """Set the variables to new numbers; those that differ from `before` if this is given, numbers on the host."""
+        if before is None:
+            for variable, new in zip(self.variables, numbers, strict=True):
+                variable.assign(new)
+            return
+        for variable, old, new in zip(self._of_tensorflow(), before, numbers, strict=True):
+            if old != new:  # an assignment takes longer than the whole update on the host
                 variable.assign(new)
 
 
@@ -76,29 +91,37 @@ class Checked(NamedTuple):
 
 
 def check(
-    grads: list[Any], variables: list[Any], loss_scale: Any, with_norm: bool, cond: Callable[..., Any]
+    grads: list[Any],
+    variables: list[Any],
+    loss_scale: Any,
+    with_norm: bool,
+    cond: Callable[..., Any],
+    on_host: bool = False,
 ) -> Checked:
     """Return whether gradients are finite, and their norm; `loss_scale` is None for gradients that are unscaled.
 
     A finite sum of squares proves that every element is finite, and is the norm, in one read. All elements are unscaled
     and tested if the sum is not finite, as for 1e20, if the scale is below 1, or if a cast to the dtype of a variable
-    narrows.
+    narrows. With `on_host` the sum is read at once, and the result is on the host, too, if it is a proof.
     """
     pairs = [(grad, each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
     new_values = [dense(grad) for grad, each in pairs if is_overwritten(each)]
-    scaled = [(lifted(dense(grad)), each.dtype) for grad, each in pairs if not is_overwritten(each)]
-    narrows = any(_narrows(grad, each) for grad, each in pairs if not is_overwritten(each))
-    sums = [squares(grad) for grad, _ in scaled]
-    wide = "float64" if any("float64" in str(each.dtype) for each in sums) else "float32"
-    total = sum((ops.cast(each, wide) for each in sums[1:]), ops.cast(sums[0], wide) if sums else ops.zeros((), wide))
-    divisor = 1.0 if loss_scale is None else ops.cast(loss_scale, wide)
-
-    proof = all_finite([total, *new_values])
-    proof = proof if loss_scale is None else proof & (loss_scale >= 1.0)
-    no_norm = ops.zeros((), wide)
+    pairs = [(grad, each) for grad, each in pairs if not is_overwritten(each)] if new_values else pairs
+    scaled = [(lifted(dense(grad)), each.dtype) for grad, each in pairs]
+    narrows = any(_narrows(grad, each) for grad, each in pairs)
+    total = _sum_of_squares([grad for grad, _ in scaled])
+    wide = keras.backend.standardize_dtype(total.dtype)
+    scale = 1.0 if loss_scale is None else loss_scale
+    if on_host:
+        total, scale = total.numpy(), 1.0 if loss_scale is None else loss_scale.numpy()
+    proof = is_finite(total) if loss_scale is None else is_finite(total) & (scale >= 1.0)
+    if new_values:
+        proof = all_finite(new_values) & proof
 
     def quick() -> Checked:
-        return Checked(proof, ops.sqrt(total) / divisor if with_norm else no_norm, True)
+        if not with_norm:
+            return Checked(proof, ops.zeros((), wide) if not on_host else 0.0, True)
+        return Checked(proof, np.sqrt(total) / scale if on_host else ops.sqrt(total) / ops.cast(scale, wide), True)
 
     def exact() -> Checked:
         finite, sizes = all_finite(new_values), []
@@ -107,31 +130,49 @@ def check(
             finite = finite & all_finite(each)
             sizes += [ops.cast(ops.max(ops.abs(lifted(each))), wide)] if 0 not in grad.shape else []
         if not with_norm or not sizes:
-            return Checked(finite, no_norm, finite)
-        norm = _norm([grad for grad, _ in scaled], ops.max(ops.stack(sizes)), divisor, wide)
+            return Checked(finite, ops.zeros((), wide), finite)
+        norm = _norm([grad for grad, _ in scaled], ops.max(ops.stack(sizes)), ops.cast(scale, wide), wide)
         return Checked(finite, norm, finite)
 
     return exact() if narrows else Checked(*cond(proof, quick, exact))
+
+
+def _sum_of_squares(grads: list[Any]) -> Any:
+    """Return the sum in float32, or in float64 if a gradient is in it."""
+    halves = [half_squares(grad) for grad in grads]
+    wide = "float64" if any("float64" in str(each.dtype) for each in halves) else "float32"
+    halves = [each if wide in str(each.dtype) else ops.cast(each, wide) for each in halves]
+    if BACKEND == "tensorflow" and halves:
+        return 2.0 * xp.add_n(halves)
+    return 2.0 * functools.reduce(operator.add, halves, ops.zeros((), wide))
 
 
 def _norm(grads: list[Any], largest: Any, loss_scale: Any, wide: str) -> Any:
     """Return a norm whose square may overflow, from the largest magnitude of an unscaled element."""
     largest = at_most_largest(largest, wide)
     divisor = xp.where(largest > 0.0, largest, largest + 1.0) * loss_scale  # no square of a quotient overflows
-    parts = [ops.cast(squares(ops.divide(each, divisor)), wide) for each in grads]
-    return at_most_largest(largest * ops.sqrt(sum(parts[1:], parts[0])), wide)
+    total = _sum_of_squares([ops.divide(each, divisor) for each in grads])
+    return at_most_largest(largest * ops.sqrt(ops.cast(total, wide)), wide)
 
 
 def unscaled(grads: list[Any], variables: list[Any], divisor: Any) -> list[Any]:
     """Return gradients divided by `divisor`, if it is not None, in float32 or wider, in their variables' dtypes."""
     return [
-        grad if grad is None or is_overwritten(each) else ops.cast(_divided(lifted(grad), divisor), each.dtype)
+        grad if grad is None or is_overwritten(each) else _cast(_divided(lifted(grad), divisor), each.dtype)
         for grad, each in zip(grads, variables, strict=True)
     ]
 
 
 def _divided(grad: Any, divisor: Any) -> Any:
-    return grad if divisor is None else ops.divide(grad, divisor)
+    if divisor is None:
+        return grad
+    is_plain = grad.dtype == divisor.dtype and not hasattr(grad, "indices")  # `IndexedSlices` have no operators
+    return grad / divisor if is_plain else ops.divide(grad, divisor)
+
+
+def _cast(grad: Any, dtype: Any) -> Any:
+    standardize = keras.backend.standardize_dtype
+    return grad if standardize(grad.dtype) == standardize(dtype) else ops.cast(grad, dtype)
 
 
 def is_overwritten(variable: Any) -> bool:

@@ -184,12 +184,6 @@ def all_replicas(flag: tf.Tensor) -> tf.Tensor:
     return tf.equal(bad, 0.0)
 
 
-def mean_over_replicas(norm: tf.Tensor) -> tf.Tensor:
-    """Return the mean of `norm` over the replicas; with summed gradients it is the same on each."""
-    context = tf.distribute.get_replica_context()
-    return norm if context.num_replicas_in_sync == 1 else context.all_reduce(tf.distribute.ReduceOp.MEAN, norm)
-
-
 def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
     """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 if one of them is."""
     parts = [lifted(part) for each in values for part in _real_parts(each)]

@@ -70,11 +70,12 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
     after it, then `apply_gradients`, as with `tf.keras.mixed_precision`. A skipped step changes neither variables nor
     slots nor `iterations`. In `tf.function` nothing synchronises with the host; eagerly, `apply_gradients` reads the
-    flag and the state.
+    flag and the state. What is not documented here is as in `lossscale_keras.LossScaleOptimizer`.
 
     Args:
         inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
-        loss_scale: Anything that `as_policy` accepts; or a bool, as for `dynamic`.
+        loss_scale: Anything that `as_policy` accepts; or a bool, as for `dynamic`. In this class and in `v1`, "dynamic"
+            is the documents' rule, which begins at 2**15; everywhere else it is `DynamicScaling()`, from 2**16.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
         dynamic: Whether the scale adapts.
@@ -89,6 +90,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     Raises:
         TypeError: `inner_optimizer` is not a Keras optimizer, or scales the loss already.
         ValueError: The arguments contradict each other, or another wrapper has this optimizer.
+        RuntimeError: Keras runs on another backend than TensorFlow.
 
     """
 
@@ -631,28 +633,3 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     def __dir__(self) -> list[str]:
         return listed(super().__dir__(), self.inner_optimizer)
-
-
-def _add_variable(optimizer: keras.optimizers.Optimizer, prefix: str, name: str, value: Any) -> tf.Variable:
-    return optimizer.add_variable(
-        shape=(),
-        dtype=value.dtype.name,
-        initializer=keras.initializers.Constant(value),
-        # All replicas compute the same state. Without an aggregation no replica may set a mirrored variable:
-        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
-        aggregation="only_first_replica",
-        name=f"{prefix}{name}",
-    )
-
-
-def _variable_of_each_replica(value: Any) -> tf.Variable:
-    with tf.init_scope():
-        return tf.Variable(
-            value,
-            trainable=False,
-            name="used_loss_scale",
-            # Each replica sets its own. A mirrored variable needs a merge call, which a user's loop must not contain:
-            # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
