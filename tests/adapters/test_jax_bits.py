@@ -1,0 +1,56 @@
+"""Bits of an applied step: those of the same step without scaling, where the processor's rounding allows it."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import jax, jax.numpy as jnp, optax
+from lossscale_jax import get_scale_state, loss_scaled, scale
+
+keys = jax.random.split(jax.random.key(0), 6)
+params = [jax.random.normal(key, (32, 32)) / 6 for key in keys[:4]]
+x, y = jax.random.normal(keys[4], (64, 32)), jax.random.normal(keys[5], (64, 32))
+
+def loss(params):
+    hidden = x
+    for weight in params:
+        hidden = jnp.tanh(hidden @ weight)
+    return jnp.mean((hidden - y) ** 2)
+
+def after(step, state):
+    step = jax.jit(step)
+    for _ in range(10):
+        state = step(*state)
+    return state[0]
+
+def plain(inner):
+    def step(params, opt_state):
+        updates, opt_state = inner.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+    return after(step, (params, inner.init(params)))
+
+def scaled(inner, skip):
+    optimizer = loss_scaled(inner, 1024.0, skip=skip)
+    def step(params, opt_state):
+        grads = jax.grad(lambda params: scale(loss(params), get_scale_state(opt_state)))(params)
+        return optimizer.apply_gradients(grads, opt_state, params)
+    return after(step, (params, optimizer.init(params)))
+
+for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2), optax.rmsprop(1e-2)):
+    for skip in ("cond", "select"):
+        print(all((a == b).all() for a, b in zip(plain(inner), scaled(inner, skip))))
+"""
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the flag is one of x86 processors")
+def test_without_fused_multiply_add_a_step_is_that_without_scaling():
+    """XLA then rounds each product and each sum, however it fuses them; only a new process takes the flag."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment
+    )
+    assert result.stdout.split() == ["True"] * 6, result.stderr
