@@ -17,10 +17,10 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
+from lossscale.cli._trace import COLUMNS
 from lossscale_core import ScalingPolicy
 from lossscale_torch.hooks import Hook
 
-COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _MOST_WAITING = 100
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 # Before `start`, which gives these names to other classes.

@@ -113,7 +113,7 @@ PLAN = {
         __init__: _logger _optimizer _report _verbs
     """,
     "lossscale": """
-        _recording:
+        _recording: cli
         _script:
         _versions:
         demo:
