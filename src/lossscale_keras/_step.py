@@ -167,6 +167,8 @@ def _divided(grad: Any, divisor: Any) -> Any:
     if divisor is None:
         return grad
     is_plain = grad.dtype == divisor.dtype and not hasattr(grad, "indices")  # `IndexedSlices` have no operators
+    if is_plain and BACKEND == "tensorflow":
+        return grad * (1.0 / divisor)  # TensorFlow's division takes longer, and does not fuse with other products
     return grad / divisor if is_plain else ops.divide(grad, divisor)
 
 
