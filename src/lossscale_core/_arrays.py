@@ -10,7 +10,7 @@ import numpy as np
 
 from lossscale_core import _tree as tree
 from lossscale_core._finite import all_finite_in
-from lossscale_core._messages import not_a_flag
+from lossscale_core._messages import is_bool, not_a_flag
 from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._state import Array, ScaleState
 
@@ -71,7 +71,7 @@ def host_flag(grads_finite: Any, call: str) -> bool:
     """
     if grads_finite is True or grads_finite is False:
         return grads_finite
-    if getattr(grads_finite, "shape", None) != ():
+    if getattr(grads_finite, "shape", None) != () or not is_bool(grads_finite):
         raise not_a_flag(grads_finite, call)
     try:
         return bool(grads_finite)
@@ -216,12 +216,9 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
         take_new = host_flag(grads_finite, _SELECT)
         selected = tree.map_leaves(lambda a, b: a if take_new else b, new, old)
         return selected
-    try:
-        flag_xp = namespace(grads_finite) if xp is None else xp
-    except TypeError as error:
-        if isinstance(grads_finite, dict | list | tuple):
-            raise not_a_flag(grads_finite, _SELECT) from error
-        raise
+    if not is_bool(grads_finite):
+        raise not_a_flag(grads_finite, _SELECT)
+    flag_xp = namespace(grads_finite) if xp is None else xp
 
     def select_leaf(a: Any, b: Any) -> Any:
         if a is None:

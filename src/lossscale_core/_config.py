@@ -10,7 +10,7 @@ import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
 from lossscale_core._files import read_data, suffix_of, write_whole
-from lossscale_core._messages import nearest_name, shown, unknown_name
+from lossscale_core._messages import nearest_name, shown, shown_names, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core.errors import PolicyError
@@ -19,6 +19,9 @@ PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping
 """The types that `as_policy` accepts."""
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
+# Of DeepSpeed's JSON and its table "fp16", and of apex.
+_OTHER_TOOLS = {"fp16", "loss_scale", "initial_scale_power", "loss_scale_window", "scale_window", "min_loss_scale"}
+_FROM_TOOL = "pass the config of another tool to lossscale.from_tool, as in from_tool('deepspeed', config)"
 # Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
@@ -130,8 +133,11 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(
             f"a policy's config must be a table of keys and values, not {shown(config)}; write kind = 'dynamic'"
         )
+    if "kind" not in config and isinstance(config.get("policy"), Mapping):
+        raise PolicyError("the policy's config has no 'kind', but a table 'policy'; write its keys without the table")
     if "kind" not in config:
-        raise PolicyError(f"the policy's config has no 'kind'; add kind = 'dynamic' ({_known(KINDS)})")
+        hint = _FROM_TOOL if _OTHER_TOOLS & config.keys() else f"add kind = 'dynamic' ({_known(KINDS)})"
+        raise PolicyError(f"the policy's config has no 'kind', but {shown_names(config) or 'nothing'}; {hint}")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise PolicyError(
@@ -142,7 +148,8 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
         if name not in fields:
-            raise PolicyError(unknown_name(name, f"a key of a {kind!r} policy", fields))
+            hint = f"; {_FROM_TOOL}" if name in _OTHER_TOOLS else ""
+            raise PolicyError(unknown_name(name, f"a key of a {kind!r} policy", fields) + hint)
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in values:
             raise PolicyError(f"a {kind!r} policy needs {name}; add it, as in {name} = 1024.0")

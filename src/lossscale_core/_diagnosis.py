@@ -11,6 +11,8 @@ from lossscale_core._state import ScaleState, read
 
 _FEW = 5
 _OFTEN = 0.05
+BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
+"""What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
 STREAK_HINT = (
     "look for a NaN or infinity in the loss, or raise max_overflow_streak where init_scale is known to be far too large"
 )
@@ -54,14 +56,13 @@ def diagnosis(policy: BaseScaling, numbers: Numbers, guard: GuardState | None = 
 
 def forward_pass(policy: BaseScaling, scale: float) -> str:
     """Return where to look for the cause of overflows that a smaller scale than this would hardly remove."""
+    backward = f"if the loss is finite, look for {BACKWARD}."
     if not policy.scales_losses:
-        return "Look for a NaN or infinity in the inputs, the forward pass and the loss."
+        return f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}"
     if scale > 1.0:
         return "Lower min_scale, or look for a NaN or infinity in the forward pass."
-    return (
-        "The cause is usually not the scale but a NaN or infinity in the forward pass: "
-        "look at the loss and the inputs first."
-    )
+    cause = "The cause is usually not the scale but a NaN or infinity in the forward pass"
+    return f"{cause}: look at the loss and the inputs first; {backward}"
 
 
 def _spikes(guard: GuardState) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "escaped",
     "explain_arguments",
+    "is_bool",
     "nearest_name",
     "not_a_flag",
     "not_a_state",
@@ -189,6 +190,19 @@ def not_a_state(value: Any, call: str) -> TypeError:
         f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
         "or update returned"
     )
+
+
+def is_bool(value: Any) -> bool:
+    """Return whether a value is a bool, or an array of bools of any framework, by its type alone.
+
+    Args:
+        value: Any value, also a traced one.
+
+    Returns:
+        The answer.
+    """
+    # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
+    return value is True or value is False or "bool" in str(getattr(value, "dtype", ""))
 
 
 def not_a_flag(value: Any, call: str) -> TypeError:

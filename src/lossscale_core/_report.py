@@ -7,7 +7,7 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._diagnosis import STREAK_HINT, Numbers, diagnosis
+from lossscale_core._diagnosis import BACKWARD, STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._messages import not_a_state, shown_number
 from lossscale_core._settings import LARGEST_COUNT
@@ -75,7 +75,10 @@ class OverflowReport(list[GradientReport]):
             return "every gradient is finite"
         if self.loss_finite is None:
             return "pass loss= to learn whether the scale or the loss is the cause"
-        return "finite loss: a smaller loss scale fixes this"
+        verdict = "finite loss: a smaller loss scale usually fixes this"
+        if any(each.positive_inf or each.negative_inf for each in self):
+            return verdict
+        return f"{verdict}; NaN without an infinity may come from {BACKWARD}"
 
     def __str__(self) -> str:
         lines = (

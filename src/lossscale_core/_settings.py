@@ -47,8 +47,11 @@ class Rule:
                 return f"pass {self.validate('', float(value))} without quotes"
             except (PolicyError, ValueError, OverflowError):
                 return self.hint
-        if self.type is int and isinstance(value, float) and self.minimum < value < self.maximum:
-            return f"pass {round(value)}"
+        if self.type is int and isinstance(value, int | float):
+            if value > self.maximum:
+                return f"pass {self.maximum:.0f} for the largest count"
+            if self.minimum < value:
+                return f"pass {round(value)}"
         return self.hint
 
     def accepts(self, value: Any) -> bool:

@@ -42,7 +42,7 @@ class CheckpointError(LossScaleError, ValueError):
 
 
 class TraceFileError(LossScaleError, ValueError):
-    """A recorded run cannot be read, because its file does not hold one value per step."""
+    """A recorded run cannot be read: its file does not hold one value per step, or it has too many steps."""
 
 
 class ScaleStateError(LossScaleError, LookupError):

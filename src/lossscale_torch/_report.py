@@ -25,8 +25,8 @@ def overflow_report(
             backward pass may leave NaN and no infinity.
 
     Returns:
-        A list of `GradientReport`. Its `verdict` says "finite loss: a smaller loss scale fixes this" or "the loss
-        itself is not finite".
+        A list of `GradientReport`. Its `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the
+        loss itself is not finite".
 
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.

@@ -150,5 +150,5 @@ def test_overflow_report():
     (report,) = overflow_report(grads)
     assert report == ("['layers'][0]['w']", 1, 1, 0, 3.0)
     assert overflow_report({"w": jnp.ones(2)}) == []
-    assert overflow_report(grads, loss=jnp.float32(1.0)).verdict == "finite loss: a smaller loss scale fixes this"
+    assert overflow_report(grads, loss=jnp.float32(1.0)).verdict.startswith("finite loss: a smaller loss scale usually")
     assert overflow_report(grads, loss=float("nan")).verdict.startswith("the loss itself is not finite")

@@ -252,7 +252,7 @@ def test_an_overflow_report_names_the_variable():
     report = overflow_report(zip(grads, variables, strict=True), loss=keras.ops.convert_to_tensor(1.0))
     assert [each[1:] for each in report] == [(1, 1, 0, 1.0)]
     assert report[0].name == variables[0].path
-    assert report.verdict == "finite loss: a smaller loss scale fixes this"
+    assert report.verdict.startswith("finite loss: a smaller loss scale usually")
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="counts what torch copies to the host")

@@ -164,5 +164,5 @@ def test_overflow_report(dtype):
     (report,) = overflow_report(pairs)
     assert report == ("w:0", 1, 1, 0, 3.0)
     assert overflow_report(pairs[1:]) == []
-    assert overflow_report(pairs, loss=tf.constant(1.0)).verdict == "finite loss: a smaller loss scale fixes this"
+    assert overflow_report(pairs, loss=tf.constant(1.0)).verdict.startswith("finite loss: a smaller loss scale usually")
     assert overflow_report(pairs, loss=float("nan")).verdict.startswith("the loss itself is not finite")

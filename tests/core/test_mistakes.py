@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import errno
 import inspect
+import json
 import pickle
 import re
 from pathlib import Path
@@ -146,6 +147,11 @@ def test_the_sentence_costs_no_signature(policy):
         (lambda: metrics(POLICY), "call metrics(state), with a state that init_state or update returned"),
         (lambda: simulate([True, False], POLICY), "call simulate(policy, grads_finite)"),
         (lambda: simulate([True, False], "dynamic"), "call simulate(policy, grads_finite)"),
+        (lambda: POLICY.update(STATE, np.float32("nan")), "grads_finite=np.float32(nan) must be a bool of shape ()"),
+        (lambda: POLICY.update(STATE, np.array(2.5)), "grads_finite=array(2.5) must be a bool of shape ()"),
+        (lambda: NoScaling().update(init_state(POLICY, xp=np), np.array(0.0)), "must be a bool of shape ()"),
+        (lambda: select(np.float32("nan"), GRADS, GRADS), "grads_finite=np.float32(nan) must be a bool of shape ()"),
+        (lambda: select(np.array(2), GRADS, GRADS), "grads_finite=array(2) must be a bool of shape ()"),
         (lambda: simulate(POLICY, 5), "grads_finite=5 must be a sequence of bools"),
         (lambda: simulate_gradients([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
     ],
@@ -252,6 +258,34 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
     assert check_setting("max_norm", float("inf")) == float("inf")
     assert check_setting("max_norm", 0) == 0.0
     assert check_setting("updates_per_step", np.int64(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"train_batch_size": 8, "fp16": {"enabled": True}},
+            "lossscale.from_tool, as in from_tool('deepspeed', config)",
+        ),
+        (
+            {"loss_scale": 0, "initial_scale_power": 16},
+            "no 'kind', but loss_scale, initial_scale_power; pass the config",
+        ),
+        ({"loss_scale": "dynamic", "opt_level": "O2"}, "lossscale.from_tool"),
+        ({"kind": "dynamic", "loss_scale_window": 1000}, "lossscale.from_tool"),
+        ({"policy": {"kind": "dynamic"}}, "no 'kind', but a table 'policy'; write its keys without the table"),
+        ({"growth_interval": 500}, "no 'kind', but growth_interval; add kind = 'dynamic'"),
+        ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
+    ],
+)
+def test_the_config_of_another_tool_is_sent_to_from_tool(tmp_path, config, sentence):
+    """A dict and a file get the same sentence; the file's begins with its path."""
+    with pytest.raises(PolicyError, match=re.escape(sentence)):
+        policy_from_dict(config)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(PolicyError, match=f"^{re.escape(str(path))}: .*{re.escape(sentence)}"):
+        load_policy(path)
 
 
 TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}

@@ -1,6 +1,7 @@
 """What a policy accepts, and what it says when it does not."""
 
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -58,6 +59,9 @@ def test_a_broken_rule_is_named_with_the_value_and_a_remedy(name, value, rule):
         ({"init_scale": "1024"}, "; pass 1024.0 without quotes"),
         ({"growth_interval": "many"}, "; pass 1 for the smallest count"),
         ({"min_scale": 0}, "; pass 1.0 or less"),
+        ({"growth_interval": 2**31}, "; pass 2147483647 for the largest count"),
+        ({"cooldown": 2.0**31}, "; pass 2147483647 for the largest count"),
+        ({"hysteresis": math.inf}, "; pass 2147483647 for the largest count"),
     ],
 )
 def test_the_remedy_is_what_was_probably_meant(setting, remedy):

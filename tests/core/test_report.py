@@ -19,7 +19,13 @@ from lossscale_core import (
     policy_to_dict,
     step_info,
 )
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
+from lossscale_core.adapters import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    GradientReport,
+    OverflowReport,
+    check_overflow_streak,
+)
 from lossscale_core.errors import OverflowStreakError, PolicyError
 
 
@@ -49,6 +55,17 @@ def test_step_info_of_arrays_stays_where_they_are():
     info = step_info(before, policy.update(before, np.asarray(False)))
     assert all(np.shape(value) == () for value in info)
     assert info.applied.dtype == bool
+
+
+@pytest.mark.parametrize("xp", [None, np, array_api_strict])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_step_info_is_true_if_and_only_if_the_step_was_applied(xp, finite):
+    """A loop can count `if info:`; a NamedTuple of its own would always be true."""
+    policy = DynamicScaling()
+    before = init_state(policy, xp=xp)
+    info = step_info(before, policy.update(before, finite if xp is None else xp.asarray(finite)))
+    assert bool(info) is finite
+    assert bool(step_info(before, before, spiked=True)) is False
 
 
 def test_metrics_have_stable_names():
@@ -181,6 +198,23 @@ def test_diagnoses_name_the_cause_and_what_to_do():
     assert "forward pass" in diagnose(FixedScaling(0.5), _after(FixedScaling(0.5), STREAK))
     assert "larger weight" in diagnose(top, _after(top, [True]))
     assert "DynamicScaling" in diagnose(FixedScaling(8.0), _after(FixedScaling(8.0), STREAK))
+
+
+def test_at_the_floor_the_range_of_gradients_is_named():
+    """No scale removes the NaN of a root at zero: https://github.com/jax-ml/jax/issues/26328."""
+    for policy in (DynamicScaling(), NoScaling(), UNBOUNDED):
+        text = diagnose(policy, _after(policy, [False] * 200))
+        assert "if the loss is finite, look for a division by zero, or a root or a logarithm at zero" in text
+
+
+def test_the_verdict_on_gradients_says_usually():
+    """Without an infinity, NaN may be there at each scale."""
+    inf, nan = GradientReport("a", 1, 1, 0, 2.0), GradientReport("b", 3, 0, 0, 2.0)
+    usually = "finite loss: a smaller loss scale usually fixes this"
+    assert OverflowReport([inf, nan], loss_finite=True).verdict == usually
+    verdict = OverflowReport([nan], loss_finite=True).verdict
+    assert verdict.startswith(f"{usually}; NaN without an infinity may come from a division by zero, or a root")
+    assert OverflowReport([nan]).verdict == "pass loss= to learn whether the scale or the loss is the cause"
 
 
 def test_below_one_the_forward_pass_is_to_blame():

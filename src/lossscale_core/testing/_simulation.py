@@ -1,6 +1,7 @@
 """Simulated runs of a policy over flags or gradient magnitudes, and the comparison of two runs."""
 
 import functools
+import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ from lossscale_core._guard import SpikeGuard
 from lossscale_core._messages import shown
 from lossscale_core._policy import LIBRARY_KINDS
 from lossscale_core._state import ScaleState
+from lossscale_core.errors import TraceFileError
 
 if TYPE_CHECKING:  # hypothesis is not a dependency of the package
     from hypothesis.strategies import SearchStrategy
@@ -25,9 +27,7 @@ LARGEST_NUMBER = {
     "float64": (2.0 - 2.0**-52) * 2.0**1023,
 }
 """The largest finite number of each dtype that gradients may have."""
-
-
-_CHUNK = 10_000
+_MOST_STEPS = 2**20
 
 
 class Trace(NamedTuple):
@@ -55,11 +55,11 @@ def simulate(
 ) -> Trace:
     """Run `policy` over steps with gradients that are finite or not.
 
-    A step takes a few microseconds and some 40 bytes; ten million steps take about a minute.
+    A step takes a few microseconds and some 40 bytes.
 
     Args:
         policy: Anything that `as_policy` accepts.
-        grads_finite: A bool for each step.
+        grads_finite: A bool for each step, at most 2**20.
         norms: The norm of each step's unscaled gradients, of shape `(steps,)`; only with `guard`.
         guard: Checks the norms of the steps that are finite. A spike leaves the policy's state as it was.
 
@@ -70,7 +70,8 @@ def simulate(
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `grads_finite` is not a sequence, or holds something other than bools, 0 and 1.
-        ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
+        ValueError: There are more than 2**20 steps, one of `norms` and `guard` is missing, or `norms` has another
+            length than `grads_finite`.
     """
     flags = _as_flags(grads_finite)
     if (norms is None) != (guard is None):
@@ -91,7 +92,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Args:
         policy: Anything that `as_policy` accepts.
-        gradient_max: The largest magnitude of each step's gradients, of shape `(steps,)`.
+        gradient_max: The largest magnitude of each step's gradients, of shape `(steps,)`, for at most 2**20 steps.
         dtype: The dtype of the gradients: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
 
     Returns:
@@ -99,7 +100,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Raises:
         PolicyError: `policy` is not a policy.
-        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative element.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape, too many steps or a negative element.
         TypeError: `gradient_max` does not hold numbers.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -115,6 +116,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
         ) from error
     if magnitudes.ndim != 1:
         raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
+    _require_few(len(magnitudes))
     if (magnitudes < 0.0).any():
         step = int(np.argmax(magnitudes < 0.0))
         raise ValueError(
@@ -204,7 +206,14 @@ def _as_flags(grads_finite: Any) -> list[bool]:
             f"grads_finite={shown(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
             "with flags such as [True, False]"
         )
-    return list(map(_as_flag, flags))
+    found = list(map(_as_flag, itertools.islice(flags, _MOST_STEPS + 1)))
+    _require_few(len(found))
+    return found
+
+
+def _require_few(steps: int) -> None:
+    if steps > _MOST_STEPS:
+        raise TraceFileError("a simulated run has at most 2**20 steps; pass a part of the run")
 
 
 def _as_flag(flag: Any) -> bool:
@@ -233,17 +242,14 @@ def _run(
     """Run a policy; the steps that do not count leave its state as it was."""
     state: Any = policy.init_state()
     fields = state._fields
-    columns = {name: np.empty(steps + 1, dtype=type(start)) for name, start in state._asdict().items()}
-    pending, written = [state], 0
+    rows = np.empty(steps + 1, [(name, type(start)) for name, start in state._asdict().items()])
+    rows[0] = tuple(state)
     with np.errstate(over="ignore"):
         for step in range(steps):
             if counts is None or counts[step]:
                 state = policy.update(state, is_finite(step, state.loss_scale))
-            pending.append(state)
-            if len(pending) == _CHUNK:  # a NamedTuple takes ten times the memory of its row
-                written = _write_rows(columns, written, pending)
-                pending.clear()
-    _write_rows(columns, written, pending)
+            rows[step + 1] = tuple(state)
+    columns = {name: rows[name].copy() for name in fields}
     scales = columns.pop("loss_scale")
     own = tuple(name for name in fields if name not in ScaleState._fields)
     trace: Trace = _trace_type(Trace._fields, *own)(
@@ -253,13 +259,6 @@ def _run(
         **{name: column[1:] for name, column in columns.items()},
     )
     return trace
-
-
-def _write_rows(columns: dict[str, Any], start: int, states: list[Any]) -> int:
-    """Write a row for each state from row `start` on, and return the row after the last."""
-    for column, values in zip(columns.values(), zip(*states, strict=True), strict=False):
-        column[start : start + len(states)] = values
-    return start + len(states)
 
 
 @functools.cache

@@ -118,6 +118,7 @@ _RULES = (
     _scaling.losses_keep_their_structure,
     _scaling.gradients_keep_their_structure,
     _steps.full_counters_stay_full,
+    _steps.only_a_bool_is_a_flag,
 )
 _RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
 _RULES_OF_REAL_NUMBERS = (

@@ -7,7 +7,7 @@ import numpy as np
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_from_dict, state_to_dict
 from tests.conformance.suite._scenarios import Scenario
-from tests.conformance.suite._trial import LIFTED, Trial, require_structure
+from tests.conformance.suite._trial import LIFTED, Trial, require, require_structure
 
 _OLD = [1.5, -0.0, 0.375, 2.0**-20]
 _NEW = [np.nan, np.inf, -np.inf, 7.0]
@@ -59,6 +59,19 @@ def a_step_is_applied_or_skipped(trial: Trial, dtype: str) -> None:
         trial.expect(f"parameter a {moment}", after["a"], np.array([-1.0, 1.0] if applied else [1.0, 2.0]), wide)
         trial.expect(f"parameter b {moment}", after["b"], np.array([2.0] if applied else [3.0]), wide)
         trial.expect_state(moment, state, policy.update(policy.init_state(), applied))
+
+
+def only_a_bool_is_a_flag(trial: Trial) -> None:
+    """Update refuses a number in the place of the flag, such as a norm or torch's `found_inf`, by its dtype."""
+    for policy in (NoScaling(), DynamicScaling()):
+        step, state = trial.run(trial.update(policy)), trial.state(policy)
+        for wrong in (trial.array(np.nan, "float32"), trial.array(1.0, "float32"), trial.array(1, "int32")):
+            try:
+                step(state, wrong)
+            except Exception as error:  # a compiler may wrap the error
+                require("must be a bool of shape ()" in str(error), f"update raised {error!r} for a number as the flag")
+            else:
+                require(False, f"update took {wrong} for a flag")
 
 
 def states_are_the_hosts(trial: Trial, scenario: Scenario) -> None:
