@@ -29,7 +29,7 @@ from lossscale_core._report import (
     metrics,
     step_info,
 )
-from lossscale_core._state import ScaleState
+from lossscale_core._state import ScaleState, one_more
 from lossscale_core._watch import ScaleWatch
 
 if _typing.TYPE_CHECKING:
@@ -61,6 +61,7 @@ __all__ = [
     "init_state",
     "load_policy",
     "metrics",
+    "one_more",
     "policy_from_dict",
     "policy_to_dict",
     "scale",

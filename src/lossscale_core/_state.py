@@ -49,7 +49,16 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
 
 
 def one_more(counter: Array) -> Array:
-    """Return an int32 counter plus 1; a full counter stays full, because int32 would wrap around."""
+    """Return a counter plus 1; a full counter stays full, because int32 would wrap around.
+
+    For the `update` of a policy of your own. Needs no namespace, and does not synchronise with the host.
+
+    Args:
+        counter: int32, from 0, shape `()`, on the host or in an array of any framework.
+
+    Returns:
+        The new count, with the dtype and on the device of `counter`; 2**31 - 1 if it was that.
+    """
     # Without `where`, which would need a namespace; subtracted first, since a full counter plus 1 would wrap around.
     return counter - counter // LARGEST_COUNT + 1
 

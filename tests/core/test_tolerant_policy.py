@@ -10,7 +10,7 @@ import pytest
 from lossscale_core import as_policy, policy_to_dict, state_from_dict, state_to_dict
 from lossscale_core._policy import KINDS
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import simulate
+from lossscale_core.testing import check_policy, simulate
 from tests.conformance import suite as conformance
 from tests.conformance.core_backends import CORE
 
@@ -77,6 +77,12 @@ def test_it_runs_on_arrays_as_on_the_host(example, adapter):
     for check in conformance.checks(adapter, scenarios={"tolerant": scenario}):
         if check.rule == "states_are_the_hosts":
             check()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("growth_interval", [1, 4, 2000])
+def test_it_keeps_the_rules_of_policies(example, tolerance, growth_interval):
+    check_policy(example.TolerantScaling(tolerance=tolerance, growth_interval=growth_interval))
 
 
 def test_it_runs_as_a_program(example, capsys):

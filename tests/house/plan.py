@@ -35,15 +35,16 @@ PLAN = {
         _placement: _arrays _config _state
         _watch: _base _config _diagnosis _state _messages
         _report: _base _config _diagnosis _guard _settings _state errors _messages
-        testing: _base _config _guard _messages _policy _state errors (_strategies)
+        testing: _base _config _guard _messages _policy _settings _state errors (_strategies)
         adapters: _checkpoint _files _guard _messages _mistakes _report _settings _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
             adapters errors testing
     """,
     "lossscale_core.testing": """
+        _check:
         _simulation:
         loops:
-        __init__: _simulation
+        __init__: _check _simulation
     """,
     "lossscale_torch": """
         _checkpoint:

@@ -8,6 +8,7 @@ trace.loss_scale_after  # 65536, 65536, 131072, 65536
 Import separately `lossscale_core.testing.loops`, which has what a check of training loops needs.
 """
 
+from lossscale_core.testing._check import check_policy
 from lossscale_core.testing._simulation import (
     LARGEST_NUMBER,
     Trace,
@@ -22,6 +23,7 @@ __all__ = [
     "LARGEST_NUMBER",
     "Trace",
     "assert_traces_equal",
+    "check_policy",
     "overflow_traces",
     "policies",
     "simulate",
