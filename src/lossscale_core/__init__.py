@@ -24,13 +24,13 @@ from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._report import (
+    ScaleWatch,
     StepInfo,
     diagnose,
     metrics,
     step_info,
 )
 from lossscale_core._state import ScaleState, one_more
-from lossscale_core._watch import ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import adapters, testing

@@ -1,6 +1,5 @@
 """The interface of a policy, and a base class with defaults for the members that the interface does not require."""
 
-import math
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from lossscale_core import _settings
@@ -124,32 +123,6 @@ class BaseScaling:
         """Return whether the loss scale never changes, so that a step changes counters only."""
         low, high = self.bounds()
         return low == high and not self.adapts
-
-    def overflows_down_to(self, loss_scale: float) -> int:
-        """Return how many overflows in a row lower the loss scale from its initial value to `loss_scale`.
-
-        Args:
-            loss_scale: A positive number, at most the initial loss scale.
-
-        Returns:
-            The number; 0 if the policy never lowers the scale.
-        """
-        if self.backoff_factor >= 1.0:
-            return 0
-        backoffs = round(math.log(loss_scale / float(self.init_state().loss_scale), self.backoff_factor))
-        if self.refill_on_backoff:
-            return backoffs * self.hysteresis
-        return backoffs + self.hysteresis - 1 if backoffs else 0  # later overflows back off at once
-
-    def growths_per_backoff(self) -> float:
-        """Return how many growths make up for one backoff; infinity if the scale never grows."""
-        if self.growth_factor <= 1.0 or self.backoff_factor >= 1.0:
-            return math.inf
-        return -math.log(self.backoff_factor) / math.log(self.growth_factor)
-
-    def overflow_share(self) -> float:
-        """Return the fraction of steps that overflow by design, because growth tries a larger scale regularly."""
-        return self.hysteresis / (self.hysteresis + self.growths_per_backoff() * self.growth_interval)
 
 
 class _WithDefaults(BaseScaling):

@@ -1,18 +1,27 @@
-"""Per-step information, metrics for logging, and a plain-text diagnosis."""
+"""Per-step information, metrics for logging, a plain-text diagnosis, and a log of its changes."""
 
+import math
 from collections.abc import Iterable
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._diagnosis import BACKWARD, STREAK_HINT, Numbers, diagnosis
 from lossscale_core._guard import GuardState
 from lossscale_core._messages import not_a_state, shown_number
-from lossscale_core._settings import LARGEST_COUNT
+from lossscale_core._mistakes import loss_scale_of
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import Array, ArrayT_co, ScaleState, read
 from lossscale_core.errors import OverflowStreakError
+
+BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
+"""What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
+_STREAK_HINT = (
+    "look for a NaN or infinity in the loss, or raise max_overflow_streak where init_scale is known to be far too large"
+)
+_FEW = 5
+_OFTEN = 0.05
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):
@@ -175,7 +184,7 @@ def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
             f", and the loss scale is down to {shown_number(float(state.loss_scale))}" if members.scales_losses else ""
         )
         raise OverflowStreakError(
-            f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; {STREAK_HINT}"
+            f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; {_STREAK_HINT}"
         )
 
 
@@ -195,13 +204,169 @@ def diagnose(
         guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
 
     Returns:
-        A text that begins with `not started`, `calibrating`, `no step applied yet`, `stuck at min_scale`,
-            `skipping too often`, `fallen below 1`, `pressing against max_scale`, `spiking`, `healthy`,
-            or, for a scale that no policy reaches, `broken`.
+        A text that begins with a verdict and a colon: `not started`, `calibrating`, `stuck at min_scale`, `skipping too
+        often`, `pressing against max_scale`, `healthy`, or, for a scale that no policy reaches, `broken`.
 
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `state` is not a state.
     """
-    members = BaseScaling.of(as_policy(policy))
-    return diagnosis(members, Numbers(members, state), guard)
+    text = _diagnosis(BaseScaling.of(as_policy(policy)), _numbers(state, "diagnose(policy, state)"))
+    if guard is None or not int(guard.spikes):
+        return text
+    spikes, streak = int(guard.spikes), int(guard.streak)
+    text += (
+        f" The guard refused {spikes} {'spike' if spikes == 1 else 'spikes'}; the mean norm is {float(guard.mean):g}."
+    )
+    if streak >= _FEW:
+        text += f" The last {streak} norms in a row were spikes. {_SPIKES_HINT}"
+    return text
+
+
+_SPIKES_HINT = "Look for a change of the data or a learning rate that is too large."
+
+
+def _numbers(state: Any, call: str) -> ScaleState[Any]:
+    """Return the fields of any state as Python numbers, each read once from its device."""
+    scale = read(loss_scale_of(state, call))
+    return ScaleState(scale, *(int(getattr(state, name)) for name in ScaleState._fields[1:]))
+
+
+def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
+    """Return the verdict, its reason and the recommendation for a state of Python numbers."""
+    scale, steps, skipped, streak = state.loss_scale, state.steps, state.skipped_steps, state.overflow_streak
+    applied, finite_in_a_row = steps - skipped, max(0, state.growth_tracker + policy.cooldown)
+    start, shown = float(policy.init_state().loss_scale), shown_number(scale)
+    counts = f"{skipped} of {steps} steps skipped"
+    # A state holds its scale in float32. Compared with a bound in float64, a scale at the bound might be above it.
+    low, high = map(np.float32, policy.bounds())
+    at_floor, at_ceiling = policy.adapts and scale <= low, policy.adapts and scale >= high
+    has_fallen = policy.adapts and scale < 1.0 <= start  # below 1 finite losses hardly ever overflow
+    backward = f"if the loss is finite, look for {BACKWARD}."
+    if not policy.scales_losses:
+        hint = f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}"
+    elif policy.adapts and not at_floor and not has_fallen:
+        hint = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
+    elif policy.is_constant() and scale > 1.0:
+        hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
+    elif scale > 1.0:
+        hint = f"Lower min_scale, or look for a NaN or infinity in the forward pass; {backward}"
+    else:
+        cause = "The cause is usually not the scale but a NaN or infinity in the forward pass"
+        hint = f"{cause}: look at the loss and the inputs first; {backward}"
+
+    # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        return f"broken: the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
+    if not steps:
+        return f"not started: no step yet{f'; the first is scaled by {shown}' if policy.scales_losses else ''}."
+    if policy.max_overflow_streak is not None and streak >= policy.max_overflow_streak:
+        reached = f"{streak} overflows in a row reach max_overflow_streak={policy.max_overflow_streak}"
+        return f"skipping too often: {reached} ({counts}). {_STREAK_HINT[0].upper()}{_STREAK_HINT[1:]}."
+    if at_floor and streak >= _FEW:
+        what = (
+            f"the last {streak} steps in a row overflowed and the loss scale cannot go below {shown_number(float(low))}"
+        )
+        return f"stuck at min_scale: {what}. {hint}"
+    # After a few applied steps, or several in a row, the calibration is over.
+    is_over = applied >= _FEW or 0 < applied == finite_in_a_row or at_floor or (has_fallen and streak >= _FEW)
+    if policy.adapts and skipped and not is_over:
+        now = f"is {shown}" if scale >= start else f"comes down from {shown_number(start)}, now {shown}"
+        advice = "This is normal at the start; a smaller init_scale shortens it."
+        return f"calibrating: {counts} while the loss scale {now}. {advice}"
+    if streak >= _FEW:
+        return f"skipping too often: the last {streak} steps in a row overflowed ({counts}). {hint}"
+    if not applied:
+        return f"not started: no step applied yet, {counts}. {hint}"
+    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
+    planned = 2.0 * policy.hysteresis / (policy.hysteresis + interval)  # growth tries a larger scale regularly
+    tolerated = max(4 if policy.adapts else 2, steps * max(_OFTEN, min(planned, 0.5)))
+    excess = skipped - _calibration(policy, state, start, finite_in_a_row, interval)
+    if excess > tolerated or (at_floor and streak and skipped >= _FEW):
+        return f"skipping too often: {counts}. {hint}"
+    if has_fallen:
+        return f"skipping too often: {counts}, and the loss scale has fallen to {shown}. {hint}"
+    if at_ceiling and not at_floor and applied >= policy.growth_interval:
+        room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
+        could = f"the loss scale is {shown} and could grow further ({counts})"
+        return f"pressing against max_scale: {could}. If small gradients still flush to zero, {room}."
+    return f"healthy: {counts}{f'; the loss scale is {shown}' if policy.scales_losses else ''}."
+
+
+def _calibration(policy: BaseScaling, state: ScaleState[Any], start: float, finite_in_a_row: int, interval: int) -> int:
+    """Return how many skips lowered the scale from `start`, once it is known that the scale has come down for good."""
+    skipped, applied = state.skipped_steps, state.steps - state.skipped_steps
+    if not policy.adapts or applied == finite_in_a_row:
+        return skipped if policy.adapts else 0
+    if state.loss_scale >= start or policy.backoff_factor >= 1.0:
+        return 0
+    backoffs = round(math.log(state.loss_scale / start, policy.backoff_factor))
+    down = backoffs * policy.hysteresis if policy.refill_on_backoff else backoffs + policy.hysteresis - 1
+    # The scale has grown since: each later backoff takes `hysteresis` overflows, and reverses a growth.
+    at_floor = state.loss_scale <= np.float32(policy.bounds()[0])
+    has_grown = not at_floor and 0 < (skipped - down) / policy.hysteresis <= applied / interval
+    return down if has_grown or finite_in_a_row >= min(20, interval / 2) or applied >= 10 * skipped else 0
+
+
+class ScaleWatch:
+    """The log of one run, through `logging.getLogger("lossscale")`.
+
+    ```python
+    watch = ScaleWatch()
+    ...
+    watch.log(policy, state)  # now and then, when the loop logs
+    ```
+
+    `GradScaler` and the `LossScaleOptimizer`s have one each. The watch logs the text of `diagnose` when its verdict
+    changes, and again when the streak of overflows is ten times as long; a verdict that comes back within 1000 steps is
+    not logged again. `calibrating` and `healthy` are `INFO` lines, any other verdict is a `WARNING`. A log record has
+    the attributes `event` (the verdict), `steps`, `loss_scale` and `overflow_streak`. A state with fewer steps than the
+    last one begins another run.
+    """
+
+    def __init__(self) -> None:
+        self._last: ScaleState[Any] | None = None
+        self._verdict = "healthy"
+        self._logged: dict[str, tuple[int, int]] = {}  # the step and the streak at which a verdict was logged
+
+    def log(self, policy: PolicyLike, state: ScaleState) -> None:
+        """Log the diagnosis of the state if its verdict is new. Synchronises with the host.
+
+        Args:
+            policy: Anything that `as_policy` accepts.
+            state: A state of any framework.
+
+        Raises:
+            PolicyError: `policy` is not a policy.
+            TypeError: `state` is not a state.
+        """
+        members, numbers = BaseScaling.of(as_policy(policy)), _numbers(state, "log(policy, state)")
+        last, self._last = self._last, numbers
+        if last is not None and numbers.steps < last.steps:
+            vars(self).update(vars(ScaleWatch()), _last=numbers)
+            last = None
+        is_fine = last is not None and self._verdict == "healthy" and last.skipped_steps == numbers.skipped_steps
+        if last is not None and is_fine and last.loss_scale == numbers.loss_scale < np.float32(members.bounds()[1]):
+            return  # nothing has happened since
+        text = _diagnosis(members, numbers)
+        before, self._verdict = self._verdict, text.partition(":")[0]
+        if self._verdict == "not started":
+            return
+        step, streak = self._logged.get(self._verdict, (-_APART, 0))
+        is_longer = numbers.overflow_streak >= _TIMES_AS_LONG * max(streak, 2) and self._verdict not in _QUIET
+        if is_longer or (before != self._verdict and numbers.steps - step >= _APART):
+            self._logged[self._verdict] = numbers.steps, numbers.overflow_streak
+            self._log(text, numbers)
+
+    def _log(self, text: str, numbers: ScaleState[Any]) -> None:
+        import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
+
+        level = logging.INFO if self._verdict in _QUIET else logging.WARNING
+        facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
+        line = "lossscale, step %d: %s"
+        logging.getLogger("lossscale").log(level, line, numbers.steps, text, extra={"event": self._verdict, **facts})
+
+
+_QUIET = ("calibrating", "healthy")
+_TIMES_AS_LONG = 10
+_APART = 1000

@@ -45,16 +45,16 @@ def _run(optimizer, losses, weight=None):
 
 @EACH
 def test_eager_steps_are_logged(make, caplog):
-    """They read the state anyway: the floor at the step that reaches it, and once."""
+    """They read the state anyway: the verdicts at the steps that change them, and once."""
     _run(make(), [NAN] * 30)
-    assert _events(caplog) == [("floor", 10)]
+    assert _events(caplog) == [("calibrating", 1), ("stuck at min_scale", 10)]
     assert "look at the loss and the inputs first" in caplog.text
 
 
 def test_a_healthy_run_says_that_it_is_calibrated(caplog):
-    """One line, of the level INFO."""
+    """Two lines, of the level INFO."""
     _run(_keras(), [NAN] * 3 + [1.0] * 10)
-    assert _events(caplog) == [("calibrated", 4)]
+    assert _events(caplog) == [("calibrating", 1), ("healthy", 4)]
 
 
 def _fit(optimizer, callbacks, epochs=2):
@@ -67,9 +67,9 @@ def _fit(optimizer, callbacks, epochs=2):
 def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(caplog):
     """Compiled steps stay on their device, so that nothing is said before the state is read."""
     _fit(_keras(), [])
-    assert _events(caplog) == [("floor", 40)]
+    assert _events(caplog) == [("stuck at min_scale", 40)]
     _fit(_keras(), [LossScaleLogger()])
-    assert _events(caplog)[1:] == [("floor", 20)]
+    assert _events(caplog)[1:] == [("stuck at min_scale", 20)]
 
 
 @pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_overflow_streak"])
@@ -86,4 +86,4 @@ def test_what_reads_the_state_of_compiled_steps_logs(read, caplog):
     assert _events(caplog) == []
     for _ in range(2):
         getattr(optimizer, read)()
-    assert _events(caplog) == [("floor", 30)]
+    assert _events(caplog) == [("stuck at min_scale", 30)]

@@ -241,7 +241,7 @@ def test_the_diagnosis_and_the_metrics_include_spikes():
     _, guard = _judged([1.0] * 20 + [100.0, 1.0])
     assert diagnose(policy, state, guard=guard).endswith("The guard refused 1 spike; the mean norm is 1.13636.")
     _, guard = _judged([1.0] * 20 + [100.0] * 6)
-    assert diagnose(policy, state, guard=guard).startswith("spiking: 0 of 1 steps skipped")
+    assert diagnose(policy, state, guard=guard).startswith("healthy: 0 of 1 steps skipped")
     assert "The last 6 norms in a row were spikes" in diagnose(policy, state, guard=guard)
     numbers = metrics(state, guard=guard)
     assert (int(numbers["spikes"]), float(numbers["spike_streak"])) == (6, 6.0)

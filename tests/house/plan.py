@@ -27,18 +27,16 @@ PLAN = {
         _arrays: _finite _mistakes _state _messages _tree
         _base: _arrays _settings _state errors
         _guard: _arrays _mistakes _settings _state errors _messages
-        _diagnosis: _base _guard _mistakes _settings _state _messages
         _policy: _arrays _base _mistakes _settings _state _messages
         _strategies: _base _settings
         _config: _base _policy _settings errors _files _messages
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _placement: _arrays _config _state
-        _watch: _base _config _diagnosis _state _messages
-        _report: _base _config _diagnosis _guard _settings _state errors _messages
+        _report: _base _config _guard _mistakes _settings _state errors _messages
         testing: _base _config _guard _messages _policy _settings _state errors (_strategies)
         adapters: _checkpoint _files _guard _messages _mistakes _report _settings _tree
-        __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state _watch
-            adapters errors testing
+        __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state adapters
+            errors testing
     """,
     "lossscale_core.testing": """
         _check:

@@ -129,10 +129,10 @@ def test_no_package_has_an_import_circle(package):
     list(graphlib.TopologicalSorter(_module_imports(package, only_at_top=True)).static_order())
 
 
-def test_only_the_watch_logs():
+def test_only_the_report_logs():
     """All else in the core is pure."""
     logging = {path.name for path in _files("lossscale_core") if "logging" in _imports(path)}
-    assert logging == {"_watch.py"}
+    assert logging == {"_report.py"}
 
 
 def test_torchs_step_does_not_import_what_is_built_on_it():
