@@ -15,13 +15,13 @@ from lossscale_core._config import (
     PolicyLike,
     as_policy,
     dump_policy,
+    init_state,
     load_policy,
     policy_from_dict,
     policy_to_dict,
 )
 from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
-from lossscale_core._placement import init_state
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._report import (
     ScaleWatch,

@@ -8,17 +8,20 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
+from lossscale_core._arrays import Namespace
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
 from lossscale_core._files import read_data, suffix_of, write_whole
 from lossscale_core._messages import nearest_name, shown, shown_names, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
+from lossscale_core._state import ScaleState
 from lossscale_core.errors import PolicyError
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
+_SUFFIXES = (".toml", ".json")
 # Of DeepSpeed's JSON and its table "fp16", and of apex.
 _OTHER_TOOLS = {"fp16", "loss_scale", "initial_scale_power", "loss_scale_window", "scale_window", "min_loss_scale"}
 _FROM_TOOL = "pass the config of another tool to lossscale.from_tool, as in from_tool('deepspeed', config)"
@@ -58,7 +61,7 @@ def as_policy(source: Any) -> ScalingPolicy:
         return _fixed(source)
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
-    if isinstance(source, str | os.PathLike) and suffix_of(source) in _WRITERS:
+    if isinstance(source, str | os.PathLike) and suffix_of(source) in _SUFFIXES:
         return load_policy(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
         _require_known_suffix(source)
@@ -91,6 +94,31 @@ def _meant(source: Any) -> str:
     except ValueError:
         return nearest_name(source.lower(), _WITHOUT_SETTINGS)
     return f"did you mean the number {number}? " if 0.0 < number < math.inf else ""
+
+
+def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> ScaleState:
+    """Return the state before the first step under `policy`.
+
+    Does not synchronise with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        xp: The array namespace of the state's fields; host scalars if left out.
+        device: The device of the arrays, as `xp.asarray` takes it.
+
+    Returns:
+        The policy's state, a NamedTuple of float32 and int32 scalars, or of arrays of shape `()`: a `ScaleState`, or
+        the type of state that the policy has in its place.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+    """
+    host: Any = as_policy(policy).init_state()
+    state: ScaleState = host
+    if xp is not None:
+        # The dtype comes from the namespace: torch.asarray, for example, refuses the dtypes of NumPy.
+        state = host._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in host)
+    return state
 
 
 def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
@@ -198,31 +226,21 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
         OSError: The file cannot be written.
     """
     _require_known_suffix(path)
-    write_whole(path, _WRITERS[suffix_of(path)](policy_to_dict(policy)), overwrite=overwrite)
+    import json
+
+    config = policy_to_dict(policy)
+    # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
+    text = lines if suffix_of(path) == ".toml" else json.dumps(config, indent=2) + "\n"
+    write_whole(path, text, overwrite=overwrite)
 
 
 def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _write_json(config: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(config, indent=2) + "\n"
-
-
-def _write_toml(config: dict[str, Any]) -> str:
-    import json
-
-    # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
-
-
-_WRITERS = {".toml": _write_toml, ".json": _write_json}
-
-
 def _require_known_suffix(path: str | os.PathLike[str]) -> None:
-    if suffix_of(path) in _WRITERS:
+    if suffix_of(path) in _SUFFIXES:
         return
     if os.path.isdir(path):
         raise PolicyError(f"{shown(os.fspath(path))} is a folder; pass a .toml or .json file in it")

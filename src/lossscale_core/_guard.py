@@ -13,8 +13,7 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._messages import shown
-from lossscale_core._mistakes import explain_settings
-from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule
+from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
 from lossscale_core.errors import PolicyError, SpikeStreakError
 

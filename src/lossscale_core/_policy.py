@@ -15,8 +15,7 @@ import numpy as np
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import is_bool, not_a_flag, not_a_state
-from lossscale_core._mistakes import explain_settings
-from lossscale_core._settings import RULES, SMALLEST_SCALE
+from lossscale_core._settings import RULES, SMALLEST_SCALE, explain_settings
 from lossscale_core._state import Array, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]

@@ -10,9 +10,8 @@ from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import GuardState
 from lossscale_core._messages import not_a_state, shown_number
-from lossscale_core._mistakes import loss_scale_of
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import Array, ArrayT_co, ScaleState, read
+from lossscale_core._state import Array, ArrayT_co, ScaleState, loss_scale_of, read
 from lossscale_core.errors import OverflowStreakError
 
 BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"

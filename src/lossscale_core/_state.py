@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lossscale_core._messages import not_a_state
 from lossscale_core._settings import LARGEST_COUNT
 
 if TYPE_CHECKING:
@@ -61,6 +62,25 @@ def one_more(counter: Array) -> Array:
     """
     # Without `where`, which would need a namespace; subtracted first, since a full counter plus 1 would wrap around.
     return counter - counter // LARGEST_COUNT + 1
+
+
+def loss_scale_of(state: Any, call: str) -> Any:
+    """Return the loss scale of a state.
+
+    Args:
+        state: A state, or any other value.
+        call: The right call, for the error, such as `unscale(grads, state)`.
+
+    Returns:
+        The loss scale, on the device of the state.
+
+    Raises:
+        TypeError: `state` is not a state.
+    """
+    try:
+        return state.loss_scale
+    except AttributeError as error:
+        raise not_a_state(state, call) from error
 
 
 def read(number: Array) -> float:

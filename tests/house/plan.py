@@ -15,34 +15,31 @@ ADAPTERS = {
 
 PLAN = {
     "lossscale_core": """
-        _finite:
         errors:
         _messages:
         _tree:
         _gradient_range: _messages
         _settings: errors _messages
-        _mistakes: _settings _messages
         _files: errors _messages
-        _state: _settings
-        _arrays: _finite _mistakes _state _messages _tree
+        _state: _settings _messages
+        _arrays: _state _messages _tree
         _base: _arrays _settings _state errors
-        _guard: _arrays _mistakes _settings _state errors _messages
-        _policy: _arrays _base _mistakes _settings _state _messages
-        _strategies: _base _settings
-        _config: _base _policy _settings errors _files _messages
+        _guard: _arrays _settings _state errors _messages
+        _policy: _arrays _base _settings _state _messages
+        _config: _arrays _base _policy _settings _state errors _files _messages
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
-        _placement: _arrays _config _state
-        _report: _base _config _guard _mistakes _settings _state errors _messages
-        testing: _base _config _guard _messages _policy _settings _state errors (_strategies)
-        adapters: _checkpoint _files _guard _messages _mistakes _report _settings _tree
-        __init__: _arrays _base _checkpoint _config _gradient_range _guard _placement _policy _report _state adapters
+        _report: _base _config _guard _settings _state errors _messages
+        testing: _base _config _guard _messages _policy _settings _state errors
+        adapters: _checkpoint _files _guard _messages _report _settings _state _tree
+        __init__: _arrays _base _checkpoint _config _gradient_range _guard _policy _report _state adapters
             errors testing
     """,
     "lossscale_core.testing": """
         _check:
         _simulation:
+        _strategies:
         loops:
-        __init__: _check _simulation
+        __init__: _check _simulation _strategies
     """,
     "lossscale_torch": """
         _checkpoint:

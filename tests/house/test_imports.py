@@ -17,7 +17,6 @@ IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 
 CORE_REQUIRES = {"numpy", "array_api_compat"}
 REQUIRED_BY_TESTS = {
-    "_strategies": {"hypothesis"},
     "testing": {"hypothesis", "array_api_strict"},
     "_state": {"typing_extensions"},
 }  # or types

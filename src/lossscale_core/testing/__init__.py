@@ -13,11 +13,10 @@ from lossscale_core.testing._simulation import (
     LARGEST_NUMBER,
     Trace,
     assert_traces_equal,
-    overflow_traces,
-    policies,
     simulate,
     simulate_gradients,
 )
+from lossscale_core.testing._strategies import overflow_traces, policies
 
 __all__ = [
     "LARGEST_NUMBER",

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._base import KINDS, ScalingPolicy
+from lossscale_core._base import ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
 from lossscale_core._messages import shown
-from lossscale_core._policy import LIBRARY_KINDS
 from lossscale_core._state import ScaleState
 from lossscale_core.errors import TraceFileError
 
-if TYPE_CHECKING:  # hypothesis is not a dependency of the package
-    from hypothesis.strategies import SearchStrategy
+if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 LARGEST_NUMBER = {
@@ -157,44 +155,6 @@ def assert_traces_equal(actual: Trace, expected: Trace, *, rtol: float = 0.0, co
         raise AssertionError(_difference(actual, expected, first, columns, context))
 
 
-def policies(*kinds: str, powers_of_two: bool | None = None) -> "SearchStrategy[ScalingPolicy]":
-    """Return a hypothesis strategy for valid policies. Needs hypothesis.
-
-    Args:
-        *kinds: The kinds of the policies; the library's four kinds if left out.
-        powers_of_two: True for scales and factors that are powers of two, with which every framework agrees bit for
-            bit; False for any numbers; None for half of each.
-
-    Returns:
-        A strategy that generates policies.
-
-    Raises:
-        ValueError: A kind is unknown.
-        ModuleNotFoundError: hypothesis is not installed.
-    """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not a kind of policy; pass some of {', '.join(KINDS)}")
-    strategy: SearchStrategy[ScalingPolicy] = _strategies().policies_of(kinds or LIBRARY_KINDS, powers_of_two)
-    return strategy
-
-
-def overflow_traces(max_steps: int = 200) -> "SearchStrategy[list[bool]]":
-    """Return a hypothesis strategy for the flags that `simulate` takes. Needs hypothesis.
-
-    Args:
-        max_steps: The largest number of flags.
-
-    Returns:
-        A strategy that generates lists of bools, with several equal flags in a row.
-
-    Raises:
-        ModuleNotFoundError: hypothesis is not installed.
-    """
-    strategy: SearchStrategy[list[bool]] = _strategies().runs_of_flags(max_steps)
-    return strategy
-
-
 def _as_flags(grads_finite: Any) -> list[bool]:
     """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
     try:
@@ -282,13 +242,3 @@ def _shown(columns: list[str]) -> list[str]:
 def _cell(name: str, actual: Any, expected: Any, step: int) -> str:
     a, b = getattr(actual, name)[step], getattr(expected, name)[step]
     return f"{name} {a}" if a == b else f"{name} {a} (expected {b})"
-
-
-def _strategies() -> Any:
-    try:
-        from lossscale_core import _strategies
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "strategies for policies and traces need hypothesis; run: pip install hypothesis", name=error.name
-        ) from error
-    return _strategies
