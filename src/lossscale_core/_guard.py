@@ -54,7 +54,7 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
     """float32: the spikes in a row up to now."""
 
 
-@explain_settings(_RULES)
+@explain_settings
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeGuard:
     """Skip a step if its gradient norm is far above the norms before it.
