@@ -1,6 +1,7 @@
 """States as dicts of plain numbers, with the same keys in every framework, from which a run resumes exactly."""
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, poli
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._messages import not_a_state, shown, shown_names, shown_number
 from lossscale_core._policy import NoScaling
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import HostScalar, ScaleState
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
@@ -216,40 +217,22 @@ def _item(value: Any) -> Any:
         return value
 
 
-def _positive(name: str, value: Any) -> float:
-    """Return a saved scale or factor as a float. Raises `CheckpointError` unless it is positive and finite."""
-    number = _item(value)
-    try:
-        good = _is_number(number) and 0.0 < float(number) < math.inf
-    except OverflowError:
-        good = False
-    if not good:
-        raise CheckpointError(
-            f"{name}={shown(number)} of the saved state must be a positive finite number; restore an earlier checkpoint"
-        )
-    return float(number)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-
-
 def _restored(name: str, value: Any, initial: Any, largest: float = LARGEST_SCALE) -> Any:
     """Return a saved value in the type of `initial`, or the scale as a float. Raises `CheckpointError`."""
-    if name == "loss_scale":
-        return _positive(name, value)
-    value = _item(value)
-    is_number = _is_number(value)
-    # This tracker counts up from below zero while a cooldown lasts.
-    least = -(2**31) if name == "growth_tracker" else 0
-    if isinstance(initial, np.integer):
-        good = is_number and least <= value < 2**31 and value == int(value)
-        rule = f"a whole number from {least} that fits int32"
+    value, least = _item(value), 0.0
+    if is_count := isinstance(initial, np.integer):
+        # This tracker counts up from below zero while a cooldown lasts.
+        least, largest = -(2.0**31) if name == "growth_tracker" else 0.0, LARGEST_COUNT
+        rule = f"a whole number from {least:.0f} that fits int32"
+    elif name == "loss_scale":
+        least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"
     else:
-        good, rule = is_number and 0 <= value <= largest, "a number from 0 that fits float32"
-    if not good:
+        rule = "a number from 0 that fits float32"
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    # The range comes first, since int() raises for NaN and infinity.
+    if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
         raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
-    return type(initial)(value)
+    return float(value) if name == "loss_scale" else type(initial)(value)
 
 
 def _require_consistent(fields: dict[str, Any], *pairs: tuple[str, str]) -> None:

@@ -34,11 +34,11 @@ def check_policy(policy: PolicyLike) -> None:
     start = checked.init_state()
     is_state = getattr(start, "_fields", ())[:6] == ScaleState._fields
     _require(is_state, f"init_state returned {shown(start)}; return a NamedTuple that begins as ScaleState")
+    dtypes = dict.fromkeys(ScaleState._fields, "int32") | {"loss_scale": "float32"}
     for name, value in start._asdict().items():
-        dtypes = ["float32", "int32"] if name not in ScaleState._fields else ["float32"]
-        dtypes = ["int32"] if name in ScaleState._fields[1:] else dtypes
-        good = isinstance(value, np.generic) and value.dtype.name in dtypes
-        _require(good, f"{name} of init_state is {shown(value)}; return a NumPy scalar of {' or '.join(dtypes)}")
+        dtype = dtypes.get(name, "float32 or int32")
+        good = isinstance(value, np.generic) and value.dtype.name in dtype
+        _require(good, f"{name} of init_state is {shown(value)}; return a NumPy scalar of {dtype}")
     full = start._replace(**dict.fromkeys(_COUNTERS, np.int32(LARGEST_COUNT - 1)))
     for first, moment in ((start, "step"), (full, "step with full counters")):
         expected = list(_run(checked, first, f"on the host after {moment}", None, lambda value: value))
@@ -55,10 +55,8 @@ def check_policy(policy: PolicyLike) -> None:
             states = _run(checked, first, f"on {where} after {moment}", xp, convert)
             for step, (state, right) in enumerate(zip(states, expected, strict=True), 1):
                 for name, value in state.items():
-                    _require(
-                        np.array_equal(value, right[name], equal_nan=True),
-                        f"{name} is {value} on {where} after {moment} {step}, but {right[name]} on the host",
-                    )
+                    text = f"{name} is {value} on {where} after {moment} {step}, but {right[name]} on the host"
+                    _require(np.array_equal(value, right[name], equal_nan=True), text)
 
 
 def _run(
@@ -72,19 +70,17 @@ def _run(
             with np.errstate(all="ignore"):
                 after, again = (policy.update(state, given, xp=xp) for _ in range(2))
         except Exception as error:
-            raise AssertionError(
-                f"update raised {error!r} {when} {step}; use operators and select(..., xp=xp)"
-            ) from error
-        _require(
-            type(after) is type(state), f"update returned {shown(after)} {when} {step}; return the type of the state"
-        )
+            hint = "use operators and select(..., xp=xp)"
+            raise AssertionError(f"update raised {error!r} {when} {step}; {hint}") from error
+        text = f"update returned {shown(after)} {when} {step}; return the type of the state"
+        _require(type(after) is type(state), text)
         values, other = _values(after), _values(again)
         for name, value in before.items():
             kind, found = (f"{each.dtype} of shape {each.shape}" for each in (value, values[name]))
             _require(found == kind, f"{name} is {found} {when} {step}, but must stay {kind}")
-            pure = np.array_equal(other[name], values[name], equal_nan=True)
-            pure = pure and np.array_equal(value, _values(state)[name], equal_nan=True)
-            _require(pure, f"{name} is not computed from the state and the flag alone {when} {step}; make update pure")
+            text = f"{name} is not computed from the state and the flag alone {when} {step}; make update pure"
+            for each, again_each in ((other[name], values[name]), (value, _values(state)[name])):
+                _require(np.array_equal(each, again_each, equal_nan=True), text)
         yield values
         state = after
 
