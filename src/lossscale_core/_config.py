@@ -198,9 +198,8 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         OSError: The file cannot be read.
     """
     _require_known_suffix(path)
-    # json accepts NaN and Infinity: https://docs.python.org/3/library/json.html#infinite-and-nan-number-values
     try:
-        config = read_data(path, PolicyError, parse_constant=_refuse_constant)
+        config = read_data(path, PolicyError)
     except FileNotFoundError as error:
         hint = "pass the path of a policy file, such as dump_policy writes"
         raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None
@@ -235,10 +234,6 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
     write_whole(path, text, overwrite=overwrite)
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
-
-
 def _require_known_suffix(path: str | os.PathLike[str]) -> None:
     if suffix_of(path) in _SUFFIXES:
         return
@@ -248,4 +243,4 @@ def _require_known_suffix(path: str | os.PathLike[str]) -> None:
 
 
 def _known(names: Mapping[str, Any]) -> str:
-    return "known: " + (", ".join(names) or "none")
+    return "known: " + ", ".join(names)

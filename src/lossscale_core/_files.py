@@ -82,14 +82,13 @@ def read_text(path: Path, error: type[LossScaleError], limit: int = _LARGEST, *,
     return content.decode("utf-8-sig", errors=errors)
 
 
-def read_data(path: Path, error: type[LossScaleError], limit: int = _LARGEST, **json_options: Any) -> Any:
+def read_data(path: Path, error: type[LossScaleError], limit: int = _LARGEST) -> Any:
     """Return the content of a `.toml` or `.json` file.
 
     Args:
         path: The path of the file.
         error: The type of error to raise for invalid content; the message names the file.
         limit: The most bytes that the file may have.
-        **json_options: Further arguments of `json.loads`.
 
     Returns:
         Dicts, lists, text, numbers, bools and None, as the parser returns them.
@@ -108,7 +107,7 @@ def read_data(path: Path, error: type[LossScaleError], limit: int = _LARGEST, **
         text = read_text(path, error, limit)
         if suffix == ".toml":
             return tomllib.loads(text)
-        return json.loads(text, object_pairs_hook=_without_duplicates, **json_options)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as reason:
         if isinstance(reason, LossScaleError):  # which is a ValueError, too
             raise

@@ -83,7 +83,7 @@ def test_a_bad_config_names_the_remedy(config, words):
     [
         ("p.toml", "kind = ", ["p.toml", "not valid TOML"]),
         ("p.json", "{", ["p.json", "not valid JSON"]),
-        ("p.json", '{"kind": "fixed", "init_scale": NaN}', ["p.json", "NaN"]),
+        ("p.json", '{"kind": "fixed", "init_scale": NaN}', ["p.json", "nan"]),
         ("p.json", "[]", ["p.json", "table"]),
         ("p.toml", 'kind = "fixed"\ninit_scale = nan', ["p.toml", "init_scale=nan"]),
         ("p.toml", b"\xff\xfe", ["p.toml", "not valid TOML"]),
