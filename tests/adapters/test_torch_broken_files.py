@@ -132,6 +132,7 @@ def test_files_that_users_have_are_read(tmp_path):
         torch.save({"scaler": TORCHS, "loader": bytearray(b"abc")}, tmp_path / "f.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    done = run("checkpoint", "show", "f.pt", cwd=tmp_path)
+    done = run("checkpoint", "f.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "the scaler of torch at 'scaler'" in done.stdout
+    assert json.loads(done.stdout)["loss_scale"] == 8.0
+    assert done.stderr == "f.pt at 'scaler': the scaler of torch\n"

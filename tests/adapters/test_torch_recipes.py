@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from lightning.pytorch import LightningModule
 from transformers import TrainingArguments
 
@@ -60,9 +60,10 @@ def in_float16(accelerator):
 
 @pytest.fixture(autouse=True)
 def accelerate_afresh():
-    """Forget the precision of an Accelerator, which all of a process share."""
+    """Forget the precision and the accumulation of an Accelerator, which all of a process share."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def _data(steps=STEPS):
