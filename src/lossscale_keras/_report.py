@@ -22,7 +22,7 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
 
     Returns:
         A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
-            `verdict` says "finite loss: a smaller loss scale fixes this" or "the loss itself is not finite".
+            `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the loss itself is not finite".
     """
     reports = []
     for grad, variable in grads_and_vars:
