@@ -22,7 +22,7 @@ def test_the_face_lists_what_users_may_touch(adapter):
     for name in adapter.__all__:
         assert getattr(adapter, name).__doc__, name
         if inspect.isclass(getattr(adapter, name)):
-            homes = (adapter.__name__, "lossscale_core", "lossscale_core.adapters")
+            homes = (adapter.__name__, "lossscale_keras", "lossscale_core", "lossscale_core.adapters")
             assert getattr(adapter, name).__module__ in homes, name
 
 

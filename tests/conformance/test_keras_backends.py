@@ -5,6 +5,13 @@ import subprocess
 import sys
 
 CODE = "import keras, lossscale_{}; lossscale_{}.LossScaleOptimizer(keras.optimizers.SGD())"
+V1 = """
+import tensorflow as tf
+from lossscale_tf import v1
+weight = tf.Variable(1.0)
+v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5), 8.0).minimize(lambda: weight**2, None, [weight])
+assert float(weight) == 0.0
+"""
 REFUSED = {
     ("tf", "jax"): "or use lossscale_keras.LossScaleOptimizer",
     ("tf", "torch"): "or use lossscale_keras.LossScaleOptimizer",
@@ -14,10 +21,10 @@ REFUSED = {
 
 
 def test_other_backends_of_keras_are_refused():
-    """When the wrapper is made, or its package imported, with what to do."""
+    """When the wrapper is made, with what to do; `v1` of TensorFlow trains under each."""
     processes = {
         (package, backend): subprocess.Popen(
-            [sys.executable, "-c", CODE.format(package, package)],
+            [sys.executable, "-c", (V1 if package == "tf" else "") + CODE.format(package, package)],
             env={**os.environ, "KERAS_BACKEND": backend},
             stderr=subprocess.PIPE,
             text=True,
