@@ -21,6 +21,11 @@ def unconverted(function: Any) -> Any:
     return tf.autograph.experimental.do_not_convert(function) if BACKEND == "tensorflow" else function
 
 
+def is_compiling() -> bool:
+    """Return whether torch.compile traces the caller, whose graph would break where an attribute is set."""
+    return BACKEND == "torch" and torch.compiler.is_compiling()
+
+
 # Not `keras.ops.vdot` for all: XLA would collect an array that is sharded over devices before it flattens it, and a
 # matrix product may round to TF32. Not `ops.sum(ops.square(x))`: without a compiler it writes all squares to memory.
 if BACKEND == "jax":

@@ -19,7 +19,7 @@ from lossscale_core import adapters
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import _replicas as replicas
-from lossscale_keras._backend import BACKEND, is_traced, require_training, unconverted, xp
+from lossscale_keras._backend import BACKEND, is_compiling, is_traced, require_training, unconverted, xp
 from lossscale_keras._step import Checked, LastStep, States, Stored, at_most_largest, check, unscaled
 from lossscale_keras._verbs import Tree, dense, scale, select
 
@@ -110,7 +110,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
         """
-        self._loop.applied = set()
+        if not is_compiling():
+            self._loop.applied = set()
         return scale(loss, self._state.read())
 
     @unconverted
@@ -134,6 +135,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _warn_if_unscaled(self, variables: list[Any]) -> None:
         """Warn once of a step whose loss was not scaled: none ever was, or none since the last step of a variable."""
+        if is_compiling():
+            return
         ids, loop = set(map(id, variables)), self._loop
         is_scaled = loop.applied is not None and loop.applied.isdisjoint(ids)
         loop.applied = (loop.applied or set()) | ids
