@@ -213,7 +213,10 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
     flat: list[Tensor] = []
     small: list[Tensor] = []
     for each in bucket:
-        (small if each.numel() < _JOIN_BELOW else flat).append(each.reshape(-1))
+        if each.numel() < _JOIN_BELOW:
+            small.append(each)
+        else:
+            flat.append(each.reshape(-1))
     if small:
         flat.append(_flatten_dense_tensors(small))
     dots = [torch.dot(each, each) for each in flat]
