@@ -221,7 +221,8 @@ def loss_scaled(
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             unscaled = multiply(source, factor)
             if max_norm is not None:
-                shrink = max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)  # 0 / 0 would be NaN
+                limits = jnp.finfo(norm.dtype)  # 0 / 0 would be NaN, and a norm beyond the largest number needs less
+                shrink = jnp.where(norm < limits.max, max_norm / jnp.maximum(norm, limits.tiny), 0.0)
                 unscaled = multiply(unscaled, jnp.minimum(shrink, 1.0))
             unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
             updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)

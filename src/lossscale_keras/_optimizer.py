@@ -243,7 +243,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return checked, loss_scale
         norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
         checked = checked._replace(norm=norm)
-        clip = xp.where(checked.norm > self._max_norm, checked.norm / self._max_norm, 1.0)
+        largest = float(np.finfo(keras.backend.standardize_dtype(norm.dtype)).max)
+        norm = xp.where(norm < largest, norm, math.inf)  # a norm beyond the largest number: clipped to 0
+        clip = xp.where(norm > self._max_norm, norm / self._max_norm, 1.0)
         return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
     def _decide(self, checked: Checked, on_host: bool = False) -> tuple[Any, States, States]:

@@ -96,6 +96,9 @@ def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1e-30), "none", guard=SpikeGuard()), _variables()
     apply(optimizer, variables, [np.full(3, 3e38, np.float32)])
     assert optimizer.last_step.applied  # the norm is above float32's largest number
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none", global_clipnorm=1.0), _variables()
+    apply(optimizer, variables, [np.full(3, 3e38, np.float32)])
+    assert list(value_of(variables[0])) == [0.5] * 3  # no float32 is small enough to clip to 1, but 0
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(2.0**-30)), _variables()
     apply(optimizer, variables, [np.array([1e30, 1.0, 1.0], np.float32)])
     assert optimizer.last_step.overflowed

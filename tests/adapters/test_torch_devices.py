@@ -69,8 +69,10 @@ def test_each_step_is_that_of_the_host(device, kind, call, guard):
         with Emulated(device):
             found = _run(device, kind, call, guard=guard)
     assert found[0] == expected[0]
+    # torch's fused AdamW computes 1 - beta2 in float32 on one of the two and in float64 on the other: 1.3e-5 apart.
+    tolerance = 2e-5 if (device, kind) == ("cuda", "fused adamw") else 1e-5
     for weights in zip(found[1], expected[1], strict=True):
-        assert weights[0] == pytest.approx(weights[1], rel=1e-5)
+        assert weights[0] == pytest.approx(weights[1], rel=tolerance)
     assert {**found[2], "guard": None} == {**expected[2], "guard": None}
     if guard is not None:
         assert found[2]["guard"] == pytest.approx(expected[2]["guard"], rel=1e-5)
