@@ -72,10 +72,13 @@ class Gradients:
     @torch.no_grad()
     def wide_norm(self, order: float, device: torch.device) -> Tensor:
         """Return the norm in float64, which holds the square of every float32. Does not synchronise."""
-        norms = [torch.zeros((), dtype=torch.float64, device=device)]
-        for bucket in _without_empty(self.buckets):
-            norms += [moved(each, device) for each in torch._foreach_norm(bucket, order, dtype=torch.float64)]
-        return torch.linalg.vector_norm(torch.stack(norms), order)
+        norms = [
+            moved(each, device)
+            for bucket in _without_empty(self.buckets)
+            for each in torch._foreach_norm(bucket, order, dtype=torch.float64)
+        ]
+        zero = [] if norms else [torch.zeros((), dtype=torch.float64, device=device)]
+        return torch.linalg.vector_norm(torch.stack(norms or zero), order)
 
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:

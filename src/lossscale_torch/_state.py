@@ -5,6 +5,7 @@ end of the step.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -199,18 +200,19 @@ def advance_on_device(policy: Any, state: Placed, live: Any, flags: Flags) -> St
     """Update a state in place, and return the outcome. Does not synchronise."""
     device = live.loss_scale.device
     overflow = combined(flags.overflows, device)
-    if not flags.vetoes and state.is_usual and _is_torchs_rule(policy, device):
-        return _advance_by_kernel(policy, state, live, overflow)
-    before, finite = copies(live), overflow == 0.0
-    after = policy.update(before, finite, xp=torch)
-    if not flags.vetoes:
+    held = (overflow == 0.0) & (combined(flags.vetoes, device) != 0.0) if flags.vetoes else None
+    if state.is_usual and _is_torchs_rule(policy, device):
+        info = _advance_by_kernel(policy, state, live, overflow, held)
+    else:
+        before = copies(live)
+        after = policy.update(before, overflow == 0.0, xp=torch)
+        if held is not None:
+            after = after._make(map(functools.partial(torch.where, held), before, after))
         write(live, after)
-        return StepInfo(*step_info(before, after))
-    held = finite & (combined(flags.vetoes, device) != 0.0)
-    after = after._make(torch.where(held, old, new) for old, new in zip(before, after, strict=True))
-    write(live, after)
-    spiked = held & (combined(flags.spikes, device) != 0.0)
-    return StepInfo(finite & ~held, before.loss_scale, after.loss_scale, after.overflow_streak, ~finite, spiked)
+        info = StepInfo(*step_info(before, after))
+    if held is None:
+        return info
+    return info._replace(applied=info.applied & ~held, spiked=held & (combined(flags.spikes, device) != 0.0))
 
 
 def stay_on_device(live: Any, flags: Flags) -> StepInfo:
@@ -254,16 +256,21 @@ def _is_torchs_rule(policy: Any, device: torch.device) -> bool:
     )
 
 
-def _advance_by_kernel(policy: Any, state: Placed, live: Any, overflow: Tensor) -> StepInfo:
-    """Update by torch's own kernel, in ten calls of torch."""
+def _advance_by_kernel(policy: Any, state: Placed, live: Any, overflow: Tensor, held: Tensor | None) -> StepInfo:
+    """Update by torch's own kernel, in ten calls of torch; `held` is a flag under which nothing changes."""
     scale, tracker = live[:2]
-    used, is_bad = scale.clone(), overflow != 0.0
+    used, counted, is_bad = scale.clone(), tracker if held is None else tracker.clone(), overflow != 0.0
     # The kernel would multiply in float64 by factors that are not rounded.
     growth, backoff = float(np.float32(policy.growth_factor)), float(np.float32(policy.backoff_factor))
     torch._amp_update_scale_(scale, tracker, overflow, growth, backoff, policy.growth_interval)
     scale.clamp_(policy.min_scale, policy.max_scale)
     plus, times = torch.where(is_bad, state.overflow, state.finite).unbind()
-    torch.addcmul(plus, state.counts, times, out=state.counts)
+    if held is None:
+        torch.addcmul(plus, state.counts, times, out=state.counts)
+    else:
+        counts = torch.addcmul(plus, state.counts, times)
+        for kept, before, after in ((scale, used, scale), (tracker, counted, tracker), (state.counts,) * 2 + (counts,)):
+            kept.copy_(torch.where(held, before, after))
     return StepInfo(~is_bad, used, scale.clone(), live.overflow_streak.clone(), is_bad)
 
 
