@@ -5,7 +5,7 @@ nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s "oldest(framework='torch')"   its oldest version; `newest`, `kaggle`, `colab` and `smoke` are others: nightly
 nox -s sweep                         the tests with more seeds and examples: nightly
-nox -s bench -- --output-folder docs/benchmarks
+nox -s bench -- --output-folder benchmarks
 nox -s docs -- serve                 the documentation, while you write it
 """
 
@@ -296,7 +296,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the library costs against its bars: `    nox -s bench -- --output-folder docs/benchmarks`."""
+    """Measure what the library costs against its bars: `    nox -s bench -- --output-folder benchmarks`."""
     session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
     for name in ("core", "torch", "step", "jax", "tensorflow", "keras"):

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_core.py                                       measure and print
     python benchmarks/bench_core.py --quick                               a smoke test, in seconds
-    python benchmarks/bench_core.py --output-folder docs/benchmarks    keep the table
+    python benchmarks/bench_core.py --output-folder benchmarks    keep the table
 
 Exits with status 1 where a bar is missed by more than the noise allowed.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_keras.py                                      measure and print
     python benchmarks/bench_keras.py --quick                              a smoke test, with small variables
-    python benchmarks/bench_keras.py --output-folder docs/benchmarks  keep the table
+    python benchmarks/bench_keras.py --output-folder benchmarks  keep the table
 
 A step is that of the optimizer, from given gradients on: Adam on float32 variables, as `fit` takes it by default on the
 backend. Each backend has a process of its own. Exits with status 1 where a bar is missed by more than the noise

@@ -1,7 +1,7 @@
 """What a scaler adds to a whole training step of PyTorch, in milliseconds and as a share of the step.
 
     python benchmarks/bench_step.py                                   measure and print
-    python benchmarks/bench_step.py --output-folder docs/benchmarks   keep the table
+    python benchmarks/bench_step.py --output-folder benchmarks   keep the table
 
 Forward, backward and the optimizer run in float32: on a CPU float16 is slower, and a scaler's share would look smaller.
 One thread works, and the time that it had the processor counts, so that other work on the machine does not.

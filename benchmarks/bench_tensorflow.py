@@ -2,7 +2,7 @@
 
     python benchmarks/bench_tensorflow.py                                      measure and print
     python benchmarks/bench_tensorflow.py --quick                              a smoke test
-    python benchmarks/bench_tensorflow.py --output-folder docs/benchmarks  keep the table
+    python benchmarks/bench_tensorflow.py --output-folder benchmarks  keep the table
 
 A step is what follows the backward pass: a loss that hands out scaled gradients of ResNet-50's 161 parameters, and
 Adam. Runs on TensorFlow's default device. Exits with status 1 where a bar is missed on the CPU by more than the noise

@@ -15,7 +15,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*")) if path.suffix in (".py", ".ipynb")]
-PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in EXAMPLES)}
+TABLES = sorted((ROOT / "benchmarks").glob("*.md"))
+PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in [*EXAMPLES, *TABLES])}
 """Files outside docs/ that the site has, too, programs as they are: links to them stay within the site."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""

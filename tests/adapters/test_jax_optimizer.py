@@ -240,7 +240,7 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
         ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
         ({"accumulation_steps": 1.5}, r"accumulation_steps=1\.5"),
         ({"keep_dtypes": "float16"}, "keep_dtypes=.float16. must be True or False"),
-        ({"skip": None}, "skip=None must be 'cond' or 'select'"),
+        ({"skip": "where"}, "skip='where' must be 'cond' or 'select'"),
         ({"skip": True}, "skip=True must be 'cond' or 'select'"),
         ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),
     ],

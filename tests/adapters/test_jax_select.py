@@ -39,14 +39,16 @@ def _primitives(jaxpr):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings) or "plain")
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
-def test_a_step_holds_no_conditional(way, settings):
-    """Neither around the step nor in the check, the norm or the guard; by `cond` it holds some."""
+def test_a_step_holds_no_conditional(way, settings, monkeypatch):
+    """Neither around the step nor in the check, the norm or the guard; by `cond` it holds some, and so on a CPU."""
     counts = {}
-    for skip in ("cond", "select"):
-        optimizer = loss_scaled(optax.adam(0.1, eps=1e-4), POLICY, skip=skip, **settings)
+    for skip in ("cond", "select", "cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda skip=skip: skip)  # the default asks for it alone
+        settings = {**settings, "skip": None if skip in ("cpu", "gpu") else skip}
+        optimizer = loss_scaled(optax.adam(0.1, eps=1e-4), POLICY, **settings)
         jaxpr = jax.make_jaxpr(getattr(optimizer, way))(GRADS, optimizer.init(PARAMS), PARAMS)
         counts[skip] = list(_primitives(jaxpr)).count("cond")
-    assert counts["select"] == 0 < counts["cond"]
+    assert counts["select"] == counts["gpu"] == 0 < counts["cond"] == counts["cpu"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard(warmup=1)}], ids=["plain", "guard"])

@@ -232,6 +232,24 @@ def _interrupted(make_scaler):
     return param.item()
 
 
+@difference(
+    "fused SGD whose first step overflows begins with momentum that was never written, often NaN", "nan", "-1.0"
+)
+def _unwritten(make_scaler):
+    param, optimizer = _one(torch.tensor([float("inf")]), fused=True, momentum=0.9)
+    scaler = _ready(make_scaler, backoff_factor=0.5)
+    torch.use_deterministic_algorithms(True)  # it fills new memory with NaN
+    try:
+        scaler.step(optimizer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    scaler.update()
+    param.grad = torch.tensor([512.0])
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    return str(param.item())
+
+
 @difference("a new scale of shape (1,) is an error, which a number or shape () is not", "RuntimeError: output", 4.0)
 def _new_scale(make_scaler):
     scaler = _ready(make_scaler)
