@@ -104,8 +104,9 @@ def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
     def exact() -> Array:
         parts = [part for leaf in leaves for part in real_parts(lift(leaf))]
         largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
-        # At most 2**100: the reciprocal of a float32 above 2**126 may be flushed to zero.
-        unit = jnp.where((largest > 0.0) & jnp.isfinite(largest), jnp.minimum(largest, 2.0**100), 1.0)
+        # The reciprocal of a larger unit may be subnormal, and flushed to zero.
+        limit = jnp.finfo(squares.dtype).max * 2.0**-28
+        unit = jnp.where((largest > 0.0) & jnp.isfinite(largest), jnp.minimum(largest, limit), 1.0)
         root = jnp.sqrt(_sum_of_squares([part / unit.astype(part.dtype) for part in parts]))
         norm = jnp.minimum(unit * factor * root, jnp.finfo(squares.dtype).max)
         return jnp.where(_each_element_finite(leaves, factor), norm, jnp.inf)  # `max` may lose a NaN

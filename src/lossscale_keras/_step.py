@@ -149,9 +149,10 @@ def _sum_of_squares(grads: list[Any]) -> Any:
 
 def _norm(grads: list[Any], largest: Any, loss_scale: Any, wide: str) -> Any:
     """Return a norm whose square may overflow, from the largest magnitude of an unscaled element."""
-    # No square of a quotient overflows. At most 2**100: the reciprocal of what is above 2**126 may be flushed to zero.
-    divisor = at_most_largest(xp.where(largest > 0.0, largest, largest + 1.0) * loss_scale, wide)
-    divisor = xp.where(divisor < 2.0**100, divisor, divisor * 0.0 + 2.0**100)
+    # No square of a quotient overflows. The reciprocal of a larger divisor may be subnormal, and flushed to zero.
+    limit = float(np.finfo(wide).max) * 2.0**-28
+    divisor = xp.where(largest > 0.0, largest, largest + 1.0) * loss_scale
+    divisor = xp.where(divisor < limit, divisor, xp.zeros_like(divisor) + limit)
     total = _sum_of_squares([ops.divide(each, divisor) for each in grads])
     return at_most_largest(divisor / loss_scale * ops.sqrt(ops.cast(total, wide)), wide)
 

@@ -455,6 +455,7 @@ def test_a_gradient_aggregator_of_ones_own(mode, by_keras):
     variables = [tf.Variable(0.0), tf.Variable(0.0)]
     aggregate = lambda pairs: [(4.0 * grad, variable) for grad, variable in pairs]  # noqa: E731
     optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, gradient_aggregator=aggregate), 2.0)
+    assert optimizer.gradient_aggregator is aggregate
     optimizer.build(variables)
 
     def step(factor):

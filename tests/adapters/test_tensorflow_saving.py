@@ -226,3 +226,5 @@ def test_a_file_of_before_the_wrappers_were_one(file, wrapper):
     assert optimizer.global_clipnorm == 1.0
     with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
         keras.optimizers.LossScaleOptimizer.from_config(optimizer.get_config())
+    if wrapper is LossScaleOptimizer:  # which had one setting more
+        assert wrapper.from_config({**optimizer.get_config(), "jit_compile": True}).policy == optimizer.policy

@@ -38,7 +38,7 @@ REMEDIES = {
     "initial_scale": "since it is the policy's; make the optimizer with another policy",
 }
 _HYPERPARAMETERS = ("learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay")
-_METHODS = ("add_weight", "aggregate_gradients")
+_METHODS = ("add_weight", "aggregate_gradients", "gradient_aggregator")
 """Methods of tf_keras's optimizers that do not concern scaling."""
 NAMES = {
     **dict.fromkeys(_HYPERPARAMETERS, Kind.HYPERPARAMETER),

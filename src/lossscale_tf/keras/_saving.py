@@ -23,6 +23,7 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
     """Return the constructor's arguments from a config, which is not changed."""
     config = copy.deepcopy(config)
     config.pop("learning_rate", None)  # the wrapper has no learning rate
+    config.pop("jit_compile", None)  # a setting of 0.1.0.dev0
     inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
     config["inner_optimizer"] = deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
     loss_scale = config.pop("loss_scale", None)
