@@ -66,12 +66,13 @@ class OverflowReport(list[GradientReport]):
     """The reports on the gradients that are not finite, and the cause that the loss indicates.
 
     Args:
-        reports: One report for each gradient that holds NaN or infinity.
+        gradients: A name and an array for each gradient that holds NaN or infinity: what `np.asarray` takes, of floats
+            or complex numbers.
         loss_finite: Whether the loss, before it was scaled, is finite; None if the loss is unknown.
     """
 
-    def __init__(self, reports: Iterable[GradientReport] = (), *, loss_finite: bool | None = None) -> None:
-        super().__init__(reports)
+    def __init__(self, gradients: Iterable[tuple[str, Any]] = (), *, loss_finite: bool | None = None) -> None:
+        super().__init__(_counted(name, values) for name, values in gradients)
         self.loss_finite = loss_finite
 
     @property
@@ -95,6 +96,14 @@ class OverflowReport(list[GradientReport]):
             for each in self
         )
         return "\n".join([*lines, self.verdict])
+
+
+def _counted(name: str, gradient: Any) -> GradientReport:
+    values = np.asarray(gradient)
+    parts = np.stack([values.real, values.imag]) if np.iscomplexobj(values) else values
+    nan, above, below = (int(test(parts).sum()) for test in (np.isnan, np.isposinf, np.isneginf))
+    largest = np.abs(parts, where=np.isfinite(parts), out=np.zeros_like(parts)).max(initial=0.0)
+    return GradientReport(name, nan, above, below, float(largest))
 
 
 def step_info(

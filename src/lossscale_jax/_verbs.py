@@ -11,9 +11,9 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import GradientReport, OverflowReport, not_a_flag, shown
+from lossscale_core.adapters import OverflowReport, not_a_flag, shown
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Tree, each_finite, gradients_of, is_array, multiply, name_of, real_parts
+from lossscale_jax._gradients import PyTree, Tree, each_finite, gradients_of, is_array, lift, multiply, name_of
 
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
@@ -275,11 +275,7 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
         TypeError: A leaf is not an array.
         jax.errors.ConcretizationTypeError: The call is within a compiled function, where gradients have no values.
     """
-    reports = []
-    for path, leaf in gradients_of(grads).items():
-        if not bool(jnp.isfinite(leaf).all()):
-            parts = jnp.stack(real_parts(leaf))
-            nan, above, below = (int(count(parts).sum()) for count in (jnp.isnan, jnp.isposinf, jnp.isneginf))
-            largest = jnp.where(jnp.isfinite(parts), jnp.abs(parts), 0.0).max()
-            reports.append(GradientReport(name_of(path), nan, above, below, float(largest)))
-    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
+    gradients = [
+        (name_of(path), lift(leaf)) for path, leaf in gradients_of(grads).items() if not bool(jnp.isfinite(leaf).all())
+    ]
+    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))

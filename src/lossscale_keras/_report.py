@@ -1,12 +1,10 @@
 """Which variables overflowed, and how."""
 
-import math
 from typing import Any
 
 from keras import ops
 
-from lossscale_core.adapters import GradientReport, OverflowReport
-from lossscale_keras._backend import xp
+from lossscale_core.adapters import OverflowReport
 from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
 
 
@@ -24,14 +22,9 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
         A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
             `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the loss itself is not finite".
     """
-    reports = []
-    for grad, variable in grads_and_vars:
-        if is_gradient(grad) and not bool(all_finite(grad)):
-            values = lifted(dense(grad))
-            nan, above, below = (
-                int(ops.sum(ops.cast(each, "int32")))
-                for each in (ops.isnan(values), values == math.inf, values == -math.inf)
-            )
-            largest = float(ops.max(xp.where(ops.isfinite(values), ops.abs(values), 0.0)))
-            reports.append(GradientReport(getattr(variable, "path", variable.name), nan, above, below, largest))
-    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
+    gradients = [
+        (getattr(variable, "path", variable.name), ops.convert_to_numpy(lifted(dense(grad))))
+        for grad, variable in grads_and_vars
+        if is_gradient(grad) and not bool(all_finite(grad))
+    ]
+    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))

@@ -4,8 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core.adapters import GradientReport, OverflowReport
-from lossscale_tf._verbs import all_finite, is_gradient, summed_values
+from lossscale_core.adapters import OverflowReport
+from lossscale_tf._verbs import all_finite, is_gradient, lifted, summed_values
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
@@ -27,25 +27,11 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
-    reports = [
-        _report(getattr(variable, "path", variable.name), values)
+    gradients = [
+        (getattr(variable, "path", variable.name), lifted(values).numpy())
         for grad, variable in grads_and_vars
         if is_gradient(grad)
         for values in [summed_values(grad)]
         if not bool(tf.reduce_all(tf.math.is_finite(tf.abs(values))))
     ]
-    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
-
-
-def _report(name: str, values: tf.Tensor) -> GradientReport:
-    parts = tf.stack([tf.math.real(values), tf.math.imag(values)]) if values.dtype.is_complex else values
-    magnitudes = tf.where(tf.math.is_finite(parts), tf.abs(parts), 0)
-    infinite = tf.math.is_inf(parts)
-    return GradientReport(
-        name,
-        nan=int(tf.math.count_nonzero(tf.math.is_nan(parts))),
-        positive_inf=int(tf.math.count_nonzero(infinite & (parts > 0))),
-        negative_inf=int(tf.math.count_nonzero(infinite & (parts < 0))),
-        # With a zero, since a gradient may have no elements.
-        largest_finite=float(tf.reduce_max(tf.concat([tf.reshape(magnitudes, [-1]), [0]], 0))),
-    )
+    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))

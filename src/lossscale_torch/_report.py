@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core.adapters import GradientReport, OverflowReport
-from lossscale_torch._gradients import values_of
+from lossscale_core.adapters import OverflowReport
+from lossscale_torch._gradients import lifted, values_of
 from lossscale_torch._verbs import all_finite
 
 
@@ -31,14 +31,14 @@ def overflow_report(
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
-    reports = [
-        _report(name, values)
+    gradients = [
+        (name, lifted(values).cpu().numpy())
         for name, param in _pairs(named_parameters)
         if param.grad is not None
         for values in [values_of(param.grad.detach())]
         if not bool(torch.isfinite(values).all())
     ]
-    return OverflowReport(reports, loss_finite=None if loss is None else bool(all_finite(loss)))
+    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
 
 
 def _pairs(named_parameters: object) -> Iterator[tuple[str, Tensor]]:
@@ -56,15 +56,4 @@ def _pairs(named_parameters: object) -> Iterator[tuple[str, Tensor]]:
 def _refusal(given: str) -> TypeError:
     return TypeError(
         f"overflow_report was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
-    )
-
-
-def _report(name: str, values: Tensor) -> GradientReport:
-    finite = values[torch.isfinite(values)]
-    return GradientReport(
-        name,
-        nan=int(torch.isnan(values).sum()),
-        positive_inf=int(torch.isposinf(values).sum()),
-        negative_inf=int(torch.isneginf(values).sum()),
-        largest_finite=float(finite.abs().max()) if finite.numel() else 0.0,
     )

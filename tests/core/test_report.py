@@ -209,7 +209,10 @@ def test_at_the_floor_the_range_of_gradients_is_named():
 
 def test_the_verdict_on_gradients_says_usually():
     """Without an infinity, NaN may be there at each scale."""
-    inf, nan = GradientReport("a", 1, 1, 0, 2.0), GradientReport("b", 3, 0, 0, 2.0)
+    inf, nan = ("a", np.array([np.nan, -2.0, np.inf])), ("b", np.full((3, 1), np.nan, np.float16))
+    assert list(OverflowReport([inf, nan])) == [GradientReport("a", 1, 1, 0, 2.0), GradientReport("b", 3, 0, 0, 0.0)]
+    parts = np.array([complex(np.inf, 1.0), complex(-3.0, -np.inf)], np.complex64)
+    assert list(OverflowReport([("c", parts)])) == [GradientReport("c", 0, 1, 1, 3.0)]
     usually = "finite loss: a smaller loss scale usually fixes this"
     assert OverflowReport([inf, nan], loss_finite=True).verdict == usually
     verdict = OverflowReport([nan], loss_finite=True).verdict

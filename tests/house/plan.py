@@ -101,7 +101,7 @@ PLAN = {
     "lossscale_keras": """
         _backend:
         _verbs: _backend
-        _report: _backend _verbs
+        _report: _verbs
         _step: _backend _verbs
         _replicas: _backend _step
         _optimizer: _backend _replicas _step _verbs
