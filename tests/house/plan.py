@@ -20,7 +20,7 @@ PLAN = {
         _tree:
         _gradient_range: _messages
         _settings: errors _messages
-        _files: errors _messages
+        _files: errors
         _state: _settings _messages
         _arrays: _state _messages _tree
         _base: _arrays _settings _state errors

@@ -12,7 +12,6 @@ from lossscale_core.adapters import read_text, shown, shown_names, suffix_of
 from lossscale_core.errors import TraceFileError
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
-_LARGEST = 2**26
 _WORDS = {"True": 1.0, "False": 0.0, "": np.nan}
 
 
@@ -38,7 +37,7 @@ def read_trace(path: Path) -> Trace:
     """
     if suffix_of(path) != ".csv":
         raise TraceFileError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
-    text = read_text(path, TraceFileError, _LARGEST, errors="replace")
+    text = read_text(path, TraceFileError, errors="replace")
     if text and not text.endswith("\n"):  # a process that was killed has not written all of its last row
         text, _, last = text.rpartition("\n")
         say(f"lossscale: warning: {path}: the last row {shown(last)} is ignored, since it may have been cut")

@@ -88,7 +88,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     if suffix_of(path) not in (".json", *_OF_TORCH) or not path.is_file():
         formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
         raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
-    content = read_data(path, CheckpointError, 2**22) if suffix_of(path) == ".json" else _read_by_torch(path)
+    content = read_data(path, CheckpointError) if suffix_of(path) == ".json" else _read_by_torch(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
     return content
