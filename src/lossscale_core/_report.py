@@ -322,27 +322,29 @@ class ScaleWatch:
     ```python
     watch = ScaleWatch()
     ...
-    watch.log(policy, state)  # now and then, when the loop logs
+    watch.log(policy, state, loss=loss)  # now and then, when the loop logs
     ```
 
     `GradScaler` and the `LossScaleOptimizer`s have one each. The watch logs the text of `diagnose` when its verdict
     changes, and again when the streak of overflows is ten times as long; a verdict that comes back within 1000 steps is
-    not logged again. `calibrating` and `healthy` are `INFO` lines, any other verdict is a `WARNING`. A log record has
-    the attributes `event` (the verdict), `steps`, `loss_scale` and `overflow_streak`. A state with fewer steps than the
-    last one begins another run.
+    not logged again. `calibrating` and `healthy` are `INFO` lines, any other verdict is a `WARNING`. So is the first
+    loss that is NaN or infinite, with the event `bad_loss`. A log record has the attributes `event` (the verdict),
+    `steps`, `loss_scale` and `overflow_streak`. A state with fewer steps than the last one begins another run.
     """
 
     def __init__(self) -> None:
         self._last: ScaleState[Any] | None = None
         self._verdict = "healthy"
         self._logged: dict[str, tuple[int, int]] = {}  # the step and the streak at which a verdict was logged
+        self._has_bad_loss = False
 
-    def log(self, policy: PolicyLike, state: ScaleState) -> None:
+    def log(self, policy: PolicyLike, state: ScaleState, *, loss: Any = None) -> None:
         """Log the diagnosis of the state if its verdict is new. Synchronises with the host.
 
         Args:
             policy: Anything that `as_policy` accepts.
             state: A state of any framework.
+            loss: The loss of the last step or a mean of losses, unscaled: a number, or an array of shape `()`.
 
         Raises:
             PolicyError: `policy` is not a policy.
@@ -353,6 +355,9 @@ class ScaleWatch:
         if last is not None and numbers.steps < last.steps:
             vars(self).update(vars(ScaleWatch()), _last=numbers)
             last = None
+        if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
+            self._has_bad_loss = True
+            _log("warning", BAD_LOSS, event="bad_loss")
         is_fine = last is not None and self._verdict == "healthy" and last.skipped_steps == numbers.skipped_steps
         if last is not None and is_fine and last.loss_scale == numbers.loss_scale < np.float32(members.bounds()[1]):
             return  # nothing has happened since
@@ -364,17 +369,22 @@ class ScaleWatch:
         is_longer = numbers.overflow_streak >= _TIMES_AS_LONG * max(streak, 2) and self._verdict not in _QUIET
         if is_longer or (before != self._verdict and numbers.steps - step >= _APART):
             self._logged[self._verdict] = numbers.steps, numbers.overflow_streak
-            self._log(text, numbers)
-
-    def _log(self, text: str, numbers: ScaleState[Any]) -> None:
-        import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
-
-        level = logging.INFO if self._verdict in _QUIET else logging.WARNING
-        facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
-        line = "lossscale, step %d: %s"
-        logging.getLogger("lossscale").log(level, line, numbers.steps, text, extra={"event": self._verdict, **facts})
+            level = "info" if self._verdict in _QUIET else "warning"
+            facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
+            _log(level, "lossscale, step %d: %s", numbers.steps, text, event=self._verdict, **facts)
 
 
+def _log(level: str, line: str, *values: Any, **facts: Any) -> None:
+    import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
+
+    getattr(logging.getLogger("lossscale"), level)(line, *values, extra=facts)
+
+
+BAD_LOSS = (
+    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
+    "logarithms, roots and divisions in the forward pass"
+)
+"""The sentence for a loss that is not finite."""
 _QUIET = ("calibrating", "healthy")
 _TIMES_AS_LONG = 10
 _APART = 1000

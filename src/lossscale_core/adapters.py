@@ -17,11 +17,12 @@ from lossscale_core._messages import (
     shown_names,
     shown_number,
 )
-from lossscale_core._report import GradientReport, OverflowReport, check_overflow_streak
+from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 from lossscale_core._state import loss_scale_of
 
 __all__ = [
+    "BAD_LOSS",
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
     "GradientReport",

@@ -1,5 +1,6 @@
 """The Keras callback that logs the loss scale in `fit`."""
 
+import math
 import warnings
 from typing import Any
 
@@ -14,8 +15,9 @@ class LossScaleLogger(keras.callbacks.Callback):
     With a spike guard, the logs also contain `spikes`, the number of steps that the guard has refused. The numbers
     appear in the progress bar, `History`, `CSVLogger` and `TensorBoard`; put this callback before them in the list of
     callbacks. Reading the numbers synchronises with the host, which `fit` does at the end of an epoch anyway. At the
-    end of an epoch the callback also calls `check_overflow_streak`, which logs events and raises errors. A warning is
-    issued if the optimizer is not a `LossScaleOptimizer` of this package.
+    end of an epoch the callback also calls `check_overflow_streak`, which logs events and raises errors. At the first
+    batch with a loss that is NaN or infinite it logs this, since no loss scale fixes it. A warning is issued if the
+    optimizer is not a `LossScaleOptimizer` of this package.
 
     Args:
         every_n_batches: The number of batches between two entries in the logs of batches; None for epochs only. On
@@ -30,6 +32,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         if every_n_batches is not None and every_n_batches < 1:
             raise ValueError(f"every_n_batches={every_n_batches!r} must be at least 1; leave it out for epochs only")
         self.every_n_batches = every_n_batches
+        self._has_bad_loss = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Warn of an optimizer that is not this package's."""
@@ -42,7 +45,11 @@ class LossScaleLogger(keras.callbacks.Callback):
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Add to the logs of this batch, if it is one of the chosen."""
+        """Add to the logs of this batch, if it is one of the chosen, and tell of the first bad loss."""
+        loss, optimizer = (logs or {}).get("loss", 0.0), self.model.optimizer
+        if not (self._has_bad_loss or math.isfinite(loss)) and isinstance(optimizer, LossScaleOptimizer):
+            self._has_bad_loss = True
+            optimizer._watch.log(optimizer.policy, optimizer.scale_state, loss=loss)
         if self.every_n_batches is not None and (batch + 1) % self.every_n_batches == 0:
             if hasattr(self.model, "jax_state_sync"):  # during an epoch JAX has the values, and the variables have none
                 self.model.jax_state_sync()

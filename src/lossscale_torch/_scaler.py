@@ -28,7 +28,7 @@ from lossscale_core import (
     metrics,
     state_to_dict,
 )
-from lossscale_core.adapters import check_setting, explain_arguments, shown, tree
+from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree
 from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import _state
 from lossscale_torch._attach import attach
@@ -45,7 +45,7 @@ from lossscale_torch._gradients import Gradients, lifted, moved
 from lossscale_torch._optimizers import kind_of
 from lossscale_torch._state import READY, STEPPED, UNSCALED, Attempt, Flags, Placed, Readings, StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch.hooks import BAD_LOSS, Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
+from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
 
 Outputs = TypeVar("Outputs")
 """A tensor, or a nested structure or iterable of them, which is returned with the same structure."""

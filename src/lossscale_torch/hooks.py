@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from lossscale_core import BaseScaling, GuardState, ScaleWatch, SpikeGuard
 from lossscale_core.adapters import (
+    BAD_LOSS,
     check_guard,
     check_overflow_streak,
     check_spike_streak,
@@ -36,11 +37,6 @@ _NO_GRADIENTS = (
     f"{_MANY} updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss was "
     "detached, or an optimizer holds other parameters than the model"
 )
-BAD_LOSS = (
-    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
-    "logarithms, roots and divisions in the forward pass"
-)
-"""What is said of a step that was skipped for its loss."""
 _LARGEST = torch.finfo(torch.float32).max
 
 

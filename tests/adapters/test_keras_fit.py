@@ -1,6 +1,8 @@
 """`fit` with `lossscale_keras.LossScaleOptimizer`, on the backend that KERAS_BACKEND names."""
 
+import doctest
 import re
+import textwrap
 from pathlib import Path
 
 import keras
@@ -12,7 +14,7 @@ from lossscale_core.errors import OverflowStreakError
 from lossscale_keras import LossScaleLogger, LossScaleOptimizer
 from tests.adapters.keras_loops import BACKEND, assert_same, value_of, values_of
 
-PAGE = (Path(__file__).parents[2] / "docs/keras.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/keras-and-tensorflow.md").read_text(encoding="utf-8")
 DATA = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
 BAD = np.full((8, 3), np.inf, np.float32)
 
@@ -56,6 +58,14 @@ def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
     assert (bool(info.applied), int(info.overflow_streak)) == (False, 2)
 
 
+def test_the_logger_tells_of_the_first_bad_loss(caplog):
+    """At its batch, once, and not of a finite one."""
+    model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01)))
+    for data, said in ((DATA, 0), (np.concatenate([DATA, BAD, DATA]), 1)):
+        model.fit(data, data.sum(axis=1), batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
+        assert [getattr(record, "event", "") for record in caplog.records].count("bad_loss") == said
+
+
 def test_the_logger_logs_batches_and_spikes_and_raises():
     """Every second batch, with the guard's spikes; at the end of an epoch a streak is an error."""
 
@@ -83,14 +93,23 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
 
 def _code_with(words):
     """Return the one block of the page that has these words, without prompts."""
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if words in block]
+    blocks = map(textwrap.dedent, re.findall(r"^ *```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+    (code,) = [block for block in blocks if words in block]
     return "\n".join(line[4:] if line[:4] in (">>> ", "... ") else line for line in code.splitlines())
+
+
+def test_the_examples_of_the_page():
+    """Those above the part on `lossscale_tf` are for every backend."""
+    everywhere = PAGE.partition("\n## TensorFlow:")[0]
+    examples = doctest.DocTestParser().get_doctest(everywhere, {}, "keras-and-tensorflow.md", None, None)
+    assert len(examples.examples) > 20
+    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 def test_the_loops_of_the_page_train():
     """Each on its backend; a bad batch is skipped."""
     words = {"torch": "model.zero_grad()", "tensorflow": ".apply(tape.gradient", "jax": "def scaled_loss"}[BACKEND]
-    code = compile(_code_with(words), "docs/keras.md", "exec")
+    code = compile(_code_with(words), "docs/keras-and-tensorflow.md", "exec")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1))
     optimizer.build(model.trainable_variables)

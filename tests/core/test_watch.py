@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import math
 import pickle
 
 import array_api_strict
@@ -209,6 +210,18 @@ def test_a_watch_reads_a_state_of_arrays():
         for _ in range(2):
             ScaleWatch().log(policy, state)
     assert [record.event for record in records] == ["calibrating", "calibrating"]
+
+
+def test_a_loss_that_is_not_finite_is_said_once():
+    """No loss scale fixes it, and the first is said at once; a finite one is not."""
+    policy, watch = DynamicScaling(), ScaleWatch()
+    state = policy.init_state()
+    with _logged_records() as records:
+        for loss in (1.0, np.array(2.0), array_api_strict.asarray(math.nan), math.inf):
+            state = policy.update(state, bool(math.isfinite(float(loss))))
+            watch.log(policy, state, loss=loss)
+    assert [record.event for record in records] == ["bad_loss", "calibrating"]
+    assert "the loss itself is NaN or infinite: no loss scale fixes this" in records[0].getMessage()
 
 
 def test_the_switch_is_that_of_logging():
