@@ -77,10 +77,11 @@ def together(step: Callable[..., None], checked: Checked, update: Callable[..., 
 
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let a Keras 3 optimizer apply gradients that are summed over the replicas already."""
-    if not is_distributed():
+    if BACKEND != "tensorflow":
         inner.apply(grads, variables)
         return
-    # `apply` has no argument for this. The attribute replaces the method, without automatic tracking:
+    # `apply` has no argument for this. The attribute replaces the method, without automatic tracking. Eagerly the sum
+    # takes a tenth of a step, also on one replica:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
     vars(inner)["_all_reduce_sum_gradients"] = list
     try:
