@@ -1,4 +1,4 @@
-"""The recipes of docs/pipelines.md, run on two gloo processes as they stand there."""
+"""The recipes of docs/trainers.md, run on two gloo processes as they stand there."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.adapters.pages import code_of
 from tests.adapters.test_torch_distributed import _on_ranks
 
-PAGE = "docs/pipelines.md"
+PAGE = "docs/trainers.md"
 LIMIT = 60000.0
 
 
