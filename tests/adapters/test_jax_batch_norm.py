@@ -200,7 +200,7 @@ def _equinox(follow):
     model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
     names = globals() | {"optimizer": optimizer, "select": follow}
-    exec(code_of("docs/jax.md", "BatchNorm and other state of a model", 3), names)
+    exec(code_of("docs/jax.md", "BatchNorm and other state of a model", 2), names)
     start = model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     return lambda training, batch: names["equinox_step"](*training, *batch), start
 
