@@ -24,7 +24,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from lossscale_core import DynamicScaling, metrics
+from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
@@ -41,7 +41,6 @@ NAMES = ["loss_scale", "applied", "overflow_share", "grad_norm"]
 ENVIRONMENT = {
     "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_ERROR_REPORTING": "false",
     "WANDB_CONFIG_DIR": ".", "WANDB_CACHE_DIR": ".", "WANDB_DATA_DIR": ".",
-    "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true",
 }  # fmt: skip
 
 
@@ -57,7 +56,6 @@ def _recipes():
 
 
 RECIPES = _recipes()
-CHANGES = "A line for each change of the scale"
 
 
 @pytest.fixture(autouse=True)
@@ -135,14 +133,6 @@ def _read_csv():
     return {name: {int(row["step"]): float(row[name]) for row in rows} for name in NAMES}
 
 
-def _read_mlflow():
-    import mlflow
-
-    run_id = mlflow.last_active_run().info.run_id
-    history = {name: mlflow.MlflowClient().get_metric_history(run_id, name) for name in NAMES}
-    return {name: {each.step: each.value for each in values} for name, values in history.items()}
-
-
 def _read_wandb():
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -185,17 +175,9 @@ def _close_wandb(names):
     gc.collect()  # it leaves the pipes of its process to the collector, which warns
 
 
-def _close_mlflow(_):
-    import mlflow
-
-    mlflow.end_run()
-
-
 LOGGERS = {
     "TensorBoard": (lambda names: names["writer"].close(), _read_events),
     "Weights & Biases": (_close_wandb, _read_wandb),
-    "MLflow": (_close_mlflow, _read_mlflow),
-    "clu": (lambda names: names["writer"].flush(), _read_events),
     "A CSV file": (lambda names: names["file"].close(), _read_csv),
 }
 """How to end what each logger began, and how to read what it wrote."""
@@ -304,7 +286,7 @@ LOOPS = {
 
 def test_every_recipe_is_run():
     """A recipe that is added to the page needs a line in this file."""
-    others = {"Lightning", CHANGES}
+    others = {"Lightning"}
     assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | others
 
 
@@ -344,18 +326,3 @@ def test_lightning_logs_what_the_scaler_did():
         assert list(written[name]) == [9, 19, 29, 39]
     _require_the_policys(written, [9, 19, 29, 39])
     assert not math.isfinite(written["grad_norm"][19])
-
-
-def test_changes_of_the_scale_are_logged(caplog):
-    """The class of the page logs the lines of the page, and nothing on ranks that do not write."""
-    names = {}
-    exec(RECIPES[CHANGES], names)
-    policy = DynamicScaling(growth_interval=4)
-    state, writes, silent = policy.init_state(), names["LogChanges"](), names["LogChanges"](is_writer=False)
-    caplog.set_level("INFO", logger="scale")
-    for step in range(9):
-        writes(metrics(state))
-        silent(metrics(state))
-        state = policy.update(state, step != 5)
-    text = PAGE.read_text(encoding="utf-8").split(f"## {CHANGES}")[1]
-    assert "\n".join(caplog.messages) == re.search(r"^```text\n(.*?)\n```", text, re.MULTILINE | re.DOTALL)[1]

@@ -47,11 +47,11 @@ def test_the_pythons_declared_are_run():
 def test_the_page_lists_the_versions_that_sessions_run():
     """Each row of the table of versions is a session: what it pins, and of the newest releases those that work."""
     page = (ROOT / "docs/works-with.md").read_text(encoding="utf-8")
-    header, _, *rows = re.findall(r"^\|.+\|$", page.split("## Versions")[1], flags=re.MULTILINE)
-    names = [each.strip().lower() for each in header.strip("|").split("|")]
+    header, _, *rows = re.findall(r"^\|.+\|$", page.split("## Versions")[1].split("\n## ")[0], flags=re.MULTILINE)
+    names = [each.strip().lower() for each in re.split("[|,]", header.strip("|"))]
     table = {}
     for row in rows:
-        session, *cells = (each.strip() for each in row.strip("|").split("|"))
+        session, *cells = (each.strip() for each in re.split("[|,]", row.strip("|")))
         table[re.search(r"`(\w+)`", session)[1]] = dict(zip(names[1:], cells, strict=True))
     assert list(table) == ["oldest", "kaggle", "colab", "tests", "newest", "smoke"]
     pythons = {name: version for version, name in re.findall(r'python="(3\.\d+)"\)\n.*\ndef (\w+)', NOXFILE)}
