@@ -46,9 +46,6 @@ PAGES = {
     "Accelerate": Page("docs/trainers.md", "Accelerate"),
     "timm": Page("docs/trainers.md", "timm"),
     "FSDP2": Page("docs/trainers.md", "FSDP2", lambda batch: [_pair(batch)[0]]),
-    "accumulation": Page(
-        "docs/trainers.md", "Gradient accumulation", lambda batch: [(1, _pair(batch)), (2, _pair(batch, 1))]
-    ),
 }
 
 
