@@ -39,10 +39,9 @@ def test_pre_commit_runs_the_linter_of_ci():
     assert pins == GROUPS["lint"] * 2
 
 
-@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
-def test_the_public_workflows_run_sessions_that_exist(name):
-    """Each session that a workflow names is a function of noxfile.py."""
-    text = _text(f".github/workflows/{name}")
+def test_the_public_workflow_runs_sessions_that_exist():
+    """Each session that it names is a function of noxfile.py."""
+    text = _text(".github/workflows/ci.yml")
     listed = re.findall(r"^ {10}- ([a-z]\S*)$", text, flags=re.MULTILINE)
     asked = {*listed, *re.findall(r"nox -s (\w+)", text)}
     defined = set(re.findall(r"^def ([a-z]\w*)\(session", _text("noxfile.py"), flags=re.MULTILINE))
