@@ -12,7 +12,6 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from lossscale_core.adapters import GradientReport
 from lossscale_tf import v1
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
@@ -20,7 +19,6 @@ from lossscale_tf._verbs import all_finite, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
 __all__ = [  # without the subpackage `keras`: after `import *` its name would hide an imported Keras
-    "GradientReport",
     "LossScaleLogger",
     "LossScaleOptimizer",
     "all_finite",

@@ -12,7 +12,6 @@ except ModuleNotFoundError as error:
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
 
-from lossscale_core.adapters import GradientReport, OverflowReport
 from lossscale_torch import hooks
 from lossscale_torch._guarded import guarded
 from lossscale_torch._range import RangeReport, range_report
@@ -23,8 +22,6 @@ from lossscale_torch._verbs import all_finite, init_state, scale, select, unscal
 
 __all__ = [
     "GradScaler",
-    "GradientReport",
-    "OverflowReport",
     "RangeReport",
     "StepInfo",
     "all_finite",

@@ -10,6 +10,7 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling, one_more, se
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import check_policy, policies
 from tests.core.own_policies import policy_of_the_docs
+from tests.sweeping import IS_SWEEP
 
 RULE = DynamicScaling(growth_interval=3)
 
@@ -19,7 +20,7 @@ def test_right_policies_pass(policy):
     check_policy(policy)
 
 
-@settings(max_examples=15)
+@settings(max_examples=100 if IS_SWEEP else 5)
 @given(policies())
 def test_the_librarys_policies_pass_with_any_settings(policy):
     check_policy(policy)
