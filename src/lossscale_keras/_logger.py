@@ -1,11 +1,13 @@
 """The Keras callback that logs the loss scale in `fit`."""
 
+import logging
 import math
 import warnings
 from typing import Any
 
 import keras
 
+from lossscale_core.adapters import BAD_LOSS
 from lossscale_keras._optimizer import LossScaleOptimizer
 
 
@@ -49,7 +51,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         loss, optimizer = (logs or {}).get("loss", 0.0), self.model.optimizer
         if not (self._has_bad_loss or math.isfinite(loss)) and isinstance(optimizer, LossScaleOptimizer):
             self._has_bad_loss = True
-            optimizer._watch.log(optimizer.policy, optimizer.scale_state, loss=loss)
+            logging.getLogger("lossscale").warning(BAD_LOSS, extra={"event": "bad_loss"})
         if self.every_n_batches is not None and (batch + 1) % self.every_n_batches == 0:
             if hasattr(self.model, "jax_state_sync"):  # during an epoch JAX has the values, and the variables have none
                 self.model.jax_state_sync()
