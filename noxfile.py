@@ -186,7 +186,7 @@ def conformance(session: nox.Session) -> None:
     The examples run here, since every framework is installed here already.
     """
     groups = [*_group("test"), *_group("logging")]
-    session.install("-e", ".[demo]", *groups, TORCH, *JAX, TENSORFLOW, MLX)
+    session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
         for backend in ("jax", "torch", "tensorflow"):

@@ -9,7 +9,17 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/Them/lossscale"
-NEEDED = ("docs", "src", "examples", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "pyproject.toml")
+NEEDED = (
+    "docs",
+    "src",
+    "examples",
+    "benchmarks",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "mkdocs.yml",
+    "pyproject.toml",
+)
 
 
 def main() -> None:
