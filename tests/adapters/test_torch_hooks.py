@@ -4,7 +4,6 @@ import copy
 import gc
 import math
 import pickle
-import warnings
 import weakref
 from functools import partial
 
@@ -47,16 +46,6 @@ def _step(scaler, params, optimizers, *sizes, prepare=()):
 # -- hooks of one's own ------------------------------------------------------------------------------------------------
 
 
-class _Together(Hook):
-    """Skips all optimizers of a step if one of them is skipped."""
-
-    def before_step(self, scaler, optimizer, record):
-        """Veto if any record has a flag."""
-        records = scaler._per_optimizer_states.values()
-        flags = [flag for each in records for flag in each["found_inf_per_device"].values()]
-        record["found_inf_per_device"]["together"] = (torch.stack(flags) != 0.0).any().float()
-
-
 class _Veto(Hook):
     """Vetoes on demand, and counts the steps that it saw."""
 
@@ -88,18 +77,6 @@ class _Veto(Hook):
     def _note(self, *call):
         if self.calls is not None:
             self.calls.append((self.name, *call))
-
-
-@EITHER_KIND
-def test_a_joint_skip_in_eight_lines(fused):
-    """An overflow of one optimizer skips both, and moves the scale once."""
-    params, optimizers = _pair(fused)
-    scaler = GradScaler("cpu", init_scale=8.0, hooks=[_Together()])
-    for size in (1.0, INF, 1.0):
-        info = _step(scaler, params, optimizers, 1.0, size, prepare=[(scaler.unscale_, each) for each in optimizers])
-        assert [bool(info.applied_of(each)) for each in optimizers] == [size == 1.0] * 2
-    assert [param[0].item() for param in params] == [-1.0, -1.0]
-    assert scaler.get_scale() == 4.0
 
 
 @EITHER_KIND
@@ -177,36 +154,20 @@ def test_a_copy_has_hooks_of_its_own(copied):
 # -- Resumption --------------------------------------------------------------------------------------------------------
 
 
-def _continued():
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict(GradScaler("cpu").state_dict())
-    return scaler
-
-
 @pytest.mark.parametrize(
-    ("has_stepped", "make", "warns"),
-    [
-        (True, lambda: GradScaler("cpu"), True),
-        (False, lambda: GradScaler("cpu"), False),
-        (True, lambda: GradScaler("cpu", policy="none"), False),
-        (True, _continued, False),
-    ],
-    ids=["starts over", "all is new", "nothing is lost", "continues"],
+    ("policy", "has_stepped"),
+    [("none", (True,)), ("dynamic", (False, True))],
+    ids=["nothing is lost", "the older one comes later"],
 )
-def test_a_scaler_that_starts_over_beside_an_optimizer_that_does_not(has_stepped, make, warns):
-    """A warning says so at the first step, and only there, also if an older optimizer comes later."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizers = [torch.optim.AdamW([param]) for _ in range(2)]
-    for optimizer in optimizers if has_stepped else optimizers[1:]:
-        param.grad = torch.ones(2)
-        optimizer.step()
-    scaler = make()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for optimizer in optimizers:
-            _step(scaler, [param], [optimizer], 1.0)
-    assert [each.category for each in caught] == [CheckpointWarning] * warns
-    assert all(each.filename == __file__ for each in caught)
+def test_a_new_scaler_beside_an_optimizer_that_has_stepped(policy, has_stepped):
+    """Where the scaler does not start over there is no warning, which would be an error here."""
+    param, scaler = torch.nn.Parameter(torch.ones(2)), GradScaler("cpu", policy=policy)
+    for is_older in has_stepped:
+        optimizer = torch.optim.AdamW([param])
+        if is_older:
+            param.grad = torch.ones(2)
+            optimizer.step()
+        assert _step(scaler, [param], [optimizer], 1.0).applied
 
 
 # -- Guard -------------------------------------------------------------------------------------------------------------
@@ -559,18 +520,6 @@ class _Reassigning(torch.nn.Module):
         return (x - self.mean) * self.weight
 
 
-@EITHER_KIND
-def test_buffers_come_back_by_their_names(fused):
-    """Also where the forward pass has put other tensors; a cache that it has made for another shape stays."""
-    loop = _Loop(fused, model=_Reassigning())
-    loop.step()
-    before, table = loop.model.mean.clone(), loop.model.cache
-    loop.model.cache = torch.zeros(1)
-    assert not loop.step(is_bad=True).applied
-    assert torch.equal(loop.model.mean, before)
-    assert loop.model.cache.shape == table.shape
-
-
 def test_a_part_that_is_called_alone_is_protected():
     """As in Lightning's `training_step`, which never calls the module itself."""
     whole = torch.nn.Module()
@@ -587,21 +536,23 @@ def test_a_graph_that_is_still_to_run_backward_stays_valid():
 
 
 @EITHER_KIND
-def test_buffers_on_a_device_come_back(fused):
-    """By the flag that an ordinary optimizer has read, and for a fused one by that on the device."""
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_buffers_come_back_by_their_names(device, fused):
+    """Also on a device, and where a forward pass has put other tensors; a cache that it has made stays."""
     with Emulated("mps"):
-        model = _Reassigning("mps")
+        model = _Reassigning(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
-        scaler = GradScaler("mps", policy=FixedScaling(4.0), protect=[model])
-        scaler.place_on("mps")
+        scaler = GradScaler(device, policy=FixedScaling(4.0), protect=[model])
+        scaler.place_on(device)
         for size in (1.0, INF, 1.0, math.nan):
-            before = model.mean.cpu()
-            model.weight.grad = torch.full((4,), size, device="mps")
+            before, model.cache = model.mean.cpu(), torch.zeros(1, device=device)
+            model.weight.grad = torch.full((4,), size, device=device)
             with torch.no_grad():  # autograd asks torch for the device itself
-                model(torch.full((8, 4), size, device="mps"))
+                model(torch.full((8, 4), size, device=device))
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(before, model.mean.cpu()) == (size != 1.0)
+            assert len(model.cache) == 8
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes after the hook
