@@ -156,14 +156,20 @@ def test_ordinary_and_fused_optimizers_in_one_scaler(updates_each, program):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loading_leaves_the_state_where_it_is(fused):
-    """The scale is written in place, as a new one is, and the outcome of a step is known where it was known before."""
+    """The scale is written in place, as a new one is, and the outcome of a step is known where it was known before.
+
+    Accelerate makes the tensors a second time after each load under FSDP2, which does nothing.
+    """
     with Emulated("mps"):
         param, optimizer = _one("mps", fused=fused)
         scaler = GradScaler("mps", init_scale=8.0)
-        before, kept = _step(scaler, param, optimizer)[0], scaler._scale
+        before, kept, tracker = _step(scaler, param, optimizer)[0], scaler._scale, scaler._growth_tracker
         scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
+        scaler._lazy_init_scale_growth_tracker("mps")
+        scaler._lazy_init_scale_growth_tracker(torch.device("mps"))
         assert scaler._scale is kept
-        assert (kept.item(), scaler._growth_tracker.item()) == (64.0, 0)
+        assert scaler._growth_tracker is tracker
+        assert (kept.item(), tracker.item()) == (64.0, 0)
         after, _ = _step(scaler, param, optimizer)
         assert isinstance(after.applied, torch.Tensor) == isinstance(before.applied, torch.Tensor) == fused
         assert (after.loss_scale_used, scaler.state_dict()["steps"]) == (64.0, 1)
@@ -172,22 +178,24 @@ def test_loading_leaves_the_state_where_it_is(fused):
         assert kept.item() == scaler.get_scale() == 16.0
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+@pytest.mark.parametrize("value", [1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_flag_that_was_changed_in_place_counts(fused, call):
-    """A trainer may reduce the flags over its ranks between `unscale_` and `step`."""
+def test_a_flag_that_was_changed_in_place_counts(fused, call, value, device):
+    """A trainer may reduce the flags over its ranks between `unscale_` and `step`; any but 0 is an overflow."""
     with Emulated("mps"):
-        param, optimizer = _one("mps", fused=fused)
-        scaler = GradScaler("mps", init_scale=8.0)
-        for _ in range(2):  # while the host knows the state, and from then on
-            scaler.scale(torch.ones((), device="mps"))
-            param.grad = torch.ones(2, device="mps")
+        param, optimizer = _one(device, fused=fused)
+        scaler = GradScaler(device, init_scale=8.0)
+        for scale in (4.0, 2.0):  # while the host knows the state, and from then on
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.ones(2, device=device)
             getattr(scaler, call)(optimizer, *[1.0] * (call != "unscale_"))
             for flag in scaler._found_inf_per_device(optimizer).values():
-                flag.fill_(1.0)
+                (flag.data if device == "cpu" else flag).fill_(value)  # on the host also without a new version
             scaler.step(optimizer)
             assert bool(scaler.update().overflowed)
-            assert param.tolist() == [1.0, 1.0]
+            assert (param.tolist(), scaler.get_scale()) == ([1.0, 1.0], scale)
 
 
 def test_each_flag_is_on_the_device_of_its_key():
