@@ -1,4 +1,4 @@
-"""Partial sums, communication hooks, a rank outside of the group: on gloo ranks; and distributed checkpoints."""
+"""Partial sums, communication hooks, a rank outside of the group: on gloo ranks."""
 
 from functools import partial
 from itertools import product
@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -30,28 +29,6 @@ def _step(module, optimizer, scaler):
     assert is_same != applied
     optimizer.zero_grad()
     return applied
-
-
-# --- checkpoints of torch.distributed.checkpoint
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_a_distributed_checkpoint_restores_every_field(tmp_path):
-    """Saved by this scaler, it loads into this scaler bit for bit, and into torch's own."""
-    saved, param = GradScaler("cpu", init_scale=2.0**10, growth_interval=3), torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    for size in (1.0, 1.0, 1.0, INF, 1.0):
-        optimizer.zero_grad()
-        saved.scale((param * size).sum()).backward()
-        saved.step(optimizer)
-        saved.update()
-    dcp.save({"scaler": saved}, checkpoint_id=tmp_path)
-    restored, torchs = GradScaler("cpu"), torch.amp.GradScaler("cpu")
-    dcp.load({"scaler": restored}, checkpoint_id=tmp_path)
-    dcp.load({"scaler": torchs}, checkpoint_id=tmp_path)
-    assert restored.state_dict() == saved.state_dict()
-    assert torchs.state_dict() == {name: saved.state_dict()[name] for name in torchs.state_dict()}
-    assert saved.state_dict()["skipped_steps"] == 1
 
 
 # --- gradients that are summed
