@@ -132,15 +132,8 @@ def test_grad_scaler_kwargs():
     assert policy == from_tool("torch", {"growth_interval": 500})
 
 
-def test_tensors_in_a_checkpoint():
-    """Megatron saves its scale as a tensor of one element."""
-    saved = {"scale": torch.tensor([8.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
-    state = state_from_tool("megatron", saved)
-    assert (state.loss_scale, state.growth_tracker, state.hysteresis_tracker) == (8.0, 7, 1)
-
-
 def test_the_attributes_of_a_scaler():
-    """`vars` of torch's own is read like its state dict, tensors and all; so is a state dict of tensors."""
+    """`vars` of torch's own is read like its state dict, tensors and all; so are tensors of one element."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=7)
     scaler.scale(torch.zeros(()))
     for finite in (True, False, True, True):
@@ -148,7 +141,7 @@ def test_the_attributes_of_a_scaler():
     saved = state_from_tool("torch", scaler.state_dict())
     assert saved.growth_tracker == 2
     assert state_from_tool("torch", vars(scaler)) == saved
-    assert state_from_tool("torch", {key: torch.tensor(each) for key, each in scaler.state_dict().items()}) == saved
+    assert state_from_tool("torch", {key: torch.tensor([each]) for key, each in scaler.state_dict().items()}) == saved
 
 
 def test_the_attributes_of_a_scaler_as_json(tmp_path):
@@ -197,15 +190,17 @@ def test_the_command_reads_tensors_of_one_element(tmp_path, dtype):
 
 
 def test_the_command_refuses_what_torch_does_not_save(tmp_path):
-    """In a sentence."""
+    """In a sentence, nor what it saved before PyTorch 1.6, which torch alone can convert."""
     torch.save({"scale": 8.0}, tmp_path / "whole.pt")
+    torch.save({"scale": 8.0}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("hello", "no pickle"):
         (tmp_path / f"{name}.pt").write_text(name)
     (tmp_path / "short.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
-    for name in ("hello.pt", "no pickle.pt", "short.pt"):
+    for name in ("hello.pt", "no pickle.pt", "short.pt", "old.pt"):
         done = _checkpoint(name, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"lossscale: {name} is not a zip archive, as torch.save writes")
+        assert "load and save it again with a newer PyTorch" in done.stderr
         assert done.stderr.count("\n") == 1
 
 
@@ -234,9 +229,3 @@ def test_an_object_is_the_dict_of_its_attributes(tmp_path):
     done = _checkpoint("f.pt", "--from", "deepspeed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss_scale"] == 8.0
-
-
-def test_a_file_of_before_pytorch_1_6_is_an_error(tmp_path):
-    """It is no zip archive, and torch alone can convert it."""
-    torch.save({"scale": 8.0}, tmp_path / "f.pt", _use_new_zipfile_serialization=False)
-    assert "load and save it again with a newer PyTorch" in _checkpoint("f.pt", cwd=tmp_path).stderr
