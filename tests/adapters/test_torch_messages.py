@@ -217,7 +217,6 @@ ERRORS = {
     **{f"a largest norm of {value!r}": _max_norm(value) for value in (NAN, -1.0, True, "1", None)},
     "float16 gradients": (_half, ValueError, HALF),
     "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
-    "a positional closure": (lambda: _ready().step(_sgd(), print), RuntimeError, "Closure use is not"),
     "stepped after skip": (partial(_calls(("skip",), ("step",)), GradScaler, _sgd()), RuntimeError, "step() has alr"),
     "too few updates": (
         _too_few_updates,
