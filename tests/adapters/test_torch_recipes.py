@@ -199,22 +199,6 @@ def test_trl(optim, tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_accelerate(fused):
-    """The schedule follows applied steps, with a fused optimizer, too; `scaler` is Accelerate's own."""
-    model = _Model()
-    optimizer, scheduler = _optimizer_of(model, fused)
-    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(), "loss_fn": _loss_fn}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
-        names = _run("Accelerate", names)
-    assert model.skipped() == OVERFLOWS
-    assert scheduler.last_epoch == STEPS - len(OVERFLOWS)
-    assert names["optimizer"].scaler is names["scaler"]
-    assert names["accelerator"].optimizer_step_was_skipped is False
-    assert names["scaler"].get_scale() == 2.0 ** (16 - len(OVERFLOWS))
-
-
-@pytest.mark.parametrize("fused", [False, True])
 def test_attempts_around_accelerate(fused):
     """Its engine in the body, with both micro-batches of an accumulation; a body of one is refused."""
     accelerator = in_float16(Accelerator(cpu=True, gradient_accumulation_steps=2))
@@ -282,16 +266,6 @@ def _fit(module, options, steps=STEPS, replaced=None):
 def _lightning_class(heading):
     *_, last = _run(heading, {"Module": _Lightning}).values()
     return last
-
-
-def test_lightning_with_a_fused_optimizer(tmp_path):
-    """Automatic optimization: it clips in the hook, skips what overflows, and the schedule follows applied steps."""
-    module = _lightning_class("Lightning, automatic optimization")(fused=True)
-    trainer = _fit(module, _options(tmp_path))
-    (part,) = module.parts
-    assert part.skipped() == OVERFLOWS
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS - len(OVERFLOWS)
-    assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS))
 
 
 def test_lightning_with_two_optimizers(tmp_path):
@@ -476,8 +450,10 @@ def _lightning(folder, epochs, first=0, **fit):
 
 
 def test_lightning_resumes_exactly(tmp_path):
-    """From a checkpoint of its own, the scale, the counters, the guard and the weights continue bit for bit."""
-    _, *whole = _lightning(tmp_path, 2)
+    """As the Trainer does; its fused optimizer skips what is bad, and the schedule follows applied steps."""
+    trainer, *whole = _lightning(tmp_path, 2)
+    assert whole[0].skipped() == {*BAD}
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 16 - len(BAD)
     trainer, *_ = _lightning(tmp_path, 1)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     _, *resumed = _lightning(tmp_path, 2, first=8, ckpt_path=tmp_path / "last.ckpt")
@@ -501,8 +477,12 @@ def _accelerate(first, last, folder, loads=False, fused=True):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_accelerate_resumes_exactly(fused, tmp_path):
-    """From what `save_state` wrote, the scale, the counters, the guard and the weights continue bit for bit."""
-    whole = _accelerate(0, 16, None, fused=fused)
+    """From what `save_state` wrote; bad steps are skipped, and the schedule follows applied ones, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        whole = _accelerate(0, 16, None, fused=fused)
+    assert whole["model"].skipped() == {*BAD}
+    assert whole["optimizer"].scaler is whole["scaler"]
     saved = _accelerate(0, 8, None, fused=fused)
     saved["accelerator"].register_for_checkpointing(saved["scheduler"])
     saved["accelerator"].save_state(str(tmp_path))
