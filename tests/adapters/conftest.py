@@ -1,5 +1,18 @@
-"""Eight devices on one CPU for JAX, set before any test imports it."""
+"""Eight devices on one CPU for JAX, set before any test imports it; and one thread for torch."""
 
 import os
 
+import pytest
+
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+
+@pytest.fixture
+def one_thread():
+    """Give small tensors one thread, as the threads of several test workers would wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

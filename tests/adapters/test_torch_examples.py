@@ -21,15 +21,6 @@ def _main(name):
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
-@pytest.fixture
-def one_thread():
-    """Give small tensors one thread, as the threads of several test workers would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _assert_healthy(accuracy, scaler, steps):
     counts = scaler.metrics()
     assert accuracy > 0.85
