@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md, run as they stand there with the real packages, in float16 on a CPU."""
+"""The recipes of docs/trainers.md, run as they stand there with the real packages, in float16 on a CPU; and others."""
 
 import importlib.util
 import shutil
@@ -12,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
 from transformers import TrainingArguments
 
@@ -277,6 +279,43 @@ def test_lightning_with_two_optimizers(tmp_path):
     counts = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
     assert counts == [STEPS - len(OVERFLOWS), STEPS - 1]
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS) - 1)
+
+
+def test_fabric():
+    """Fabric scales in backward, and unscales, steps and updates in the optimizer's step."""
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    model = _Model()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, targets in _data():
+        optimizer.zero_grad()
+        fabric.backward(_loss_fn(wrapped(inputs), targets))
+        optimizer.step()
+    assert model.skipped() == OVERFLOWS
+    assert scaler.get_scale() == 2.0 ** (10 - len(OVERFLOWS))
+
+
+def test_accelerate_with_two_optimizers():
+    """Accelerate updates after each of them: both get their true gradients, and one loss counts as one step."""
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1, updates_per_step=2)
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = scaler  # it offers no option for a CPU
+    first, second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=0.0) for m in (first, second)))
+    for step, (inputs, targets) in enumerate(_data()):
+        for module in (first, second):
+            module.zero_grad()
+        loss = _loss_fn(first(inputs) + second(inputs), targets)
+        expected = torch.autograd.grad(loss, second.weight, retain_graph=True)[0]
+        accelerator.backward(loss)
+        if step in OVERFLOWS:
+            first.weight.grad[0, 0] = INF
+        before = scaler.get_scale()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(second.weight.grad, expected)
+        assert scaler.get_scale() == before * (0.5 if step in OVERFLOWS else 2.0)
+    assert int(scaler.metrics()["steps"]) == STEPS
 
 
 def import_timm(monkeypatch):
