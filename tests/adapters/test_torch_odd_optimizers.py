@@ -8,6 +8,7 @@ import torch
 
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
+from tests.adapters.test_torch_differences import _Delegating
 
 
 def _param():
@@ -37,16 +38,6 @@ class _FusedDuck(_Duck):
         for param in self.param_groups[0]["params"]:
             grad = param.grad if self.grad_scale is None else param.grad / self.grad_scale
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
-
-
-class _Delegating:
-    """Passes on what it is asked for."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
 
 
 def _train(optimizer, param, scaler, clips=False):
