@@ -16,13 +16,13 @@ def _params(*grads):
     return params
 
 
-def _clipped(optimizer_type, grads, max_norm, norm_type=2.0, init_scale=2.0**10, **options):
+def _clipped(optimizer_type, grads, max_norm, norm_type=2.0, init_scale=2.0**10):
     """Return norm, parameters after one SGD step of size 1, and the scaler, having clipped with ours."""
     params = _params(*(grad * init_scale for grad in grads))
     optimizer = optimizer_type(params)
     scaler = GradScaler("cpu", init_scale=init_scale)
     scaler.scale(torch.ones(()))
-    norm = scaler.unscale_and_clip_(optimizer, max_norm, norm_type, **options)
+    norm = scaler.unscale_and_clip_(optimizer, max_norm, norm_type)
     scaler.step(optimizer)
     scaler.update()
     return norm, params, scaler
@@ -113,13 +113,8 @@ def test_order_and_disabled_mode():
 @pytest.mark.parametrize(("scale", "max_norm"), [(1.0, 0.0), (2.0**100, 1e-30)])
 def test_extreme_clipping(make, scale, max_norm):
     """A norm clipped to nothing, or by more than float32 can hold, is clipped all the same."""
-    params = _params(torch.full((2,), scale))
-    optimizer = make(params)
-    scaler = GradScaler("cpu", init_scale=scale)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_and_clip_(optimizer, max_norm)
-    scaler.step(optimizer)
-    assert scaler.update().applied
+    _, params, scaler = _clipped(make, [torch.ones(2)], max_norm, init_scale=scale)
+    assert scaler.last_step.applied
     assert params[0].abs().max().item() <= max_norm
 
 

@@ -5,14 +5,7 @@ import torch
 
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
-
-EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
-
-
-def _one(fused=False):
-    """Return a parameter of 1.0 and an optimizer that moves it by its gradient."""
-    param = torch.nn.Parameter(torch.ones(1))
-    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
+from tests.adapters.test_torch_other_packages import EITHER_KIND, _one
 
 
 def _two(fused=False):
