@@ -71,8 +71,16 @@ def _run_keras(session: nox.Session, backend: str) -> None:
     session.run("pytest", *of_adapter, *IN_PARALLEL, env=env)
 
 
+def _install_torch(session: nox.Session, torch: str = TORCH, *constraints: str) -> None:
+    """Install torch alone from the index that TORCH_INDEX names, if it does: of builds without CUDA, for example."""
+    if index := os.environ.get("TORCH_INDEX"):
+        session.install("--no-deps", torch, "--index-url", index, *constraints)
+
+
 def _install(session: nox.Session, framework: str) -> None:
     """Install what one framework's tests need, the framework in the version that CI uses."""
+    if framework == "torch":
+        _install_torch(session)
     session.install("-e", ".[demo]", *_group("test"))
     if framework != "numpy":
         session.install(*FRAMEWORKS[framework], *_group(f"{framework}-test"))
@@ -82,6 +90,8 @@ def _install(session: nox.Session, framework: str) -> None:
 
 def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
     """Run one framework's tests with other versions of it: the newest, or those of a file of constraints."""
+    if framework == "torch":
+        _install_torch(session, "torch", *constraints)
     groups = [*_group("test"), *(_group(f"{framework}-test") if framework != "numpy" else [])]
     session.install("-e", ".[demo]", *UNPINNED[framework], *groups, *constraints)
     if framework in ALONE:
@@ -102,6 +112,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
+    _install_torch(session)
     session.install("-e", ".[demo]", TORCH, *JAX, *_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
@@ -175,6 +186,8 @@ SMOKE = {
 @nox.parametrize("framework", list(SMOKE))
 def smoke(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework's main interface on the newest Python: `nox -s smoke`, nightly."""
+    if framework == "torch":
+        _install_torch(session, "torch")
     session.install("-e", ".[demo]", *UNPINNED[framework], *_group("test"), "flatbuffers")
     session.run("pytest", *IN_PARALLEL, *SMOKE[framework], *session.posargs, env=ONE_THREAD)
 
@@ -185,6 +198,7 @@ def conformance(session: nox.Session) -> None:
 
     The examples run here, since every framework is installed here already.
     """
+    _install_torch(session)
     groups = [*_group("test"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
@@ -296,7 +310,8 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what the library costs against its bars: `    nox -s bench -- --output-folder benchmarks`."""
+    """Measure what the library costs against its bars: `nox -s bench -- --output-folder benchmarks`."""
+    _install_torch(session)
     session.install("-e", ".", TORCH, *JAX, FLAX, TENSORFLOW, *_group("jax-test"))
     session.install("--no-deps", ALONE["tensorflow"])
     for name in ("core", "torch", "step", "jax", "tensorflow", "keras"):

@@ -357,7 +357,7 @@ class ScaleWatch:
             last = None
         if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
             self._has_bad_loss = True
-            _log("warning", BAD_LOSS, event="bad_loss")
+            log_warning("bad_loss", BAD_LOSS)
         is_fine = last is not None and self._verdict == "healthy" and last.skipped_steps == numbers.skipped_steps
         if last is not None and is_fine and last.loss_scale == numbers.loss_scale < np.float32(members.bounds()[1]):
             return  # nothing has happened since
@@ -374,6 +374,16 @@ class ScaleWatch:
             _log(level, "lossscale, step %d: %s", numbers.steps, text, event=self._verdict, **facts)
 
 
+def log_warning(event: str, text: str) -> None:
+    """Log a warning on the logger of this library.
+
+    Args:
+        event: The attribute `event` of the log record.
+        text: The line.
+    """
+    _log("warning", text, event=event)
+
+
 def _log(level: str, line: str, *values: Any, **facts: Any) -> None:
     import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
 
@@ -384,7 +394,7 @@ BAD_LOSS = (
     "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
     "logarithms, roots and divisions in the forward pass"
 )
-"""The sentence for a loss that is not finite."""
+"""The sentence for a loss that is not finite, which is logged as the event `bad_loss`."""
 _QUIET = ("calibrating", "healthy")
 _TIMES_AS_LONG = 10
 _APART = 1000

@@ -17,7 +17,7 @@ from lossscale_core._messages import (
     shown_names,
     shown_number,
 )
-from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak
+from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 from lossscale_core._state import loss_scale_of
 
@@ -34,6 +34,7 @@ __all__ = [
     "escaped",
     "explain_arguments",
     "guard_state_from_dict",
+    "log_warning",
     "loss_scale_of",
     "nearest_name",
     "not_a_flag",

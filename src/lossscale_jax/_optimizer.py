@@ -134,7 +134,7 @@ def loss_scaled(
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
     choices = {"drop": ("window", "micro_batch"), "skip": ("cond", "select"), "keep_dtypes": (True, False)}
-    for name, value in (("drop", drop), ("skip", skip or "cond"), ("keep_dtypes", keep_dtypes)):
+    for name, value in (("drop", drop), ("skip", "cond" if skip is None else skip), ("keep_dtypes", keep_dtypes)):
         if value not in choices[name]:
             raise PolicyError("{}={!r} must be {!r} or {!r}".format(name, value, *choices[name]))
     check_guard(guard)

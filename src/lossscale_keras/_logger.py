@@ -1,13 +1,12 @@
 """The Keras callback that logs the loss scale in `fit`."""
 
-import logging
 import math
 import warnings
 from typing import Any
 
 import keras
 
-from lossscale_core.adapters import BAD_LOSS
+from lossscale_core.adapters import BAD_LOSS, log_warning
 from lossscale_keras._optimizer import LossScaleOptimizer
 
 
@@ -48,10 +47,11 @@ class LossScaleLogger(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Add to the logs of this batch, if it is one of the chosen, and tell of the first bad loss."""
-        loss, optimizer = (logs or {}).get("loss", 0.0), self.model.optimizer
-        if not (self._has_bad_loss or math.isfinite(loss)) and isinstance(optimizer, LossScaleOptimizer):
+        loss, optimizer = (logs or {}).get("loss"), self.model.optimizer
+        is_bad = isinstance(loss, float) and not math.isfinite(loss)  # a `train_step` may return another loss
+        if is_bad and not self._has_bad_loss and isinstance(optimizer, LossScaleOptimizer):
             self._has_bad_loss = True
-            logging.getLogger("lossscale").warning(BAD_LOSS, extra={"event": "bad_loss"})
+            log_warning("bad_loss", BAD_LOSS)
         if self.every_n_batches is not None and (batch + 1) % self.every_n_batches == 0:
             if hasattr(self.model, "jax_state_sync"):  # during an epoch JAX has the values, and the variables have none
                 self.model.jax_state_sync()

@@ -20,7 +20,7 @@ from lossscale_core.adapters import shown
 from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import _replicas as replicas
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, require_training, unconverted, xp
-from lossscale_keras._step import Checked, LastStep, States, Stored, at_most_largest, check, unscaled
+from lossscale_keras._step import Checked, LastStep, States, Stored, check, unscaled
 from lossscale_keras._verbs import Tree, dense, scale, select
 
 
@@ -243,8 +243,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return checked, loss_scale
         norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
         checked = checked._replace(norm=norm)
-        largest = float(np.finfo(keras.backend.standardize_dtype(norm.dtype)).max)
-        norm = xp.where(norm < largest, norm, math.inf)  # a norm beyond the largest number: clipped to 0
         clip = xp.where(norm > self._max_norm, norm / self._max_norm, 1.0)
         return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
@@ -252,7 +250,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Record the step; return whether it is applied, and the states before and after it."""
         before, guard_after, norm = self._read(on_host), None, checked.norm
         if "float64" in str(getattr(norm, "dtype", "")):
-            norm = ops.cast(at_most_largest(norm, "float32"), "float32")
+            norm = ops.cast(norm, "float32")
         if on_host:
             finite, norm, xp_, where = bool(checked.known), float(norm), None, _where
             applies: Any = finite
@@ -260,7 +258,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite, xp_, where, applies = checked.finite, xp, xp.where, checked.known
         after, outcome = self.policy.update(before.scale, finite, xp=xp_), where(finite, 1, 2)
         if self.guard is not None and before.guard is not None:
-            known = where(finite, norm, math.inf)  # infinity leaves the guard's state unchanged
+            largest = float(
+                np.finfo(np.float32).max
+            )  # a norm beyond it is a spike; infinity leaves the state unchanged
+            known = where(finite, where(norm < largest, norm, largest), math.inf)
             applies, guard_after = self.guard.check(before.guard, known, xp=xp_)
             spiked = (not applies and finite) if on_host else finite & ~applies
             after, outcome = select(spiked, before.scale, after), where(spiked, 3, outcome)

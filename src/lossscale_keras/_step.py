@@ -148,13 +148,13 @@ def _sum_of_squares(grads: list[Any]) -> Any:
 
 
 def _norm(grads: list[Any], largest: Any, loss_scale: Any, wide: str) -> Any:
-    """Return a norm whose square may overflow, from the largest magnitude of an unscaled element."""
+    """Return a norm whose square may overflow, from an element's largest magnitude; infinite if it overflows itself."""
     # No square of a quotient overflows. The reciprocal of a larger divisor may be subnormal, and flushed to zero.
     limit = float(np.finfo(wide).max) * 2.0**-28
     divisor = xp.where(largest > 0.0, largest, largest + 1.0) * loss_scale
     divisor = xp.where(divisor < limit, divisor, xp.zeros_like(divisor) + limit)
     total = _sum_of_squares([ops.divide(each, divisor) for each in grads])
-    return at_most_largest(divisor / loss_scale * ops.sqrt(ops.cast(total, wide)), wide)
+    return divisor / loss_scale * ops.sqrt(ops.cast(total, wide))
 
 
 def unscaled(grads: list[Any], variables: list[Any], divisor: Any) -> list[Any]:
@@ -191,10 +191,3 @@ def _narrows(grad: Any, variable: Any) -> bool:
     """Return whether a gradient is cast to a half dtype that is not its own, in which it may become infinite."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return dtype in ("float16", "bfloat16") and keras.backend.standardize_dtype(grad.dtype) != dtype
-
-
-def at_most_largest(number: Any, dtype: str) -> Any:
-    """Return a number that is at most the largest of the dtype; NaN stays."""
-    held_in = keras.backend.standardize_dtype(number.dtype)
-    largest = ops.convert_to_tensor(np.asarray(np.finfo(dtype).max, held_in), dtype=held_in)
-    return xp.where(number > largest, largest, number)

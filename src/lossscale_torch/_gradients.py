@@ -77,8 +77,9 @@ class Gradients:
             for bucket in _without_empty(self.buckets)
             for each in torch._foreach_norm(bucket, order, dtype=torch.float64)
         ]
-        zero = [] if norms else [torch.zeros((), dtype=torch.float64, device=device)]
-        return torch.linalg.vector_norm(torch.stack(norms or zero), order)
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.linalg.vector_norm(torch.stack(norms), order)
 
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:

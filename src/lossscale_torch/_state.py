@@ -200,19 +200,19 @@ def advance_on_device(policy: Any, state: Placed, live: Any, flags: Flags) -> St
     """Update a state in place, and return the outcome. Does not synchronise."""
     device = live.loss_scale.device
     overflow = combined(flags.overflows, device)
-    held = (overflow == 0.0) & (combined(flags.vetoes, device) != 0.0) if flags.vetoes else None
+    vetoed = (overflow == 0.0) & (combined(flags.vetoes, device) != 0.0) if flags.vetoes else None
     if state.is_usual and _is_torchs_rule(policy, device):
-        info = _advance_by_kernel(policy, state, live, overflow, held)
+        info = _advance_by_kernel(policy, state, live, overflow, vetoed)
     else:
         before = copies(live)
         after = policy.update(before, overflow == 0.0, xp=torch)
-        if held is not None:
-            after = after._make(map(functools.partial(torch.where, held), before, after))
+        if vetoed is not None:
+            after = after._make(map(functools.partial(torch.where, vetoed), before, after))
         write(live, after)
         info = StepInfo(*step_info(before, after))
-    if held is None:
+    if vetoed is None:
         return info
-    return info._replace(applied=info.applied & ~held, spiked=held & (combined(flags.spikes, device) != 0.0))
+    return info._replace(applied=info.applied & ~vetoed, spiked=vetoed & (combined(flags.spikes, device) != 0.0))
 
 
 def stay_on_device(live: Any, flags: Flags) -> StepInfo:
@@ -256,21 +256,21 @@ def _is_torchs_rule(policy: Any, device: torch.device) -> bool:
     )
 
 
-def _advance_by_kernel(policy: Any, state: Placed, live: Any, overflow: Tensor, held: Tensor | None) -> StepInfo:
-    """Update by torch's own kernel, in ten calls of torch; `held` is a flag under which nothing changes."""
+def _advance_by_kernel(policy: Any, state: Placed, live: Any, overflow: Tensor, vetoed: Tensor | None) -> StepInfo:
+    """Update by torch's own kernel, in ten calls of torch; `vetoed` is a flag under which nothing changes."""
     scale, tracker = live[:2]
-    used, counted, is_bad = scale.clone(), tracker if held is None else tracker.clone(), overflow != 0.0
+    used, counted, is_bad = scale.clone(), tracker if vetoed is None else tracker.clone(), overflow != 0.0
     # The kernel would multiply in float64 by factors that are not rounded.
     growth, backoff = float(np.float32(policy.growth_factor)), float(np.float32(policy.backoff_factor))
     torch._amp_update_scale_(scale, tracker, overflow, growth, backoff, policy.growth_interval)
     scale.clamp_(policy.min_scale, policy.max_scale)
     plus, times = torch.where(is_bad, state.overflow, state.finite).unbind()
-    if held is None:
+    if vetoed is None:
         torch.addcmul(plus, state.counts, times, out=state.counts)
     else:
-        counts = torch.addcmul(plus, state.counts, times)
-        for kept, before, after in ((scale, used, scale), (tracker, counted, tracker), (state.counts,) * 2 + (counts,)):
-            kept.copy_(torch.where(held, before, after))
+        scale.copy_(torch.where(vetoed, used, scale))
+        tracker.copy_(torch.where(vetoed, counted, tracker))
+        state.counts.copy_(torch.where(vetoed, state.counts, torch.addcmul(plus, state.counts, times)))
     return StepInfo(~is_bad, used, scale.clone(), live.overflow_streak.clone(), is_bad)
 
 

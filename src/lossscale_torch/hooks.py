@@ -20,6 +20,7 @@ from lossscale_core.adapters import (
     check_overflow_streak,
     check_spike_streak,
     guard_state_from_dict,
+    log_warning,
     shown_number,
 )
 from lossscale_core.errors import CheckpointWarning
@@ -381,11 +382,11 @@ class Watch(Hook):
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Check the state on the host at each update if there is a limit, else at each 32nd."""
         if self.without_gradients == _MANY:
-            _warn("no_gradients", _NO_GRADIENTS)
+            log_warning("no_gradients", _NO_GRADIENTS)
         self.has_bad_loss = info.applied is False and not scaler._are_losses_finite()
         if self.has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
-            _warn("bad_loss", BAD_LOSS)
+            log_warning("bad_loss", BAD_LOSS)
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
@@ -400,12 +401,6 @@ class Watch(Hook):
     def log(self, policy: Any, state: Any) -> None:
         """Log the events of a state on the host."""
         self._watch.log(policy, state)
-
-
-def _warn(event: str, text: str) -> None:
-    import logging  # most processes log nothing
-
-    logging.getLogger("lossscale").warning(text, extra={"event": event})
 
 
 def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
