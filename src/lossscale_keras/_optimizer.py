@@ -258,9 +258,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             finite, xp_, where, applies = checked.finite, xp, xp.where, checked.known
         after, outcome = self.policy.update(before.scale, finite, xp=xp_), where(finite, 1, 2)
         if self.guard is not None and before.guard is not None:
-            largest = float(
-                np.finfo(np.float32).max
-            )  # a norm beyond it is a spike; infinity leaves the state unchanged
+            # A norm beyond float32 is a spike, too; infinity stands for an overflow, which leaves the state unchanged.
+            largest = float(np.finfo(np.float32).max)
             known = where(finite, where(norm < largest, norm, largest), math.inf)
             applies, guard_after = self.guard.check(before.guard, known, xp=xp_)
             spiked = (not applies and finite) if on_host else finite & ~applies
