@@ -10,7 +10,7 @@ import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
-from lossscale_core._guard import GuardState, SpikeGuard
+from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
 from lossscale_core._messages import not_a_state, shown, shown_names, shown_number
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
@@ -19,7 +19,6 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
-_LARGEST_NORM = float(np.finfo(np.float32).max)
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
@@ -122,7 +121,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
     if missing:
         raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_HINT}")
-    fields = {name: _restored(name, numbers[name], initial, _LARGEST_NORM) for name, initial in start._asdict().items()}
+    fields = {name: _restored(name, numbers[name], initial, LARGEST_NORM) for name, initial in start._asdict().items()}
     state: GuardState[HostScalar] = GuardState(**fields)
     if state.streak > state.spikes:
         raise CheckpointError(

@@ -24,7 +24,8 @@ Log-normal norms of sigma 0.3 deviate by 0.24. At that fraction two runs of 10,0
 above the limit of the default threshold; at 0.375 it is one in two hundred.
 """
 _EXACT_IN_FLOAT32 = 2**24
-_LARGEST_NORM = float(np.finfo(np.float32).max)
+LARGEST_NORM = float(np.finfo(np.float32).max)
+"""The largest norm that is a number in float32."""
 _RULES = {
     "threshold": Rule(
         float, "a number from 1 to 2**126", "pass 8.0, or a larger one to skip fewer steps", 1.0, LARGEST_SCALE
@@ -151,8 +152,8 @@ class SpikeGuard:
 
     def _check_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
         """Return the result of `check`, and compute only the values that this norm needs."""
-        # Not `norm > _LARGEST_NORM`, which is False for NaN.
-        if not norm <= _LARGEST_NORM:
+        # Not `norm > LARGEST_NORM`, which is False for NaN.
+        if not norm <= LARGEST_NORM:
             return False, state
         norm = np.float32(norm)
         limit = self.limit(state, xp=HOST)

@@ -20,6 +20,7 @@ from lossscale_core._messages import (
 from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
 from lossscale_core._state import loss_scale_of
+from lossscale_core._step import clip_divisor, decide, norm_by_unit
 
 __all__ = [
     "BAD_LOSS",
@@ -31,12 +32,15 @@ __all__ = [
     "check_overflow_streak",
     "check_setting",
     "check_spike_streak",
+    "clip_divisor",
+    "decide",
     "escaped",
     "explain_arguments",
     "guard_state_from_dict",
     "log_warning",
     "loss_scale_of",
     "nearest_name",
+    "norm_by_unit",
     "not_a_flag",
     "not_a_state",
     "read_data",

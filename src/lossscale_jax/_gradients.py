@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from lossscale_core.adapters import norm_by_unit
+
 PyTree: TypeAlias = Any
 """Nested containers of arrays; JAX has no static type for them."""
 
@@ -104,11 +106,9 @@ def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
     def exact() -> Array:
         parts = [part for leaf in leaves for part in real_parts(lift(leaf))]
         largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
-        # The reciprocal of a larger unit may be subnormal, and flushed to zero.
-        limit = jnp.finfo(squares.dtype).max * 2.0**-28
-        unit = jnp.where((largest > 0.0) & jnp.isfinite(largest), jnp.minimum(largest, limit), 1.0)
-        root = jnp.sqrt(_sum_of_squares([part / unit.astype(part.dtype) for part in parts]))
-        norm = jnp.minimum(unit * factor * root, jnp.finfo(squares.dtype).max)
+        squares_by = lambda unit: _sum_of_squares([part / unit.astype(part.dtype) for part in parts])  # noqa: E731
+        largest_number = float(jnp.finfo(squares.dtype).max)
+        norm = jnp.minimum(norm_by_unit(largest, factor, squares_by, largest_number, xp=jnp), largest_number)
         return jnp.where(_each_element_finite(leaves, factor), norm, jnp.inf)  # `max` may lose a NaN
 
     return choose(jnp.isfinite(squares) & (factor <= 1.0), lambda: jnp.sqrt(squares) * factor, exact, skip)

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, check_setting, explain_arguments
+from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Skip, Tree, each_finite, lifted, map_gradients, multiply
@@ -210,21 +210,17 @@ def loss_scaled(
                 norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=way).astype(jnp.float32)  # noqa: E731
                 norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), way)
 
-        if guard is not None:
-            # The norm over all devices may overflow although each norm is finite, and infinity would not be a spike.
-            norm_everywhere = jnp.minimum(_gradients.total_norm(norm, axis_name), float(jnp.finfo(jnp.float32).max))
-            checked_norm = jnp.where(applies, norm_everywhere, jnp.inf).astype(jnp.float32)  # infinity changes no state
-            accepted, guard_state = guard.check(guard_state, checked_norm, xp=jnp)
-            counts &= accepted | ~applies | ~finite  # a spike says nothing of the scale; an overflow in its call does
-            applies &= accepted
+        everywhere: Any = None if guard is None else _gradients.total_norm(norm, axis_name).astype(jnp.float32)
+        decision = decide(policy, guard, scale_state, guard_state, finite, everywhere, proposed=applies, xp=jnp)
+        applies, guard_state = decision.applies, decision.guard_state
         window = None if window is None else window._replace(stepped=applies)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             unscaled = multiply(source, factor)
             if max_norm is not None:
-                limits = jnp.finfo(norm.dtype)  # 0 / 0 would be NaN, and a norm beyond the largest number needs less
-                shrink = jnp.where(norm < limits.max, max_norm / jnp.maximum(norm, limits.tiny), 0.0)
-                unscaled = multiply(unscaled, jnp.minimum(shrink, 1.0))
+                # The largest number stands for a norm beyond it.
+                known = jnp.where(norm < jnp.finfo(norm.dtype).max, norm, jnp.inf)
+                unscaled = multiply(unscaled, 1.0 / clip_divisor(known, max_norm, xp=jnp))
             unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
             updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)
             return result_of(updates), inner_state
@@ -240,7 +236,7 @@ def loss_scaled(
             harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
             applied = step(harmless, inner_state)
             result, inner_state = select(applies, applied, skipped(applied, source, inner_state))
-        scale_state = select(counts, policy.update(scale_state, finite, xp=jnp), scale_state)
+        scale_state = select(counts, decision.state, scale_state)
         return result, applies, LossScaledState(scale_state, inner_state, window, guard_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

@@ -1,7 +1,6 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
 import dataclasses
-import math
 import threading
 import warnings
 import weakref
@@ -21,7 +20,7 @@ from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import _replicas as replicas
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, require_training, unconverted, xp
 from lossscale_keras._step import Checked, LastStep, States, Stored, check, unscaled
-from lossscale_keras._verbs import Tree, dense, scale, select
+from lossscale_keras._verbs import Tree, dense, scale
 
 
 # Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
@@ -243,31 +242,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return checked, loss_scale
         norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
         checked = checked._replace(norm=norm)
-        clip = xp.where(norm > self._max_norm, norm / self._max_norm, 1.0)
+        clip = adapters.clip_divisor(norm, self._max_norm, xp=xp)
         return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
     def _decide(self, checked: Checked, on_host: bool = False) -> tuple[Any, States, States]:
         """Record the step; return whether it is applied, and the states before and after it."""
-        before, guard_after, norm = self._read(on_host), None, checked.norm
+        before, norm = self._read(on_host), checked.norm
         if "float64" in str(getattr(norm, "dtype", "")):
             norm = ops.cast(norm, "float32")
-        if on_host:
-            finite, norm, xp_, where = bool(checked.known), float(norm), None, _where
-            applies: Any = finite
-        else:
-            finite, xp_, where, applies = checked.finite, xp, xp.where, checked.known
-        after, outcome = self.policy.update(before.scale, finite, xp=xp_), where(finite, 1, 2)
-        if self.guard is not None and before.guard is not None:
-            # A norm beyond float32 is a spike, too; infinity stands for an overflow, which leaves the state unchanged.
-            largest = float(np.finfo(np.float32).max)
-            known = where(finite, where(norm < largest, norm, largest), math.inf)
-            applies, guard_after = self.guard.check(before.guard, known, xp=xp_)
-            spiked = (not applies and finite) if on_host else finite & ~applies
-            after, outcome = select(spiked, before.scale, after), where(spiked, 3, outcome)
+        finite = bool(checked.known) if on_host else checked.finite
+        norm, xp_, where = (float(norm), None, _where) if on_host else (norm, xp, xp.where)
+        decision = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=xp_)
+        outcome = where(decision.applies, 1, where(finite, 3, 2))
         last = LastStep(outcome, before.scale.loss_scale, norm)
         # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
         self._last.assign(last, self._last.read_on_host() if on_host else None)
-        return applies, before, States(after, guard_after)
+        applies = checked.known if self.guard is None else decision.applies  # perhaps known without another read
+        return applies, before, States(*decision[1:])
 
     def _read(self, on_host: bool) -> States:
         """Return the states as host scalars or as arrays."""

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from lossscale_core.adapters import norm_by_unit
 from lossscale_keras._backend import BACKEND, half_squares, is_finite, xp
 from lossscale_keras._verbs import all_finite, dense, lifted
 
@@ -124,15 +125,16 @@ def check(
         return Checked(proof, np.sqrt(total) / scale if on_host else ops.sqrt(total) / ops.cast(scale, wide), True)
 
     def exact() -> Checked:
-        finite, sizes = all_finite(new_values), []
+        finite = all_finite(new_values)
         for grad, dtype in scaled:
-            each = ops.cast(_divided(grad, loss_scale), dtype)
-            finite = finite & all_finite(each)
-            sizes += [ops.cast(ops.max(ops.abs(lifted(each))), wide)] if 0 not in grad.shape else []
-        if not with_norm or not sizes:
+            finite = finite & all_finite(ops.cast(_divided(grad, loss_scale), dtype))
+        grads = [grad for grad, _ in scaled if 0 not in grad.shape]
+        if not with_norm or not grads:
             return Checked(finite, ops.zeros((), wide), finite)
-        norm = _norm([grad for grad, _ in scaled], ops.max(ops.stack(sizes)), ops.cast(scale, wide), wide)
-        return Checked(finite, norm, finite)
+        largest = ops.max(ops.stack([ops.cast(ops.max(ops.abs(grad)), wide) for grad in grads]))
+        squares = lambda unit: ops.cast(_sum_of_squares([ops.divide(each, unit) for each in grads]), wide)  # noqa: E731
+        factor, largest_number = ops.cast(1.0 / scale, wide), float(np.finfo(wide).max)
+        return Checked(finite, norm_by_unit(largest, factor, squares, largest_number, xp=xp), finite)
 
     return exact() if narrows else Checked(*cond(proof, quick, exact))
 
@@ -145,16 +147,6 @@ def _sum_of_squares(grads: list[Any]) -> Any:
     if BACKEND == "tensorflow" and halves:
         return 2.0 * xp.add_n(halves)
     return 2.0 * functools.reduce(operator.add, halves, ops.zeros((), wide))
-
-
-def _norm(grads: list[Any], largest: Any, loss_scale: Any, wide: str) -> Any:
-    """Return a norm whose square may overflow, from an element's largest magnitude; infinite if it overflows itself."""
-    # No square of a quotient overflows. The reciprocal of a larger divisor may be subnormal, and flushed to zero.
-    limit = float(np.finfo(wide).max) * 2.0**-28
-    divisor = xp.where(largest > 0.0, largest, largest + 1.0) * loss_scale
-    divisor = xp.where(divisor < limit, divisor, xp.zeros_like(divisor) + limit)
-    total = _sum_of_squares([ops.divide(each, divisor) for each in grads])
-    return divisor / loss_scale * ops.sqrt(ops.cast(total, wide))
 
 
 def unscaled(grads: list[Any], variables: list[Any], divisor: Any) -> list[Any]:

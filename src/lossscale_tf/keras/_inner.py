@@ -114,8 +114,7 @@ def clipnorm_of(inner: Any, own: float | None) -> float | None:
                 f"global_clipnorm={own!r}, and the inner optimizer's is {of_inner!r}, so that gradients would be "
                 "clipped twice; set one of the two"
             )
-    # A norm above float32's range clips nothing, and would be infinite in float32.
-    return None if own is None or own > float(tf.float32.max) else float(own)
+    return None if own is None else float(own)
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
