@@ -238,7 +238,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the result of the check, and the divisor that unscales and clips; None where nothing is divided."""
         with_norm = self.guard is not None or self._max_norm is not None
         checked = check(grads, variables, loss_scale, with_norm, cond, on_host)
-        if self._max_norm is None or (on_host and checked.norm <= self._max_norm):
+        if self._max_norm is None or (on_host and float(checked.norm) <= self._max_norm):
             return checked, loss_scale
         norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
         checked = checked._replace(norm=norm)
