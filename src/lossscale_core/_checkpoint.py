@@ -1,9 +1,10 @@
 """States as dicts of plain numbers, with the same keys in every framework, from which a run resumes exactly."""
 
+import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,8 @@ def state_to_dict(
         raise not_a_state(state, "state_to_dict(state, policy)") from error
     if policy is not None:
         policy = as_policy(policy)
-        if (config := _config_of(policy)) is not None:
-            saved["policy"] = config
+        with contextlib.suppress(PolicyError):  # without a kind it has no config
+            saved["policy"] = policy_to_dict(policy)
     if guard is not None:
         saved["guard"] = _plain_numbers(guard)
     return saved
@@ -81,15 +82,24 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     """
     _require_version(saved)
     policy = None if policy is None else as_policy(policy)
-    start: Any = _start_for(saved, policy)
-    missing = [name for name in ScaleState._fields if name not in saved]
-    if missing:
-        raise CheckpointError(f"the saved state has no {', '.join(missing)}; {_HINT}")
-    fields = {name: _restored(name, saved[name], first) for name, first in start._asdict().items() if name in saved}
-    _require_consistent(fields, ("skipped_steps", "steps"), ("overflow_streak", "skipped_steps"))
-    notes = [] if policy is None else _policy_differences(saved.get("policy"), policy)
-    notes += _bring_within_bounds(fields, policy)
-    notes += [] if policy is None else _adapt(fields, start, policy, saved.get("policy"))
+    start: Any = _start_for(saved) if policy is None else policy.init_state()
+    counts = ("skipped_steps", "steps"), ("overflow_streak", "skipped_steps")
+    fields = _restored(saved, start, ScaleState._fields, "state", *counts)
+    notes: list[str] = []
+    low, high = SMALLEST_SCALE, LARGEST_SCALE
+    if policy is not None:
+        low, high = BaseScaling.of(policy).bounds()
+        notes, is_other_kind = _differences(saved.get("policy"), policy)
+        for name, first in start._asdict().items():
+            if name not in fields or (is_other_kind and name in _TRACKERS and fields[name] != first):
+                fields[name] = first
+                notes.append(f"{name} starts at {first}")
+    before = fields["loss_scale"]  # compared after rounding, as a bound need not be a number of float32
+    with np.errstate(over="ignore"):
+        rounded = np.float32(before)
+    fields["loss_scale"] = scale = np.float32(min(max(before, low), high))
+    if scale != rounded:
+        notes.append(f"loss_scale was {shown_number(before)} and becomes {shown_number(float(scale))}")
     if notes:
         how = "the saved state is changed" if policy is None else "the state continues under another policy"
         # The warning points at the line that called this function.
@@ -118,49 +128,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
         note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
         warnings.warn(note, CheckpointWarning, stacklevel=2)
         return start
-    missing = [name for name in start._fields if not isinstance(numbers, Mapping) or name not in numbers]
-    if missing:
-        raise CheckpointError(f"the saved guard has no {', '.join(missing)}; {_HINT}")
-    fields = {name: _restored(name, numbers[name], initial, LARGEST_NORM) for name, initial in start._asdict().items()}
-    state: GuardState[HostScalar] = GuardState(**fields)
-    if state.streak > state.spikes:
-        raise CheckpointError(
-            f"streak={state.streak:g} of the saved guard exceeds spikes={state.spikes}; restore an earlier checkpoint"
-        )
-    return state
-
-
-def _bring_within_bounds(fields: dict[str, Any], policy: ScalingPolicy | None) -> list[str]:
-    """Move the restored scale to the nearest bound of the policy, in place as a float32; return a note of a change."""
-    saved = fields["loss_scale"]
-    scale = np.float32(min(max(saved, SMALLEST_SCALE), LARGEST_SCALE))
-    # The bounds are rounded as the scale of a state is, so that a scale at a bound is within it.
-    low, high = (SMALLEST_SCALE, LARGEST_SCALE) if policy is None else BaseScaling.of(policy).bounds()
-    fields["loss_scale"] = bounded = min(max(scale, np.float32(low)), np.float32(high))
-    is_unchanged = bounded == scale and SMALLEST_SCALE <= saved <= LARGEST_SCALE
-    return [] if is_unchanged else [f"loss_scale was {shown_number(saved)} and becomes {shown_number(float(bounded))}"]
-
-
-def _adapt(fields: dict[str, Any], start: Any, policy: ScalingPolicy, saved_policy: Any) -> list[str]:
-    """Adapt the restored fields to `policy`, in place; return a note for each change."""
-    notes = []
-    kind = (_config_of(policy) or {}).get("kind")
-    saved_kind = saved_policy.get("kind") if isinstance(saved_policy, Mapping) else kind
-    # An array from a file is not compared, since it may have any number of elements.
-    is_other_kind = saved_kind != kind if isinstance(saved_kind, str | None) else True
-    for name in start._fields:
-        is_foreign = name in _TRACKERS and is_other_kind
-        if name not in fields or (is_foreign and fields[name] != getattr(start, name)):
-            fields.pop(name, None)
-            notes.append(f"{name} starts at {getattr(start, name)}")
-    return notes
-
-
-def _config_of(policy: ScalingPolicy) -> dict[str, Any] | None:
-    try:
-        return policy_to_dict(policy)
-    except PolicyError:
-        return None
+    return start._replace(**_restored(numbers, start, start._fields, "guard", ("streak", "spikes")))
 
 
 def _plain_numbers(state: Any) -> dict[str, int | float]:
@@ -192,18 +160,39 @@ def _require_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _start_for(saved: Mapping[str, Any], policy: ScalingPolicy | None) -> Any:
-    """Return the first state under `policy`; without a policy, of the state type with the most of the saved keys."""
-    if policy is not None:
-        start: Any = policy.init_state()
-        return start
-    # Without its policy, only the keys of a saved state show its type; a type with fewer fields would drop some keys.
-    longest: type[BaseScaling] = NoScaling
-    for policy_type in KINDS.values():
-        fields = policy_type.state_type._fields
-        if len(fields) > len(longest.state_type._fields) and all(name in saved for name in fields):
-            longest = policy_type
-    return longest().init_state()
+def _start_for(saved: Mapping[str, Any]) -> Any:
+    """Return the first state of the type that has the most of the saved keys; without a policy only these show it."""
+    kinds: list[Any] = [kind for kind in KINDS.values() if set(kind.state_type._fields) <= set(saved)]
+    return max([NoScaling, *kinds], key=lambda kind: len(kind.state_type._fields))().init_state()
+
+
+def _restored(saved: Any, start: Any, required: Sequence[str], what: str, *counts: tuple[str, str]) -> dict[str, Any]:
+    """Return the saved fields in the types of those of `start`, and the scale as a float; raise `CheckpointError`."""
+    missing = [name for name in required if not isinstance(saved, Mapping) or name not in saved]
+    if missing:
+        raise CheckpointError(f"the saved {what} has no {', '.join(missing)}; {_HINT}")
+    fields: dict[str, Any] = {}
+    for name, first in start._asdict().items():
+        if name not in saved:
+            continue
+        value, is_count = _item(saved[name]), isinstance(first, np.integer)
+        least, largest, rule = 0.0, LARGEST_NORM, "a number from 0 that fits float32"
+        if is_count:  # a growth tracker counts up from below zero while a cooldown lasts
+            least, largest = -(2.0**31) if name == "growth_tracker" else 0.0, LARGEST_COUNT
+            rule = f"a whole number from {least:.0f} that fits int32"
+        elif name == "loss_scale":
+            least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"
+        is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        # The range comes first, since int() raises for NaN and infinity.
+        if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
+            hint = "restore an earlier checkpoint"
+            raise CheckpointError(f"{name}={shown(value)} of the saved {what} must be {rule}; {hint}")
+        fields[name] = float(value) if name == "loss_scale" else type(first)(value)
+    for less, more in counts:
+        if fields[less] > fields[more]:
+            values = f"{less}={fields[less]:.9g} of the saved {what} exceeds {more}={fields[more]}"
+            raise CheckpointError(f"{values}; restore an earlier checkpoint")
+    return fields
 
 
 def _item(value: Any) -> Any:
@@ -216,42 +205,13 @@ def _item(value: Any) -> Any:
         return value
 
 
-def _restored(name: str, value: Any, initial: Any, largest: float = LARGEST_SCALE) -> Any:
-    """Return a saved value in the type of `initial`, or the scale as a float. Raises `CheckpointError`."""
-    value, least = _item(value), 0.0
-    if is_count := isinstance(initial, np.integer):
-        # This tracker counts up from below zero while a cooldown lasts.
-        least, largest = -(2.0**31) if name == "growth_tracker" else 0.0, LARGEST_COUNT
-        rule = f"a whole number from {least:.0f} that fits int32"
-    elif name == "loss_scale":
-        least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"
-    else:
-        rule = "a number from 0 that fits float32"
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    # The range comes first, since int() raises for NaN and infinity.
-    if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
-        raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
-    return float(value) if name == "loss_scale" else type(initial)(value)
-
-
-def _require_consistent(fields: dict[str, Any], *pairs: tuple[str, str]) -> None:
-    """Require counters of one run: the first of each pair does not exceed the second."""
-    for less, more in pairs:
-        if fields[less] > fields[more]:
-            raise CheckpointError(
-                f"{less}={fields[less]} of the saved state exceeds {more}={fields[more]}; restore an earlier checkpoint"
-            )
-
-
-def _policy_differences(saved: Any, policy: ScalingPolicy) -> list[str]:
+def _differences(saved: Any, policy: ScalingPolicy) -> tuple[list[str], bool]:
+    """Return what differs between the saved policy and this one, and whether their kinds do."""
     if saved is None:
-        return []
+        return [], False
     try:
         before, now = policy_to_dict(policy_from_dict(saved)), policy_to_dict(policy)
     except PolicyError as error:
-        return [f"the saved policy and the given one cannot be compared ({error})"]
-    return [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    ]
+        return [f"the saved policy and the given one cannot be compared ({error})"], True
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    return [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names], "kind" in names

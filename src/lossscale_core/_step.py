@@ -5,7 +5,7 @@ As in a policy, the code uses `xp` and operators only, so that it runs on host s
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lossscale_core._arrays import HOST, Namespace
 from lossscale_core._base import ScalingPolicy
@@ -14,17 +14,6 @@ from lossscale_core._state import Array
 
 _REVERSIBLE = 2.0**-28
 """The share of a dtype's largest number up to which the reciprocal is a normal number, which nothing flushes to 0."""
-
-
-class Decision(NamedTuple):
-    """The result of `decide`."""
-
-    applies: Any
-    """bool: whether the step is applied."""
-    state: Any
-    """The policy's state after the step."""
-    guard_state: Any
-    """The guard's state after the step; None without a guard."""
 
 
 def decide(
@@ -37,7 +26,7 @@ def decide(
     *,
     proposed: Array | None = None,
     xp: Namespace | None = None,
-) -> Decision:
+) -> tuple[Any, Any, Any]:
     """Decide whether a step is applied: an overflow goes to the policy, and a spike leaves its state unchanged.
 
     The function is pure and does not synchronise with the host.
@@ -54,17 +43,17 @@ def decide(
         xp: The array namespace of the states; None for states on the host.
 
     Returns:
-        The decision.
+        Whether the step is applied, the policy's state after it, and the guard's, which is None without a guard.
     """
     proposed = finite if proposed is None else proposed
     after = policy.update(state, finite, xp=xp)
     if guard is None or guard_state is None:
-        return Decision(proposed, after, guard_state)
+        return proposed, after, guard_state
     where = HOST.where if xp is None else xp.where
     known = where(norm < LARGEST_NORM, norm, LARGEST_NORM)  # a norm beyond float32 is a spike, too
     applies, guard_state = guard.check(guard_state, where(proposed, known, math.inf), xp=xp)
     keeps = (proposed ^ applies) & finite  # the guard accepts no step that is not proposed
-    return Decision(applies, state._make(where(keeps, *pair) for pair in zip(state, after, strict=True)), guard_state)
+    return applies, state._make(where(keeps, *pair) for pair in zip(state, after, strict=True)), guard_state
 
 
 def clip_divisor(norm: Array, max_norm: float, *, xp: Namespace) -> Array:

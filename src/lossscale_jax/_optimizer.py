@@ -211,8 +211,9 @@ def loss_scaled(
                 norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), way)
 
         everywhere: Any = None if guard is None else _gradients.total_norm(norm, axis_name).astype(jnp.float32)
-        decision = decide(policy, guard, scale_state, guard_state, finite, everywhere, proposed=applies, xp=jnp)
-        applies, guard_state = decision.applies, decision.guard_state
+        applies, after, guard_state = decide(
+            policy, guard, scale_state, guard_state, finite, everywhere, proposed=applies, xp=jnp
+        )
         window = None if window is None else window._replace(stepped=applies)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -236,7 +237,7 @@ def loss_scaled(
             harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
             applied = step(harmless, inner_state)
             result, inner_state = select(applies, applied, skipped(applied, source, inner_state))
-        scale_state = select(counts, decision.state, scale_state)
+        scale_state = select(counts, after, scale_state)
         return result, applies, LossScaledState(scale_state, inner_state, window, guard_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

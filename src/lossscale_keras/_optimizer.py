@@ -252,13 +252,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             norm = ops.cast(norm, "float32")
         finite = bool(checked.known) if on_host else checked.finite
         norm, xp_, where = (float(norm), None, _where) if on_host else (norm, xp, xp.where)
-        decision = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=xp_)
-        outcome = where(decision.applies, 1, where(finite, 3, 2))
+        applies, *after = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=xp_)
+        outcome = where(applies, 1, where(finite, 3, 2))
         last = LastStep(outcome, before.scale.loss_scale, norm)
         # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
         self._last.assign(last, self._last.read_on_host() if on_host else None)
-        applies = checked.known if self.guard is None else decision.applies  # perhaps known without another read
-        return applies, before, States(*decision[1:])
+        applies = checked.known if self.guard is None else applies  # perhaps known without another read
+        return applies, before, States(*after)
 
     def _read(self, on_host: bool) -> States:
         """Return the states as host scalars or as arrays."""
