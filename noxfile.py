@@ -176,7 +176,7 @@ def newest(session: nox.Session, framework: str) -> None:
 
 # TensorFlow has no release for Python 3.14 yet.
 SMOKE = {
-    "numpy": ["tests/core"],
+    "numpy": ["tests/core", "tests/command/test_other_tools.py"],
     "torch": [f"tests/adapters/test_torch_{name}.py" for name in ("scaler", "states", "versions")],
     "jax": ["tests/adapters/test_jax_optimizer.py", "tests/adapters/test_jax_verbs.py"],
 }

@@ -15,9 +15,9 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_from_d
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.testing import overflow_traces, simulate
+from tests.command.tool_models import DRAWN, GUESSED, PLACED
 from tests.core.own_policies import AdditiveScaling
 from tests.core.test_tool_runs import POLICIES, RUNS
-from tests.core.tool_models import DRAWN, GUESSED, PLACED
 
 TOOL_OF_RUN = {run: record["tool"] for run, record in RUNS.items() if "tool" in record}
 
