@@ -1,8 +1,12 @@
-"""Files of `lossscale_keras.LossScaleOptimizer`; tests/conformance has those that go from one backend to another."""
+"""Files of `lossscale_keras.LossScaleOptimizer`."""
 
+import io
 import json
 import warnings
+import zipfile
+from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -45,6 +49,37 @@ def test_a_saved_model_continues_bit_for_bit(tmp_path, settings):
     assert loaded.optimizer.global_clipnorm == settings.get("global_clipnorm")
     assert loaded.optimizer.state_dict() == model.optimizer.state_dict()
     assert_same(_continued(loaded), _continued(model))
+
+
+def _stored(path):
+    """Return the optimizer's config and all arrays of a file, by name."""
+    arrays, file = {}, zipfile.ZipFile(path)
+    with h5py.File(io.BytesIO(file.read("model.weights.h5"))) as weights:
+        weights.visititems(lambda name, each: arrays.update({name: np.asarray(each)} if hasattr(each, "dtype") else {}))
+    return json.loads(file.read("config.json"))["compile_config"], arrays
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_file_is_the_same_on_each_backend(tmp_path):
+    """A file of TensorFlow, from an early version: what each backend writes of it is the same, and the next steps are."""
+    path = Path(__file__).parent / "keras_saved.keras"
+    model = keras.models.load_model(path)
+    optimizer = model.optimizer
+    assert type(optimizer) is LossScaleOptimizer
+    assert (int(optimizer.iterations), float(optimizer.loss_scale), optimizer.global_clipnorm) == (3, 512.0, 1.0)
+    assert float(optimizer.metrics()["norm_mean"]) == 6.824281692504883
+    model.save(tmp_path / "again.keras")
+    (config, arrays), (config_again, again) = _stored(path), _stored(tmp_path / "again.keras")
+    assert config_again == config
+    assert again.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
+    model.jit_compile = False
+    data = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
+    model.fit(data, data.sum(axis=1), batch_size=8, verbose=0, shuffle=False)
+    assert float(optimizer.loss_scale) == 8192.0
+    weights = np.concatenate([each.ravel() for each in values_of(model.trainable_variables)])
+    np.testing.assert_allclose(weights, [0.94133174, 0.9444577, -0.05668658], atol=1e-5)
 
 
 def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
