@@ -61,7 +61,7 @@ def _stored(path):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_a_file_is_the_same_on_each_backend(tmp_path):
-    """A file of TensorFlow, from an early version: what each backend writes of it is the same, and the next steps are."""
+    """A file of TensorFlow, from an early version: what each backend writes is the same, and so are the next steps."""
     path = Path(__file__).parent / "keras_saved.keras"
     model = keras.models.load_model(path)
     optimizer = model.optimizer

@@ -1,11 +1,14 @@
 """`lossscale run` on whole scripts that know nothing of it, in processes of their own."""
 
 import csv
+import functools
+import json
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
@@ -51,14 +54,37 @@ def _python(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a function that runs the command in a folder, in a process that is forked after the import of torch."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    server = [sys.executable, Path(__file__).with_name("command_server.py")]
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(folder, *arguments):
+            out, err = (outputs / f"{uuid.uuid4()}" for _ in range(2))
+            request = {"arguments": ["run", *map(str, arguments)], "folder": str(folder), "out": str(out)}
+            request |= {"err": str(err), "environment": dict(os.environ)}
+            print(json.dumps(request), file=process.stdin, flush=True)
+            status = int(process.stdout.readline())
+            return subprocess.CompletedProcess(arguments, status, out.read_text(), err.read_text())
+
+        yield run
+        process.stdin.close()
+
+
+def _launched(launcher, folder, *arguments):
+    return _python(folder, *launcher, *RUN, *arguments)
+
+
 def _write(folder, script):
     (folder / "train.py").write_text(COMMON + textwrap.dedent(script))
 
 
-def _traced(folder, script, *options, launcher=()):
+def _traced(run, folder, script, *options):
     """Run a script with a trace; return what it left, and the rows of the trace."""
     _write(folder, script)
-    done = _python(folder, *launcher, *RUN, "--trace", "scale.csv", *options, "train.py", "--fp16")
+    done = run(folder, "--trace", "scale.csv", *options, "train.py", "--fp16")
     return done, _rows(folder / "scale.csv") if (folder / "scale.csv").exists() else []
 
 
@@ -123,11 +149,11 @@ HOWS = ["error", "missing", "file", "hook", "words", "status", "interrupted", "k
 
 
 @pytest.mark.parametrize("how", [*HOWS, "at once", "--help", "--wrong"])
-def test_a_program_ends_as_it_does_without_us(tmp_path, how):
+def test_a_program_ends_as_it_does_without_us(run, tmp_path, how):
     """Output, tracebacks and the status are the same, byte for byte; a line at the end of stderr is added."""
     (tmp_path / "train.py").write_text(ENDINGS)
     expected = _python(tmp_path, "train.py", how)
-    done = _python(tmp_path, *RUN, "train.py", how)
+    done = run(tmp_path, "train.py", how)
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
     is_cut = how in ("killed", "at once")
     added = done.stderr.removeprefix(expected.stderr).splitlines()
@@ -136,31 +162,31 @@ def test_a_program_ends_as_it_does_without_us(tmp_path, how):
     assert is_cut or "torchrun ... -m lossscale run" in added[0]
 
 
-def test_a_script_with_a_syntax_error(tmp_path):
+def test_a_script_with_a_syntax_error(run, tmp_path):
     """The message has no traceback of ours."""
     (tmp_path / "train.py").write_text("x = (\n")
-    expected, done = _python(tmp_path, "train.py"), _python(tmp_path, *RUN, "--policy", "8", "train.py")
+    expected, done = _python(tmp_path, "train.py"), run(tmp_path, "--policy", "8", "train.py")
     assert done.returncode == expected.returncode
     assert done.stderr.startswith(expected.stderr)
 
 
 @pytest.mark.parametrize("name", ["package.module", "package"])
-def test_a_module_runs_as_it_does_without_us(tmp_path, name):
+def test_a_module_runs_as_it_does_without_us(run, tmp_path, name):
     """Its arguments, its spec and the path are those of `python -m`."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("import sys; print(sys.argv)")
     text = "import sys; print(sys.argv, __name__, __file__, __package__, __spec__.name, sys.path[0]); sys.exit(4)"
     for module in ("module", "__main__"):
         (tmp_path / f"package/{module}.py").write_text(text)
-    expected, done = _python(tmp_path, "-m", name, "-x", "1"), _python(tmp_path, *RUN, "-m", name, "-x", "1")
+    expected, done = _python(tmp_path, "-m", name, "-x", "1"), run(tmp_path, "-m", name, "-x", "1")
     assert (done.returncode, done.stdout) == (4, expected.stdout)
 
 
 @pytest.mark.parametrize("program", [("nowhere.py",), ("-m", "nowhere"), ("-m", "package.nowhere")])
-def test_a_program_that_is_not_there_is_named(tmp_path, program):
+def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     """Before anything else, with status 2."""
     (tmp_path / "package").mkdir()
-    done = _python(tmp_path, *RUN, *program)
+    done = run(tmp_path, *program)
     assert done.returncode == 2
     assert f"lossscale: {' '.join(program)} is not a" in done.stderr
     assert "Traceback" not in done.stderr
@@ -203,11 +229,11 @@ NAMES = """
 """
 
 
-def test_every_name_of_the_scaler_is_replaced(tmp_path):
+def test_every_name_of_the_scaler_is_replaced(run, tmp_path):
     """By classes: subclasses, copies and pickles work, also between runs with this command and without it."""
     dump_policy(POLICY, tmp_path / "policy.toml")
     (tmp_path / "theirs.pkl").write_bytes(pickle.dumps(torch.amp.GradScaler("cpu", 32.0)))
-    done, rows = _traced(tmp_path, NAMES, "--policy", "policy.toml")
+    done, rows = _traced(run, tmp_path, NAMES, "--policy", "policy.toml")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("--policy replaces the settings that the script gives its scaler: Dynamic") == 1
     assert "lossscale: scaler 0: healthy: 2 of 8 steps skipped" in done.stderr
@@ -236,9 +262,9 @@ OWN = """
 
 
 @pytest.mark.parametrize("options", [(), ("--policy", "128")])
-def test_a_script_that_uses_this_library_is_traced(tmp_path, options):
+def test_a_script_that_uses_this_library_is_traced(run, tmp_path, options):
     """With its own policy, or that of the run in its place; the norms are those of the scaler's own clipping."""
-    done, rows = _traced(tmp_path, OWN.replace("EXPECTED", "128.0" if options else "2.0**10"), *options)
+    done, rows = _traced(run, tmp_path, OWN.replace("EXPECTED", "128.0" if options else "2.0**10"), *options)
     assert done.returncode == 0, done.stderr
     assert [row["applied"] for row in rows] == [str(step not in (2, 5)) for step in range(8)]
     assert [float(row["norm"]) < 1000.0 for row in rows] == [step not in (2, 5) for step in range(8)]
@@ -246,13 +272,13 @@ def test_a_script_that_uses_this_library_is_traced(tmp_path, options):
 
 
 @pytest.mark.parametrize("options", ["fused=True", ""])
-def test_results_are_those_of_the_script_alone(tmp_path, options):
+def test_results_are_those_of_the_script_alone(run, tmp_path, options):
     """The weights are the same to the last bit; the gradients of a fused optimizer are measured, too."""
     script = f"""
         model = train(torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3), {options})
         print(model.weight.tolist(), model.bias.tolist())
     """
-    done, rows = _traced(tmp_path, script)
+    done, rows = _traced(run, tmp_path, script)
     assert done.stdout == _python(tmp_path, "train.py").stdout
     _require_simulated(rows)
     assert [0.0 <= float(row["gradient_max"]) < 100.0 for row in rows] == [step not in (2, 5) for step in range(8)]
@@ -280,9 +306,9 @@ ON_DEVICE = """
 """
 
 
-def test_rows_of_a_device_are_written_a_hundred_at_a_time(tmp_path):
+def test_rows_of_a_device_are_written_a_hundred_at_a_time(run, tmp_path):
     """So that a step waits for nothing; the gradients of the fused optimizer are divided by the scale of the row."""
-    done, rows = _traced(tmp_path, ON_DEVICE.replace("ROOT", repr(str(Path(__file__).parents[2]))))
+    done, rows = _traced(run, tmp_path, ON_DEVICE.replace("ROOT", repr(str(Path(__file__).parents[2]))))
     assert (done.returncode, done.stdout) == (0, "101\n"), done.stderr
     assert len(rows) == 104
     _require_simulated(rows[:8])
@@ -303,10 +329,10 @@ RESUMED = """
 """
 
 
-def test_a_resumed_run_continues_its_trace(tmp_path):
+def test_a_resumed_run_continues_its_trace(run, tmp_path):
     """Rows are appended to the same file, with one header, and the step is that of the state."""
-    _traced(tmp_path, RESUMED)
-    done, rows = _traced(tmp_path, RESUMED)
+    _traced(run, tmp_path, RESUMED)
+    done, rows = _traced(run, tmp_path, RESUMED)
     assert done.returncode == 0, done.stderr
     _require_simulated(rows)
 
@@ -363,7 +389,7 @@ ACCELERATE = """
 def test_a_trainer_is_traced(tmp_path, script, launcher):
     """Lightning and `accelerate launch -m lossscale run` make the scaler themselves."""
     dump_policy(POLICY, tmp_path / "policy.toml")
-    done, rows = _traced(tmp_path, script, "--policy", "policy.toml", launcher=launcher)
+    done, rows = _traced(functools.partial(_launched, launcher), tmp_path, script, "--policy", "policy.toml")
     assert done.returncode == 0, done.stderr
     _require_simulated(rows)
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
@@ -389,7 +415,7 @@ DDP = """
 
 def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     """The rank is that of the process group, and each rank says its diagnosis."""
-    done, rows = _traced(tmp_path, DDP, launcher=TORCHRUN)
+    done, rows = _traced(functools.partial(_launched, TORCHRUN), tmp_path, DDP)
     assert done.returncode == 0, done.stderr
     assert not rows
     for rank in range(2):
@@ -399,23 +425,23 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
 
 def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
     """They run as without the command, which says so."""
-    done, rows = _traced(tmp_path, DDP)
+    done, rows = _traced(functools.partial(_launched, ()), tmp_path, DDP)
     assert done.returncode == 0, done.stderr
     assert not rows
     assert "no scaler was made in this process" in done.stderr
 
 
 @pytest.mark.parametrize("rank", ["", "first", "0/2"])
-def test_a_rank_that_is_not_a_number_is_none(tmp_path, rank, monkeypatch):
+def test_a_rank_that_is_not_a_number_is_none(run, tmp_path, rank, monkeypatch):
     """Scripts use RANK and WORLD_SIZE for what they like, and empty them."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", rank)
-    done, rows = _traced(tmp_path, 'train(torch.amp.GradScaler("cpu"), range(3))')
+    done, rows = _traced(run, tmp_path, 'train(torch.amp.GradScaler("cpu"), range(3))')
     assert done.returncode == 0, done.stderr
     assert len(rows) == 3
 
 
-def test_a_forked_process_writes_its_own_rows(tmp_path):
+def test_a_forked_process_writes_its_own_rows(run, tmp_path):
     """None is lost, and none is written twice."""
     script = """
         scaler = torch.amp.GradScaler("cpu")
@@ -425,7 +451,7 @@ def test_a_forked_process_writes_its_own_rows(tmp_path):
         if child:
             assert os.waitpid(child, 0)[1] == 0
     """
-    done, rows = _traced(tmp_path, script)
+    done, rows = _traced(run, tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert sorted(int(row["step"]) for row in rows) == [0, 1, 2, 2, 3, 3, 4]
 
@@ -438,7 +464,7 @@ def test_a_full_disk_hides_no_diagnosis(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90))
         train(torch.amp.GradScaler("cpu", init_scale=8.0))
     """
-    done, _ = _traced(tmp_path, script)
+    done, _ = _traced(functools.partial(_launched, ()), tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert "the trace ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
