@@ -17,10 +17,13 @@ from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2025.2.9"
+nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
+# While one session installs, which takes one core, another one tests. `nox -j 1` runs one at a time.
+nox.options.allow_parallel = True
+nox.options.parallel = 2
 # pip otherwise compiles every module of every framework, of which the tests import a small part.
 os.environ.setdefault("PIP_COMPILE", "0")
 # Containers often set this; then each of the many processes of the tests would compile what it imports once more.
@@ -122,18 +125,23 @@ def typing(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("framework", list(FRAMEWORKS))
 def tests(session: nox.Session, framework: str) -> None:
-    """Run one framework's tests, and its benchmark quickly, where the others are not installed."""
+    """Run one framework's tests where the others are not installed."""
     _install(session, framework)
     _run_tests(session, framework)
-    session.run("python", f"benchmarks/bench_{'core' if framework == 'numpy' else framework}.py", "--quick")
-    if framework == "torch":
-        session.run("python", "benchmarks/spike_guard_runs.py", "--quick")
+
+
+BENCHMARKS = {
+    "numpy": ["bench_core"],
+    "torch": ["bench_torch", "spike_guard_runs"],
+    "jax": ["bench_jax"],
+    "tensorflow": ["bench_tensorflow", "bench_keras"],
+}
 
 
 @nox.session(default=False)
 @nox.parametrize("framework", list(FRAMEWORKS))
 def sweep(session: nox.Session, framework: str) -> None:
-    """Run one framework's tests with more seeds, random programs and examples: `nox -s sweep`, nightly.
+    """Run one framework's tests with more seeds, random programs and examples, and its benchmarks quickly: nightly.
 
     `tests` checks the same behaviour with one seed, a tenth of the programs, and a few examples where each of them
     compiles something. `tests/sweeping.py` has the numbers.
@@ -141,10 +149,13 @@ def sweep(session: nox.Session, framework: str) -> None:
     _install(session, framework)
     session.env["LOSSSCALE_SWEEP"] = "1"
     _run_tests(session, framework)
+    for benchmark in BENCHMARKS[framework]:
+        session.run("python", f"benchmarks/{benchmark}.py", "--quick")
 
 
 # The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of
-# CUDA packages, unless an index of builds for CPUs is set: run one at a time then, and delete its folder in .nox.
+# CUDA packages, unless an index of builds for CPUs is set: run one at a time then (`-j 1`),
+# and delete its folder in .nox.
 @nox.session(default=False, python="3.11")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def oldest(session: nox.Session, framework: str) -> None:
@@ -208,7 +219,6 @@ def conformance(session: nox.Session) -> None:
             if backend != "tensorflow":  # the default, which the suite has had
                 of_keras = ("tests/conformance/test_backends.py", "-k", "keras")
                 session.run("pytest", *of_keras, *IN_PARALLEL, env={**ONE_THREAD, "KERAS_BACKEND": backend})
-        session.run("python", "benchmarks/bench_keras.py", "--quick")
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
 
 
