@@ -1,6 +1,6 @@
 """Every check of the project, each in a virtual environment of its own.
 
-nox                                  all of them, as CI does
+nox -j 2                             all of them, two at a time, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s "oldest(framework='torch')"   its oldest version; `newest`, `kaggle`, `colab` and `smoke` are others: nightly
@@ -21,9 +21,7 @@ nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-# While one session installs, which takes one core, another one tests. `nox -j 1` runs one at a time.
-nox.options.allow_parallel = True
-nox.options.parallel = 2
+nox.options.allow_parallel = True  # with `-j 2` one session tests while another one installs
 # pip otherwise compiles every module of every framework, of which the tests import a small part.
 os.environ.setdefault("PIP_COMPILE", "0")
 # Containers often set this; then each of the many processes of the tests would compile what it imports once more.
@@ -154,8 +152,8 @@ def sweep(session: nox.Session, framework: str) -> None:
 
 
 # The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of
-# CUDA packages, unless an index of builds for CPUs is set: run one at a time then (`-j 1`),
-# and delete its folder in .nox.
+# CUDA packages, unless an index of builds for CPUs is set: run one at a time then, and delete its
+# folder in .nox.
 @nox.session(default=False, python="3.11")
 @nox.parametrize("framework", list(FRAMEWORKS))
 def oldest(session: nox.Session, framework: str) -> None:
