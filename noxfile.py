@@ -111,6 +111,25 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def conformance(session: nox.Session) -> None:
+    """Run one suite and the docs' examples on all frameworks with the loggers; load checkpoints of each in the others.
+
+    The examples run here, since every framework is installed here. It takes longest, and so begins early.
+    """
+    _install_torch(session)
+    groups = [*_group("test"), *_group("logging")]
+    session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
+    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
+    if not session.posargs:
+        for backend in ("jax", "torch", "tensorflow"):
+            _run_keras(session, backend)
+            if backend != "tensorflow":  # the default, which the suite has had
+                of_keras = ("tests/conformance/test_backends.py", "-k", "keras")
+                session.run("pytest", *of_keras, *IN_PARALLEL, env={**ONE_THREAD, "KERAS_BACKEND": backend})
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
+
+
+@nox.session
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
     _install_torch(session)
@@ -199,25 +218,6 @@ def smoke(session: nox.Session, framework: str) -> None:
         _install_torch(session, "torch")
     session.install("-e", ".[demo]", *UNPINNED[framework], *_group("test"), "flatbuffers")
     session.run("pytest", *IN_PARALLEL, *SMOKE[framework], *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def conformance(session: nox.Session) -> None:
-    """Run one suite and the docs' examples on all frameworks with the loggers; load checkpoints of each in the others.
-
-    The examples run here, since every framework is installed here already.
-    """
-    _install_torch(session)
-    groups = [*_group("test"), *_group("logging")]
-    session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
-    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
-    if not session.posargs:
-        for backend in ("jax", "torch", "tensorflow"):
-            _run_keras(session, backend)
-            if backend != "tensorflow":  # the default, which the suite has had
-                of_keras = ("tests/conformance/test_backends.py", "-k", "keras")
-                session.run("pytest", *of_keras, *IN_PARALLEL, env={**ONE_THREAD, "KERAS_BACKEND": backend})
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
 
 
 @nox.session

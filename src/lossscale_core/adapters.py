@@ -18,7 +18,7 @@ from lossscale_core._messages import (
     shown_number,
 )
 from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, rules_of
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
 
@@ -45,7 +45,6 @@ __all__ = [
     "not_a_state",
     "read_data",
     "read_text",
-    "rules_of",
     "shown",
     "shown_names",
     "shown_number",
