@@ -12,9 +12,6 @@ from lossscale_core._base import ScalingPolicy
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
 from lossscale_core._state import Array
 
-_REVERSIBLE = 2.0**-28
-"""The share of a dtype's largest number up to which the reciprocal is a normal number, which nothing flushes to 0."""
-
 
 def decide(
     policy: ScalingPolicy,
@@ -65,7 +62,7 @@ def clip_divisor(norm: Array, max_norm: float, *, xp: Namespace) -> Array:
 def norm_by_unit(
     largest: Array, factor: Array, squares: Callable[[Array], Array], largest_number: float, *, xp: Namespace
 ) -> Array:
-    """Return a norm, times `factor`, whose sum of squares may overflow.
+    """Return a norm times `factor`, also if its sum of squares would overflow.
 
     Args:
         largest: The largest magnitude of an element, in the dtype of the norm, shape `()`.
@@ -78,6 +75,6 @@ def norm_by_unit(
         The norm in the same dtype; infinite if it overflows itself.
     """
     unit = xp.where((largest > 0.0) & (largest < math.inf), largest, 1.0)
-    limit = largest_number * _REVERSIBLE
+    limit = largest_number * 2.0**-28  # the reciprocal of a larger one may be subnormal, and flushed to zero
     unit = xp.where(unit < limit, unit, limit)
     return unit * factor * xp.sqrt(squares(unit))

@@ -1,4 +1,4 @@
-"""A process that imports torch once, and forks for each run of the command, whose start and end are then its own.
+"""A process that imports torch once, and forks for each run of the command.
 
 Each line of stdin is a request in JSON: the arguments of the command, its folder and environment, and the files for its
 output. The answer is a line with the exit status, negative for a signal, as `subprocess` has it.

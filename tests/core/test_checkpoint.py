@@ -177,9 +177,12 @@ def test_a_policy_of_ones_own_saves_and_restores_its_state():
 
 
 def test_a_saved_policy_that_cannot_be_read_is_a_warning():
-    """A policy of a later release does not stand in the way of its state."""
-    with pytest.warns(CheckpointWarning, match="cannot be compared"):
-        state_from_dict({**SAVED, "policy": {"kind": "clever"}}, DynamicScaling())
+    """A policy of a later release does not stand in the way of its state, and trackers of the same kind continue."""
+    for kind, tracker in (("clever", 0), ("dynamic", 7)):
+        policy = {"kind": kind, "a_later_setting": 1}
+        with pytest.warns(CheckpointWarning, match="cannot be compared"):
+            restored = state_from_dict({**SAVED, "growth_tracker": 7, "policy": policy}, DynamicScaling())
+        assert restored.growth_tracker == tracker
 
 
 @pytest.mark.parametrize("scale", [0, 0.0, -0.0, -4.0, float("inf"), float("-inf"), True, "64", None, 10**400])
