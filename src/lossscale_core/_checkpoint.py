@@ -209,13 +209,13 @@ def _differences(saved: Any, policy: ScalingPolicy) -> tuple[list[str], bool]:
     """Return what differs between the saved policy and this one, and whether their kinds do."""
     if saved is None:
         return [], False
-    kind = None
-    with contextlib.suppress(PolicyError):  # without a kind it has no config
-        kind = policy_to_dict(policy)["kind"]
-    is_other_kind = isinstance(saved, Mapping) and str(saved.get("kind")) != str(kind)  # perhaps an array, of a file
+    now: dict[str, Any] = {}
     try:
-        before, now = policy_to_dict(policy_from_dict(saved)), policy_to_dict(policy)
+        now = policy_to_dict(policy)
+        before = policy_to_dict(policy_from_dict(saved))
     except PolicyError as error:
+        kind = saved.get("kind") if isinstance(saved, Mapping) else None  # any value, of a file
+        is_other_kind = not isinstance(kind, str) or kind != now.get("kind")
         return [f"the saved policy and the given one cannot be compared ({error})"], is_other_kind
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
-    return [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names], is_other_kind
+    return [f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names], "kind" in names
