@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from lossscale_core.errors import CallOrderError, CheckpointError
+from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleLogger, LossScaleOptimizer, init_state, scale, select, unscale, v1
 
 
@@ -84,12 +84,6 @@ def test_a_keras_optimizer_in_v1s_wrapper():
     """The wrapper for it is named."""
     with pytest.raises(TypeError, match=r"wrap a Keras optimizer by lossscale_tf\.LossScaleOptimizer"):
         v1.LossScaleOptimizer(keras.optimizers.SGD(0.1), "dynamic")
-
-
-def test_an_empty_state(optimizer):
-    """Is called empty."""
-    with pytest.raises(CheckpointError, match="the saved state is empty; pass a dict"):
-        optimizer.load_state_dict({})
 
 
 def test_another_inner_optimizer():

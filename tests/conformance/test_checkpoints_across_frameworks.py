@@ -49,7 +49,8 @@ def test_the_next_states_are_those_of_the_uninterrupted_run(uninterrupted, saved
     assert len({state["loss_scale"] for state in uninterrupted[SAVED_AT:]}) > 2
 
 
-FROZEN = json.loads((Path(__file__).parents[1] / "core/version_1.json").read_text())
+FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
+"""What each framework's first release of version 1 saved, and how its run continued; never to be written again."""
 
 
 @pytest.mark.parametrize("target", WRAPPERS)

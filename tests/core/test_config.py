@@ -100,12 +100,6 @@ def test_a_bad_file_is_named(tmp_path, name, text, words):
         assert word in str(caught.value)
 
 
-def test_a_missing_file_is_an_os_error(tmp_path):
-    """A path that does not exist is Python's own error."""
-    with pytest.raises(FileNotFoundError):
-        as_policy(tmp_path / "none.toml")
-
-
 def test_dump_keeps_a_file_where_it_may_not_replace_it(tmp_path):
     """With `overwrite=False` it writes to a new file only."""
     path = tmp_path / "p.toml"
@@ -155,9 +149,3 @@ def test_as_policy_refuses_the_rest(source):
     """Anything else is answered with the list of what would do."""
     with pytest.raises(PolicyError, match="pass a policy such as"):
         as_policy(source)
-
-
-def test_as_policy_refuses_scales_out_of_range():
-    """A number is a fixed scale and obeys its rule."""
-    with pytest.raises(PolicyError, match="init_scale"):
-        as_policy(0)

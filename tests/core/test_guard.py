@@ -1,6 +1,5 @@
 """The spike guard: which norms it refuses, what it remembers of them, and what is said and saved about it."""
 
-import dataclasses
 import json
 import math
 
@@ -146,12 +145,6 @@ def test_settings_that_break_a_rule(settings, rule):
     (name, value), *_ = settings.items()
     with pytest.raises(PolicyError, match=f"{name}={value}.*{rule}"):
         SpikeGuard(**settings)
-
-
-def test_a_guard_is_made_from_its_own_settings():
-    """As for a config: its fields go through JSON."""
-    guard = SpikeGuard(threshold=5, max_streak=20)
-    assert SpikeGuard(**json.loads(json.dumps(dataclasses.asdict(guard)))) == guard
 
 
 def test_the_state_goes_through_a_checkpoint():

@@ -124,6 +124,8 @@ def test_the_sentence_costs_no_signature(policy):
         (lambda: simulate([True, False], "dynamic"), "call simulate(policy, grads_finite)"),
         (lambda: POLICY.update(STATE, np.float32("nan")), "grads_finite=np.float32(nan) must be a bool of shape ()"),
         (lambda: POLICY.update(STATE, np.array(2.5)), "grads_finite=array(2.5) must be a bool of shape ()"),
+        (lambda: POLICY.update(STATE, None), "grads_finite=None must be a bool of shape ()"),
+        (lambda: POLICY.update(STATE, np.array([True])), "must be a bool of shape ()"),
         (lambda: NoScaling().update(init_state(POLICY, xp=np), np.array(0.0)), "must be a bool of shape ()"),
         (lambda: select(np.float32("nan"), GRADS, GRADS), "grads_finite=np.float32(nan) must be a bool of shape ()"),
         (lambda: select(np.array(2), GRADS, GRADS), "grads_finite=array(2) must be a bool of shape ()"),
@@ -180,26 +182,13 @@ def test_a_file_that_is_not_a_policy_is_named_with_what_to_do(tmp_path, read, ma
     """A folder, a missing file, a binary one and one of another suffix: never the name of a codec or a number alone."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder.toml").mkdir()
-    for name in ("binary.toml", "binary.json", "model.pt"):
+    for name in ("binary.toml", "model.pt"):
         (tmp_path / name).write_bytes(bytes(range(256)))
     for name, error, sentence in (
         ("folder", PolicyError, "folder' is a folder; pass a .toml or .json file in it"),
         ("folder.toml", PolicyError, "folder.toml is a folder; pass a file in it"),
-        (
-            "missing.toml",
-            FileNotFoundError,
-            "No such file or directory; pass the path of a policy file, such as dump_policy",
-        ),
-        (
-            "binary.toml",
-            PolicyError,
-            "binary.toml is not valid TOML: 'utf-8' codec can't decode byte 0x80 in position 128",
-        ),
-        (
-            "binary.json",
-            PolicyError,
-            "binary.json is not valid JSON: 'utf-8' codec can't decode byte 0x80 in position 128",
-        ),
+        ("missing.toml", FileNotFoundError, "No such file or directory; pass the path of a policy file, such as dump_"),
+        ("binary.toml", PolicyError, "binary.toml is not valid TOML: 'utf-8' codec can't decode byte 0x80 in position"),
         ("model.pt", PolicyError, "model.pt' must end in .toml or .json; "),
     ):
         with pytest.raises(error, match=re.escape(sentence)) as caught:
@@ -249,7 +238,6 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
         ({"loss_scale": "dynamic", "opt_level": "O2"}, "lossscale.from_tool"),
         ({"kind": "dynamic", "loss_scale_window": 1000}, "lossscale.from_tool"),
         ({"policy": {"kind": "dynamic"}}, "no 'kind', but a table 'policy'; write its keys without the table"),
-        ({"growth_interval": 500}, "no 'kind', but growth_interval; add kind = 'dynamic'"),
         ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
     ],
 )

@@ -79,15 +79,6 @@ def test_it_is_drawn_saved_and_restored(policy, trace):
     assert type(state_from_dict(saved)) is AdditiveState
 
 
-def test_a_bare_policy_is_saved_and_restored():
-    """Its state alone is saved, since it has no config."""
-    policy = BareAdditiveScaling()
-    state = policy.update(policy.init_state(), False)
-    saved = state_to_dict(state, policy)
-    assert "policy" not in saved
-    assert state_from_dict(saved, policy) == state
-
-
 def test_a_restored_scale_is_brought_within_its_bounds():
     """Those are members of the policy."""
     saved = state_to_dict(AdditiveScaling().init_state()._replace(loss_scale=np.float32(2.0**20)))

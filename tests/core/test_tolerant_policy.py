@@ -4,15 +4,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lossscale_core import as_policy, policy_to_dict, state_from_dict, state_to_dict
 from lossscale_core._policy import KINDS
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import check_policy, simulate
-from tests.conformance import suite as conformance
-from tests.conformance.core_backends import CORE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tolerant_policy.py"
 
@@ -54,29 +50,10 @@ def test_it_stays_within_its_bounds(example):
     assert simulate(policy, [True, True, False, False, False]).loss_scale_after.tolist() == [4, 4, 2, 1, 1]
 
 
-def test_it_is_a_policy_of_the_library(example):
-    policy = as_policy({"kind": "tolerant", "tolerance": 0.25})
-    assert policy == example.TolerantScaling(tolerance=0.25)
-    assert policy_to_dict(policy)["tolerance"] == 0.25
-    state = policy.update(policy.init_state(), np.False_)
-    assert state_from_dict(state_to_dict(state, policy), policy) == state
-
-
 @pytest.mark.parametrize("tolerance", [-0.1, 1.5])
 def test_a_tolerance_that_is_no_share_is_refused(example, tolerance):
     with pytest.raises(PolicyError, match="from 0 to 1"):
         example.TolerantScaling(tolerance=tolerance)
-
-
-@pytest.mark.parametrize("adapter", CORE, ids=str)
-def test_it_runs_on_arrays_as_on_the_host(example, adapter):
-    rng = np.random.default_rng(10)
-    scenario = conformance.Scenario(
-        example.TolerantScaling(growth_interval=3, tolerance=0.25), (rng.random(200) < 0.7).tolist()
-    )
-    for check in conformance.checks(adapter, scenarios={"tolerant": scenario}):
-        if check.rule == "states_are_the_hosts":
-            check()
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.5])

@@ -135,15 +135,6 @@ def test_a_line_names_the_remedy_of_diagnose():
     assert records[-1].getMessage().endswith(f"step 13: {diagnose(DynamicScaling(), state)}")
 
 
-def test_below_one_overflows_in_a_row_are_not_called_normal():
-    """A scale of torch's rule that falls far below 1 without an applied step points to the forward pass."""
-    _, state = _run(TORCHS, [False] * 20)
-    assert diagnose(TORCHS, state).startswith("skipping too often: the last 20 steps in a row overflowed")
-    assert "look at the loss and the inputs first" in diagnose(TORCHS, state)
-    _, state = _run(TORCHS, [False] * 12)
-    assert diagnose(TORCHS, state).startswith("calibrating")
-
-
 @settings(max_examples=40)
 @given(policies(), overflow_traces(max_steps=250), st.integers(1, 20))
 def test_any_run_says_each_verdict_once_and_streaks_seldom(policy, flags, every):
@@ -245,11 +236,3 @@ def test_runs_under_equal_policies_are_kept_apart():
             for watch in watches:
                 watch.log(policy, state)
     assert [(record.event, record.steps) for record in records] == [("calibrating", 1)] * 2 + [(STUCK, 5)] * 2
-
-
-def test_a_scale_of_zero_is_said():
-    """No policy reaches it, and the log says so."""
-    state = DynamicScaling().init_state()._replace(steps=np.int32(3), loss_scale=np.float32(0))
-    with _logged_records() as records:
-        ScaleWatch().log(DynamicScaling(), state)
-    assert [record.event for record in records] == ["broken"]
