@@ -83,8 +83,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     _require_version(saved)
     policy = None if policy is None else as_policy(policy)
     start: Any = _start_for(saved) if policy is None else policy.init_state()
-    counts = ("skipped_steps", "steps"), ("overflow_streak", "skipped_steps")
-    fields = _restored(saved, start, ScaleState._fields, "state", *counts)
+    fields = _restored(saved, start, ScaleState._fields, "state")
     notes: list[str] = []
     low, high = SMALLEST_SCALE, LARGEST_SCALE
     if policy is not None:
@@ -128,7 +127,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
         note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
         warnings.warn(note, CheckpointWarning, stacklevel=2)
         return start
-    return start._replace(**_restored(numbers, start, start._fields, "guard", ("streak", "spikes")))
+    return start._replace(**_restored(numbers, start, start._fields, "guard"))
 
 
 def _plain_numbers(state: Any) -> dict[str, int | float]:
@@ -150,8 +149,8 @@ def _require_version(saved: Mapping[str, Any]) -> None:
             f"the saved state has no version, but {shown_names(saved)}; pass a dict that state_to_dict returned, or, "
             "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
-    version = _item(saved.get("version"))
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    version = _item(saved["version"])
+    if type(version) is not int or version < 1:
         raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_HINT}")
     if version > VERSION:
         raise CheckpointError(
@@ -166,7 +165,7 @@ def _start_for(saved: Mapping[str, Any]) -> Any:
     return max([NoScaling, *kinds], key=lambda kind: len(kind.state_type._fields))().init_state()
 
 
-def _restored(saved: Any, start: Any, required: Sequence[str], what: str, *counts: tuple[str, str]) -> dict[str, Any]:
+def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dict[str, Any]:
     """Return the saved fields in the types of those of `start`, and the scale as a float; raise `CheckpointError`."""
     missing = [name for name in required if not isinstance(saved, Mapping) or name not in saved]
     if missing:
@@ -188,10 +187,6 @@ def _restored(saved: Any, start: Any, required: Sequence[str], what: str, *count
             hint = "restore an earlier checkpoint"
             raise CheckpointError(f"{name}={shown(value)} of the saved {what} must be {rule}; {hint}")
         fields[name] = float(value) if name == "loss_scale" else type(first)(value)
-    for less, more in counts:
-        if fields[less] > fields[more]:
-            values = f"{less}={fields[less]:.9g} of the saved {what} exceeds {more}={fields[more]}"
-            raise CheckpointError(f"{values}; restore an earlier checkpoint")
     return fields
 
 
@@ -199,10 +194,7 @@ def _item(value: Any) -> Any:
     """Return the number in an array of shape `()` of any framework, or any other value unchanged."""
     if getattr(value, "shape", None) != ():
         return value
-    try:
-        return value.item() if hasattr(value, "item") else np.asarray(value).item()
-    except Exception:  # for example a tensor on torch's meta device, or one that was lost with its device
-        return value
+    return value.item() if hasattr(value, "item") else np.asarray(value).item()
 
 
 def _differences(saved: Any, policy: ScalingPolicy) -> tuple[list[str], bool]:

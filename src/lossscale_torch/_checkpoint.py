@@ -151,7 +151,7 @@ def _torchs_state(given: dict[str, Any], policy: ScalingPolicy, follows: bool) -
 
 def _plain(name: str, value: Any) -> float:
     """Return a saved number, also from an array of shape `()`."""
-    if getattr(value, "shape", None) == () and not getattr(value, "is_meta", False):
+    if getattr(value, "shape", None) == ():
         value = value.item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (abs(value) > 2.0**1000 and (name != "growth_interval" or isinstance(value, int))):
