@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict, step_info
 from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
-from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError, SpikeStreakError
+from lossscale_core.errors import CheckpointError, PolicyError, SpikeStreakError
 from lossscale_core.testing import simulate
 
 NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 0.0]), max_size=60)
@@ -155,12 +155,6 @@ def test_the_state_goes_through_a_checkpoint():
     restored = guard_state_from_dict(saved)
     assert restored == state
     assert list(map(type, restored)) == list(map(type, state))
-
-
-def test_a_checkpoint_without_a_guard():
-    """The guard starts over, and a warning says so."""
-    with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
-        assert guard_state_from_dict(state_to_dict(DynamicScaling().init_state())) == SpikeGuard().init_state()
 
 
 @pytest.mark.parametrize(

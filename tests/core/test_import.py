@@ -28,15 +28,6 @@ def test_importing_the_core_leaves_out_what_training_does_not_need():
     assert not late & {*done.stdout.split()}
 
 
-def test_using_the_core_on_numpy_loads_no_framework():
-    """Scaling, checking, updating and saving neither."""
-    loaded = _modules_after(
-        "import numpy as np, lossscale_core as ls; p = ls.DynamicScaling(); s = ls.init_state(p); "
-        "g = ls.unscale([np.ones(2, np.float16)], s); s = p.update(s, ls.all_finite(g)); ls.state_to_dict(s, p)"
-    )
-    assert not loaded & (FRAMEWORKS | EXTRAS)
-
-
 def test_reading_other_tools_loads_no_framework():
     """Their configs and checkpoints are plain dicts; the table is loaded only by who asks for it."""
     loaded = _modules_after(

@@ -27,32 +27,11 @@ def test_values_that_are_the_same(a, b, is_same):
     assert loops.same(a, b) is loops.same(b, a) is is_same
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        (0, 1, "went from 0 to 1"),
-        (np.float32(0.5), np.float32("nan"), "went from 0.5 to nan"),
-        (np.ones(2), np.zeros(2), "changed"),
-        (None, np.zeros(2), "changed"),
-    ],
-)
-def test_what_has_changed(before, after, words):
-    """Numbers are named; arrays of several elements are not."""
-    assert loops.change("bias", before, after) == f"bias {words}"
-
-
 def test_a_message_lists_four_changes():
     """And counts the others."""
     message = loops.not_skipped(3, list("abcdef"), "do this")
     assert message == (
         "step 3 was to be skipped, but a, b, c, d and 2 more; a skipped step must leave all as it was; do this"
-    )
-
-
-def test_a_message_names_both_scales():
-    """With what they gave."""
-    assert loops.scales_differ(1, "norms of 2 and 3", "unscale").startswith(
-        "at step 1 a loss scale of 1 and one of 1024 gave norms of 2 and 3; the loss scale must make no difference; "
     )
 
 

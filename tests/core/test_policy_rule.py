@@ -14,8 +14,6 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     init_state,
-    state_from_dict,
-    state_to_dict,
 )
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import OverflowStreakError
@@ -259,11 +257,3 @@ def test_a_full_streak_still_trips_its_limit(xp):
     state = _placed(policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL))), xp)
     with pytest.raises(OverflowStreakError):
         check_overflow_streak(policy, _after(policy, state, [False], xp))
-
-
-def test_a_full_state_is_still_a_checkpoint():
-    """What full counters become can be saved and restored."""
-    policy = DynamicScaling()
-    state = policy.init_state()._replace(**dict.fromkeys(COUNTERS, np.int32(FULL)))
-    after = policy.update(state, False)
-    assert state_from_dict(state_to_dict(after, policy), policy) == after

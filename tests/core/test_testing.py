@@ -102,12 +102,6 @@ def test_simulate_gradients_names_bad_input(maxima, dtype, words):
         simulate_gradients("dynamic", maxima, dtype)
 
 
-def test_equal_traces_pass():
-    """A trace equals itself."""
-    trace = simulate("dynamic", [True, False])
-    assert_traces_equal(trace, simulate("dynamic", [True, False]))
-
-
 def test_the_first_difference_is_shown_with_its_context():
     """The step, the columns that differ, both values, and the steps around it."""
     flags = [True] * 10
