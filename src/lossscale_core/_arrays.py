@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core import _tree as tree
-from lossscale_core._messages import is_bool, not_a_flag
+from lossscale_core._messages import require_flag
 from lossscale_core._state import Array, ScaleState, loss_scale_of
 
 Namespace: TypeAlias = Any
@@ -74,8 +74,7 @@ def host_flag(grads_finite: Any, call: str) -> bool:
     """
     if grads_finite is True or grads_finite is False:
         return grads_finite
-    if getattr(grads_finite, "shape", None) != () or not is_bool(grads_finite):
-        raise not_a_flag(grads_finite, call)
+    require_flag(grads_finite, call)
     try:
         return bool(grads_finite)
     except TypeError as error:
@@ -219,8 +218,7 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
         take_new = host_flag(grads_finite, _SELECT)
         selected = tree.map_leaves(lambda a, b: a if take_new else b, new, old)
         return selected
-    if not is_bool(grads_finite):
-        raise not_a_flag(grads_finite, _SELECT)
+    require_flag(grads_finite, _SELECT)
     flag_xp = namespace(grads_finite) if xp is None else xp
 
     def select_leaf(a: Any, b: Any) -> Any:

@@ -10,10 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "escaped",
     "explain_arguments",
-    "is_bool",
     "nearest_name",
-    "not_a_flag",
     "not_a_state",
+    "require_flag",
     "shown",
     "shown_names",
     "shown_number",
@@ -140,48 +139,36 @@ def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
     return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
-def not_a_state(value: Any, call: str) -> TypeError:
+def not_a_state(value: Any, call: str, source: str = "init_state or update") -> TypeError:
     """Return the error for a value in the place of a state, for example if arguments are swapped.
 
     Args:
         value: Any value without a loss scale.
         call: The right call, such as `unscale(grads, state)`.
+        source: The functions that return a state.
 
     Returns:
         The error, to raise.
     """
     return TypeError(
-        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that init_state "
-        "or update returned"
+        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that {source} "
+        "returned"
     )
 
 
-def is_bool(value: Any) -> bool:
-    """Return whether a value is a bool, or an array of bools of any framework, by its type alone.
+def require_flag(grads_finite: Any, call: str) -> None:
+    """Raise `TypeError` unless a value is a bool of shape `()` of any framework; by its type, also if it is traced.
 
     Args:
-        value: Any value, also a traced one.
-
-    Returns:
-        The answer.
+        grads_finite: The value, for example of swapped arguments, or a norm.
+        call: The right call, such as `select(grads_finite, new, old)`.
     """
     # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
-    return value is True or value is False or "bool" in str(getattr(value, "dtype", ""))
-
-
-def not_a_flag(value: Any, call: str) -> TypeError:
-    """Return the error for a value in the place of the flag, for example if arguments are swapped.
-
-    Args:
-        value: Any value that is not a bool of shape `()`.
-        call: The right call, such as `select(grads_finite, new, old)`.
-
-    Returns:
-        The error, to raise.
-    """
-    return TypeError(
-        f"grads_finite={shown(value)} must be a bool of shape (); call {call}, with what all_finite returned"
-    )
+    is_bool = isinstance(grads_finite, bool) or "bool" in str(getattr(grads_finite, "dtype", ""))
+    if not is_bool or not getattr(grads_finite, "shape", ()) == ():  # shapes of TensorFlow have no != if unknown
+        raise TypeError(
+            f"grads_finite={shown(grads_finite)} must be a bool of shape (); call {call}, with what all_finite returned"
+        )
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
-from lossscale_core._messages import is_bool, not_a_flag, not_a_state
+from lossscale_core._messages import not_a_state, require_flag
 from lossscale_core._settings import SMALLEST_SCALE, explain_settings
 from lossscale_core._state import Array, HostScalar, ScaleState, StateT, one_more
 
@@ -250,7 +250,6 @@ def _select(
     steps = one_more(state.steps)
     if xp is HOST:  # the flag is known, so that only one transition is computed
         return (after_finite if host_flag(grads_finite, _UPDATE) else after_overflow)(state, steps, xp)
-    if not is_bool(grads_finite):
-        raise not_a_flag(grads_finite, _UPDATE)
+    require_flag(grads_finite, _UPDATE)
     choose = functools.partial(xp.where, grads_finite)
     return state._make(map(choose, after_finite(state, steps, xp), after_overflow(state, steps, xp)))

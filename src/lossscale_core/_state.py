@@ -64,12 +64,13 @@ def one_more(counter: Array) -> Array:
     return counter - counter // LARGEST_COUNT + 1
 
 
-def loss_scale_of(state: Any, call: str) -> Any:
+def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -> Any:
     """Return the loss scale of a state.
 
     Args:
         state: A state, or any other value.
         call: The right call, for the error, such as `unscale(grads, state)`.
+        source: The functions that return a state, for the error.
 
     Returns:
         The loss scale, on the device of the state.
@@ -80,7 +81,7 @@ def loss_scale_of(state: Any, call: str) -> Any:
     try:
         return state.loss_scale
     except AttributeError as error:
-        raise not_a_state(state, call) from error
+        raise not_a_state(state, call, source) from error
 
 
 def read(number: Array) -> float:

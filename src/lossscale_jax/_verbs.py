@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
-from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import OverflowReport, not_a_flag, shown
+from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
+from lossscale_core.adapters import OverflowReport, require_flag, shown
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Tree, each_finite, gradients_of, is_array, lift, multiply, name_of
 
@@ -32,10 +32,7 @@ class HasLossScale(Protocol):
 
 def loss_scale_of(state: HasLossScale, call: str) -> Array:
     """Return the loss scale of `state`; raise `TypeError` that shows the `call` if `state` is not a state."""
-    if hasattr(state, "loss_scale"):
-        return jnp.asarray(state.loss_scale)
-    hint = f"call {call}, with a state that init_state or get_scale_state(opt_state) returned"
-    raise TypeError(f"{type(state).__name__} is not a scale state, since it has no loss_scale; {hint}")
+    return jnp.asarray(adapters.loss_scale_of(state, call, "init_state or get_scale_state(opt_state)"))
 
 
 def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> ScaleState:
@@ -151,8 +148,7 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         TypeError: `grads_finite` is not a bool of shape `()`, but for example a float or a pytree.
         ValueError: Structures, shapes, dtypes or leaves that are not arrays differ.
     """
-    if not is_array(grads_finite) or jnp.result_type(grads_finite) != jnp.bool_ or jnp.shape(grads_finite) != ():
-        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
+    require_flag(grads_finite, "select(grads_finite, new, old)")
 
     def chosen(path: Any, a: Any, b: Any) -> Any:
         arrays, dtypes = is_array(a) + is_array(b), {leaf.dtype for leaf in (a, b) if hasattr(leaf, "dtype")}

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from lossscale_core import ScaleState, as_policy
-from lossscale_core.adapters import not_a_flag, not_a_state, tree
+from lossscale_core.adapters import loss_scale_of, require_flag, tree
 from lossscale_keras._backend import without_duplicates
 
 Tree = TypeVar("Tree")
@@ -51,7 +51,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
     Raises:
         TypeError: `state` is not a state.
     """
-    factor = _loss_scale_of(state, "scale(loss, state)")
+    factor = loss_scale_of(state, "scale(loss, state)")
     return tree.map_leaves(lambda leaf: None if leaf is None else ops.multiply(lifted(leaf), factor), loss)
 
 
@@ -88,7 +88,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
     Raises:
         TypeError: `state` is not a state, or a leaf is neither an array nor a number nor None.
     """
-    divisor = _loss_scale_of(state, "unscale(grads, state)")
+    divisor = loss_scale_of(state, "unscale(grads, state)")
     return tree.map_leaves(lambda leaf: ops.divide(lifted(leaf), divisor) if is_gradient(leaf) else leaf, grads)
 
 
@@ -106,10 +106,9 @@ def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
 
     Raises:
         ValueError: The structures or shapes differ.
-        TypeError: `grads_finite` is a nested structure.
+        TypeError: `grads_finite` is not a bool of shape `()`.
     """
-    if isinstance(grads_finite, (dict, list, tuple)):  # torch.compile cannot trace `dict | list | tuple`
-        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
+    require_flag(grads_finite, "select(grads_finite, new, old)")
 
     def select_leaf(a: Any, b: Any) -> Any:
         if isinstance(grads_finite, bool) or a is None:
@@ -138,9 +137,3 @@ def dense(leaf: Any) -> Any:
     """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
     array = ops.convert_to_tensor(without_duplicates(leaf))
     return lifted(array) if "float8" in str(array.dtype) else array
-
-
-def _loss_scale_of(state: Any, call: str) -> Any:
-    if not hasattr(state, "loss_scale"):
-        raise not_a_state(state, call)
-    return state.loss_scale

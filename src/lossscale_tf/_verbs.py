@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import tensorflow as tf
 
 from lossscale_core import ScaleState
-from lossscale_core.adapters import not_a_flag, not_a_state
+from lossscale_core.adapters import loss_scale_of, require_flag
 
 Tree = TypeVar("Tree")
 """A tensor, or a nested structure of tensors."""
@@ -31,7 +31,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
         The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
 
     """
-    return scale_by(loss, _loss_scale_of(state, "scale(loss, state)"))
+    return scale_by(loss, loss_scale_of(state, "scale(loss, state)"))
 
 
 def scale_by(loss: Tree, loss_scale: tf.Tensor) -> Tree:
@@ -77,14 +77,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
         TypeError: A leaf is neither a tensor nor a number nor None.
 
     """
-    return unscale_by(grads, _loss_scale_of(state, "unscale(grads, state)"))
-
-
-def _loss_scale_of(state: Any, call: str) -> tf.Tensor:
-    """Return the loss scale; raise `TypeError` that shows the `call` if `state` is not a state."""
-    if not hasattr(state, "loss_scale"):
-        raise not_a_state(state, call)
-    return state.loss_scale
+    return unscale_by(grads, loss_scale_of(state, "unscale(grads, state)"))
 
 
 def unscale_by(grads: Tree, loss_scale: tf.Tensor) -> Tree:
@@ -112,11 +105,10 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
 
     Raises:
         ValueError: The structures or shapes differ.
-        TypeError: `grads_finite` is a nested structure.
+        TypeError: `grads_finite` is not a bool of shape `()`.
 
     """
-    if isinstance(grads_finite, dict | list | tuple):
-        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
+    require_flag(grads_finite, "select(grads_finite, new, old)")
 
     def select_leaf(a: Any, b: Any) -> Any:
         if (a is None) != (b is None):

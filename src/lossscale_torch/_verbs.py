@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import loss_scale_of, not_a_flag, shown, tree
+from lossscale_core.adapters import loss_scale_of, require_flag, shown, tree
 from lossscale_torch._gradients import buckets, check_and_multiply_, lifted, moved, values_of
 from lossscale_torch._ranks import reduce_max
 
@@ -121,10 +121,9 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
         TypeError: `grads_finite` is not a bool of shape `()`.
         ValueError: The structures differ.
     """
-    if isinstance(grads_finite, bool):
+    require_flag(grads_finite, "select(grads_finite, new, old)")
+    if not isinstance(grads_finite, Tensor):
         return cast(Tree, tree.map_leaves(lambda a, b: a if grads_finite else b, new, old))
-    if not isinstance(grads_finite, Tensor) or grads_finite.dtype is not torch.bool or grads_finite.dim():
-        raise not_a_flag(grads_finite, "select(grads_finite, new, old)")
 
     def select_leaf(a: Any, b: Any) -> Tensor | None:
         if a is None:

@@ -1,5 +1,8 @@
 """Likely mistakes with the JAX functions: the error of each says what to do in one sentence."""
 
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,11 @@ from flax import nnx
 from lossscale_core import DynamicScaling, ScaleWatch, diagnose
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import PolicyError, ScaleStateError
-from lossscale_jax import get_scale_state, init_state, loss_scaled, value_and_grad
+from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
 
 POLICY = DynamicScaling(max_overflow_streak=3)
 PARAMS = {"weight": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+STATE, OPTIMIZER = init_state(POLICY), loss_scaled(optax.sgd(0.1), POLICY)
 
 
 def _losses(params):
@@ -208,3 +212,31 @@ def test_the_policy_is_on_the_optimizer():
     optimizer = jax.tree.map(lambda leaf: leaf, loss_scaled(optax.adam(0.1), POLICY))
     assert optimizer.policy == POLICY
     assert diagnose(optimizer.policy, get_scale_state(optimizer.init(PARAMS)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: scale(1.0, OPTIMIZER.init(PARAMS)), TypeError, r"is not a state.*get_scale_state\(opt_state\)"),
+        (lambda: value_and_grad(sum)(PARAMS, STATE), TypeError, r"is not a state.*call value_and_grad\(fun\)\(state"),
+        (lambda: loss_scaled("dynamic", optax.sgd(0.1)), TypeError, "inner='dynamic' .*and the policy after it"),
+        (lambda: get_scale_state(PARAMS), ScaleStateError, r"the optimizer state \(dict\) holds no scale state"),
+        (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), ScaleStateError, "dict .*after the gradients"),
+    ],
+    ids=["optimizer state", "state second", "inner second", "parameters", "update swapped"],
+)
+def test_an_argument_in_the_wrong_place(call, error, message):
+    """One sentence says what was given, and how the call goes."""
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("missing", ["jax", "optax"])
+def test_without_its_packages_the_import_says_what_to_install(missing):
+    """In place of the name of a module alone, which is still there."""
+    code = f"import sys; sys.modules['{missing}'] = None; import lossscale_jax"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = f'needs jax and optax, and {missing} is not installed; run: pip install "lossscale[jax]"'
+    assert f"lossscale_jax {said}" in result.stderr
+    assert f"import of {missing} halted" in result.stderr
+    assert "direct cause" in result.stderr

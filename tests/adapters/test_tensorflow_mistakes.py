@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from lossscale_core.errors import CallOrderError
-from lossscale_tf import LossScaleLogger, LossScaleOptimizer, init_state, scale, select, unscale, v1
+from lossscale_tf import LossScaleLogger, LossScaleOptimizer, v1
 
 
 class Foreign:
@@ -123,17 +123,3 @@ def test_a_loaded_state_is_no_reason_to_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.minimize(lambda: variable**2, [variable])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda state: scale(state, tf.constant(1.0)), r"is not a state, since .*; call scale\(loss, state\)"),
-        (lambda state: unscale(state, [tf.constant(1.0)]), r"is not a state, since .*; call unscale\(grads, state\)"),
-        (lambda state: select(state, True, state), r"must be a bool .*; call select\(grads_finite, new, old\)"),
-    ],
-)
-def test_swapped_arguments_of_the_verbs(call, message):
-    """The message shows the right call."""
-    with pytest.raises(TypeError, match=message):
-        call(init_state("dynamic"))

@@ -25,11 +25,8 @@ from lossscale_core import (
     load_policy,
     metrics,
     policy_from_dict,
-    scale,
-    select,
     state_from_dict,
     state_to_dict,
-    unscale,
 )
 from lossscale_core.adapters import check_overflow_streak, check_setting, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, PolicyError
@@ -67,26 +64,6 @@ def test_a_misspelt_setting_names_the_nearest(make, sentence):
         make()
 
 
-def test_a_misspelt_setting_is_answered_alike_in_a_file_and_in_code():
-    """What was meant, and what is known, are found by one rule."""
-    said = []
-    for call, error in (
-        (lambda: DynamicScaling(grow_interval=3), TypeError),
-        (lambda: policy_from_dict({"kind": "dynamic", "grow_interval": 3}), PolicyError),
-    ):
-        with pytest.raises(error) as caught:
-            call()
-        said.append(str(caught.value).partition("; ")[2])
-    assert said[0] == said[1]
-    assert said[0].startswith("did you mean 'growth_interval'? known: init_scale, ")
-
-
-def test_two_values_for_one_setting_are_pythons_own_error():
-    """Its sentence says enough."""
-    with pytest.raises(TypeError, match="multiple values for argument 'init_scale'"):
-        FixedScaling(4.0, init_scale=4.0)
-
-
 @pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(4.0), DynamicScaling(hysteresis=2), SpikeGuard()])
 def test_the_sentence_costs_no_signature(policy):
     """Editors and `inspect` still see the settings with their defaults, and a policy is copied and pickled as ever."""
@@ -102,12 +79,6 @@ def test_the_sentence_costs_no_signature(policy):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: scale(STATE, np.float32(2.0)), "state=np.float32(2.0) is not a state, since it has no loss_scale; "),
-        (lambda: scale(np.float32(2.0), POLICY), "call scale(loss, state)"),
-        (lambda: scale(2.0, 65536.0), "state=65536.0 is not a state"),
-        (lambda: unscale(STATE, GRADS), "call unscale(grads, state)"),
-        (lambda: select(GRADS, GRADS, True), "call select(grads_finite, new, old), with what"),
-        (lambda: select(GRADS["w"], GRADS["w"], True), "grads_finite=ndarray of shape (3,) must be a bool of shape ()"),
         (lambda: POLICY.update(True, STATE), "state=True is not a state, since it has no loss_scale; call update("),
         (lambda: POLICY.update(True, STATE, xp=np), "call update(state, grads_finite)"),
         (lambda: NoScaling().update(True, STATE), "call update(state, grads_finite)"),
@@ -127,8 +98,6 @@ def test_the_sentence_costs_no_signature(policy):
         (lambda: POLICY.update(STATE, None), "grads_finite=None must be a bool of shape ()"),
         (lambda: POLICY.update(STATE, np.array([True])), "must be a bool of shape ()"),
         (lambda: NoScaling().update(init_state(POLICY, xp=np), np.array(0.0)), "must be a bool of shape ()"),
-        (lambda: select(np.float32("nan"), GRADS, GRADS), "grads_finite=np.float32(nan) must be a bool of shape ()"),
-        (lambda: select(np.array(2), GRADS, GRADS), "grads_finite=array(2) must be a bool of shape ()"),
         (lambda: simulate(POLICY, 5), "grads_finite=5 must be a sequence of bools"),
         (lambda: simulate_gradients([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
     ],

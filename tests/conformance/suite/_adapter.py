@@ -89,12 +89,6 @@ class Adapter:
     placement: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The keyword arguments of `init_state`."""
     ways: Sequence[Way] = (Way("eager"),)
-    attach: Callable[[Callable[[Any], Any], Callable[[Any], Any], Any, float], Any] | None = None
-    """Differentiates a loss with an attached one: `attach(main, aux, x, loss_scale)`; None without `attach`.
-
-    It computes `y`, which is `x` with the attached loss `aux(x)`, and returns the gradient for `x` of the sum of
-    `main(y)` times `loss_scale`, still scaled. `main` and `aux` map an array to an array with `*` and `+` alone.
-    """
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Returns a context manager that is entered for each check, such as one for a device or a precision."""
 

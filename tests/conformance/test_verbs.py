@@ -1,0 +1,67 @@
+"""What the five verbs of every package make of odd leaves and of wrong arguments; values and dtypes are the suite's."""
+
+import numpy as np
+import pytest
+
+from lossscale_core.errors import PolicyError
+from tests.conformance.backends import BACKENDS
+
+ADAPTERS = {backend.verbs.__name__: backend for backend in reversed(BACKENDS) if backend.name != "host"}
+EACH = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+NAN, INF = float("nan"), float("inf")
+
+
+@EACH
+def test_a_python_number_is_a_leaf_like_any_other(adapter):
+    """Next to arrays or alone; an integer is no gradient, and a loss all the same."""
+    verbs, state = adapter.verbs, adapter.verbs.init_state(2.0**10)
+    assert float(verbs.scale(1.0, state)) == float(verbs.scale({"loss": 1.0}, state)["loss"]) == 2.0**10
+    assert float(verbs.unscale(1.0, state)) == 2.0**-10
+    assert verbs.unscale([3, None], state) == [3, None]
+    for finite in (1.0, 3, True, np.float64(1.0), [None, 1.0]):
+        assert verbs.all_finite(finite)
+    for bad in (INF, NAN, {"n": 1, "loss": -INF}):
+        assert not verbs.all_finite(bad)
+    assert float(verbs.select(adapter.asarray(np.False_, "bool"), 1.0, 2.0)) == 2.0
+
+
+@EACH
+def test_what_is_no_number_is_refused(adapter):
+    """Text among the gradients is a mistake."""
+    with pytest.raises(TypeError, match=r"'w'|str"):
+        adapter.verbs.all_finite({"a": "w"})
+
+
+@EACH
+def test_select_on_the_host_takes_one_side_untouched(adapter):
+    """The very objects of one side; a flag that is an array takes everything or nothing, too."""
+    new, old = ({"w": adapter.asarray(np.full(2, x), "float32"), "n": n, "none": None} for x, n in ((1.0, 2), (0.0, 1)))
+    assert adapter.verbs.select(False, new, old)["w"] is old["w"]
+    for flag in (True, False, adapter.asarray(np.True_, "bool"), adapter.asarray(np.False_, "bool")):
+        chosen = adapter.verbs.select(flag, new, old)
+        assert adapter.to_numpy(chosen["w"]).tolist() == ([1.0, 1.0] if flag else [0.0, 0.0])
+        assert (int(chosen["n"]), chosen["none"]) == (2 if flag else 1, None)
+
+
+@EACH
+def test_arguments_in_the_wrong_place_are_named(adapter):
+    """The message says what was given, the rule, and how the call goes; a flag is one bool, and nothing else."""
+    verbs, state = adapter.verbs, adapter.verbs.init_state("dynamic")
+    loss, grads = adapter.asarray(np.float64(1.0), "float32"), {"w": adapter.asarray(np.ones(2), "float32")}
+    flag, flags = adapter.asarray(np.True_, "bool"), adapter.asarray(np.array([True, False]), "bool")
+    no_state = r"state=.* is not a state, since it has no loss_scale; "
+    no_flag = r"grads_finite=.* must be a bool of shape \(\); call select\(grads_finite, new, old\)"
+    for call, message in {
+        lambda: verbs.scale(state, loss): rf"{no_state}call scale\(loss, state\)",
+        lambda: verbs.scale(loss, 2.0): f"state=2.0 {no_state[9:]}",
+        lambda: verbs.unscale(state, grads): rf"{no_state}call unscale\(grads, state\)",
+        lambda: verbs.select(grads, grads, flag): no_flag,
+        lambda: verbs.select(flags, grads, grads): no_flag,
+        lambda: verbs.select(adapter.asarray(np.float64(NAN), "float32"), grads, grads): no_flag,
+        lambda: verbs.select(NAN, grads, grads): no_flag,
+        lambda: verbs.select(1, grads, grads): no_flag,
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(PolicyError, match="'cuda' is not a loss-scaling policy; pass a policy such as"):
+        verbs.init_state("cuda")
