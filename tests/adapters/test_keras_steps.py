@@ -368,3 +368,13 @@ def test_variables_are_named_after_the_optimizer():
     """So that they stay together in `model.get_state_tree()`."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
     assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="there it trains")
+def test_the_wrapper_of_tensorflow_says_what_to_use():
+    """Its name is on every backend, and it trains on one."""
+    from lossscale_tf import LossScaleOptimizer as OfTensorFlow
+
+    words = rf"Keras runs on {BACKEND}.*or use lossscale_keras\.LossScaleOptimizer"
+    with pytest.raises(RuntimeError, match=words):
+        OfTensorFlow(keras.optimizers.SGD())

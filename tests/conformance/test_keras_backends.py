@@ -1,4 +1,4 @@
-"""The wrappers where Keras runs on NumPy, which trains nothing; and TensorFlow's on another backend's Keras."""
+"""The wrappers where Keras runs on NumPy, which trains nothing."""
 
 import os
 import subprocess
@@ -18,22 +18,13 @@ print(float(weight))
 """
 
 
-def _said_under(backend):
-    environment = {**os.environ, "KERAS_BACKEND": backend}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_other_backends_of_keras_are_refused():
-    """When the wrapper is made, with what to do; `v1` of TensorFlow trains under each."""
-    of_keras, of_tensorflow, weight = _said_under("numpy")
+def test_keras_on_numpy_is_refused():
+    """When the wrapper is made, with what to do; `v1` of TensorFlow trains."""
+    environment = {**os.environ, "KERAS_BACKEND": "numpy"}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    of_keras, of_tensorflow, weight = done.stdout.splitlines()
     assert of_keras.startswith("Keras runs on numpy")
     assert "set KERAS_BACKEND to jax, torch or tensorflow" in of_keras
     assert "Keras runs on numpy" in of_tensorflow
     assert "set KERAS_BACKEND=tensorflow" in of_tensorflow
-    assert weight == "0.0"
-    of_tensorflow, weight = _said_under("jax")
-    assert "Keras runs on jax" in of_tensorflow
-    assert "or use lossscale_keras.LossScaleOptimizer" in of_tensorflow
     assert weight == "0.0"

@@ -290,10 +290,13 @@ def test_every_recipe_is_run():
     assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | others
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+PAIRS = {*((loop, "A CSV file") for loop in LOOPS), *(("torch", logger) for logger in LOGGERS)}
+
+
+@pytest.mark.parametrize(("loop", "logger"), sorted(PAIRS))
 def test_a_logger_writes_what_the_loop_saw(loop, logger):
     """The policy's numbers of every tenth step are in the logger's own files, and only the marked lines wait."""
+    loop = LOOPS[loop]
     with loop.reads() as recorded:
         handed, written = _logged(logger, loop.run)
     if recorded is not None:
