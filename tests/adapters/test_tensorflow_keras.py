@@ -13,7 +13,7 @@ import tf_keras
 
 import lossscale_keras
 from lossscale_core import DynamicScaling
-from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
+from lossscale_core.errors import CallOrderError
 from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer, v1
 
@@ -21,14 +21,6 @@ INF = float("inf")
 INPUTS = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
-FAR_TOO_LARGE = DynamicScaling(init_scale=2.0**60, backoff_factor=2.0**-8, max_scale=2.0**60)
-
-
-@pytest.fixture(params=["float32", "mixed_float16"])
-def _dtypes(request):
-    keras.config.set_dtype_policy(request.param)
-    yield
-    keras.config.set_dtype_policy("float32")
 
 
 def _model(optimizer, **options):
@@ -43,21 +35,6 @@ def _fit(model, epochs=1, inputs=INPUTS):
     return model.get_weights()
 
 
-@pytest.mark.usefixtures("_dtypes")
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_fit_trains(jit_compile):
-    """`compile` takes it as it is, and an initial scale that is far too large comes down."""
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.05), FAR_TOO_LARGE)
-    model = _model(optimizer, jit_compile=jit_compile)
-    assert model.optimizer is optimizer
-    _fit(model, epochs=20)
-    assert model.evaluate(INPUTS, TARGETS, verbose=0) < 0.1
-    assert optimizer.steps_with_missing_calls == 0
-    assert int(optimizer.metrics()["steps"]) == 80
-    if keras.config.dtype_policy().name == "mixed_float16":
-        assert int(optimizer.metrics()["skipped_steps"]) > 3
-
-
 INNERS = {
     "plain": lambda: keras.optimizers.Adam(0.01),
     "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9),
@@ -68,15 +45,6 @@ INNERS = {
     "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
 }
-
-
-@pytest.mark.parametrize("name", INNERS)
-def test_what_the_inner_optimizer_does_it_still_does(name):
-    """Scaled by a power of two, training is that of the bare optimizer."""
-    expected = _fit(_model(INNERS[name](), jit_compile=False))
-    weights = _fit(_model(LossScaleOptimizer(INNERS[name](), POLICY), jit_compile=False))
-    for ours, theirs in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", INNERS)
@@ -578,26 +546,6 @@ def test_a_step_that_was_interrupted_is_forgotten():
     assert float(variable) == -1.0
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float16", 2e6), ("float32", 1e200)])
-def test_what_a_narrower_variable_cannot_hold_is_an_overflow(dtype, size):
-    """A gradient that becomes infinite in its variable's dtype is skipped."""
-    variable = keras.Variable(1.0, dtype=dtype)
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none")
-    optimizer.apply_gradients([(tf.constant(size, tf.float64), variable)])
-    assert float(variable.numpy()) == 1.0
-    assert not optimizer.last_step.applied
-
-
-def test_a_float16_variable_below_a_scale_of_one():
-    """Its gradient is unscaled in float32, and must fit into float16 again."""
-    variable = keras.Variable(1.0, dtype="float16")
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0**-20)
-    optimizer.scale_loss(tf.constant(0.0))
-    optimizer.apply([tf.constant(1.0, tf.float16)], [variable])
-    assert float(variable.numpy()) == 1.0
-    assert not optimizer.last_step.applied
-
-
 def test_traces_are_let_go():
     """No graph is kept alive by what was scaled in it."""
     optimizer, graphs = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0), []
@@ -607,15 +555,6 @@ def test_traces_are_let_go():
         del trace
     gc.collect()
     assert [graph() for graph in graphs] == [None] * 3
-
-
-def test_below_a_scale_of_one_the_unscaled_gradients_decide():
-    """What becomes infinite by being unscaled is skipped."""
-    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0**-20), tf.Variable(1.0)
-    for size, applied in ((1e30, True), (1e36, False)):
-        optimizer.scale_loss(tf.constant(0.0))
-        optimizer.apply_gradients([(tf.constant(size), variable)])
-        assert optimizer.last_step.applied == applied
 
 
 def test_the_growth_interval_can_be_lowered():
@@ -641,16 +580,6 @@ def test_a_lowered_growth_interval_reaches_fit_when_it_is_traced_again():
     assert optimizer.loss_scale == 4.0 * 2.0**2  # four steps more: one reaches the interval, the third does again
 
 
-def test_a_streak_of_overflows_is_an_error():
-    """Eagerly, where the flag is on the host anyway."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(max_overflow_streak=3))
-    variable = tf.Variable(1.0)
-    for _ in range(2):
-        optimizer.minimize(lambda: variable * INF, [variable])
-    with pytest.raises(OverflowStreakError, match="overflow_streak=3"):
-        optimizer.minimize(lambda: variable * INF, [variable])
-
-
 tf1 = tf.compat.v1
 UNFIT = {
     "ours": lambda: LossScaleOptimizer(keras.optimizers.SGD()),
@@ -672,16 +601,12 @@ def test_what_cannot_be_wrapped_is_refused(inner):
         LossScaleOptimizer(inner)
 
 
-def test_a_clipnorm_that_makes_no_sense():
-    """Is refused; infinity clips nothing."""
-    for norm in (0, -1.0, float("nan"), True, "1"):
-        with pytest.raises(PolicyError, match=f"global_clipnorm={norm!r} must be a positive number; pass"):
-            LossScaleOptimizer(keras.optimizers.SGD(), global_clipnorm=norm)
-    for norm in (1e300, float("inf")):  # both are infinite in float32
-        variable = tf.Variable(1.0)
-        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0, global_clipnorm=norm)
-        optimizer.minimize(lambda variable=variable: variable**2, [variable])
-        assert (float(variable), optimizer.global_clipnorm) == (0.0, norm)
+@pytest.mark.parametrize("norm", [1e300, INF])
+def test_a_clipnorm_that_float32_cannot_hold_clips_nothing(norm):
+    """And reads back as it was given."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0, global_clipnorm=norm), tf.Variable(1.0)
+    optimizer.minimize(lambda: variable**2, [variable])
+    assert (float(variable), optimizer.global_clipnorm) == (0.0, norm)
 
 
 OWN_SUM = [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core import DynamicScaling
 from lossscale_tf import LossScaleLogger, LossScaleOptimizer
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
@@ -43,18 +43,6 @@ def test_history_and_csv(tmp_path):
     assert [line.split(",")[2:4] for line in lines] == [["1024.0", "1"], ["1024.0", "2"]]
 
 
-def test_spikes_are_logged_beside_a_guard():
-    """With a guard the logs hold the spikes so far; without one they have no such entry."""
-    guarded = LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY, guard=SpikeGuard(warmup=2))
-    inputs = np.ones((4 * ROWS, 3), np.float32)
-    inputs[-ROWS:] = 1e6
-    options = {"batch_size": ROWS, "epochs": 2, "verbose": 0, "shuffle": False}
-    model = _model(guarded)
-    history = model.fit(inputs, np.zeros((4 * ROWS, 1)), callbacks=[LossScaleLogger()], **options).history
-    assert (history["spikes"], history["skipped_steps"]) == ([1, 2], [0, 0])
-    assert "spikes" not in _fit(_scaled(), [LossScaleLogger()])
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # TensorBoard's own, to NumPy
 def test_tensorboard(tmp_path):
     """A curve for each of the two."""
@@ -72,29 +60,6 @@ def test_the_progress_bar(capsys):
     """Shows them at the end of its line."""
     _scaled().fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[LossScaleLogger()], verbose=2)
     assert "loss_scale: 1024.0000 - skipped_steps: 0.0000" in capsys.readouterr().out
-
-
-class EachBatch(keras.callbacks.Callback):
-    """Keeps the logs that it is shown after each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Keep them."""
-        self.seen.append(dict(logs))
-
-
-def test_chosen_batches():
-    """Every so many of them, if asked for."""
-    batches = EachBatch()
-    _fit(_scaled(), [LossScaleLogger(every_n_batches=2), batches], epochs=1)
-    assert ["loss_scale" in logs for logs in batches.seen] == [False, True, False, True]
-    assert [logs["loss_scale"] for logs in batches.seen[1::2]] == [2.0**10, 2.0**10]
-    assert [logs["skipped_steps"] for logs in batches.seen[1::2]] == [0, 1]
-    with pytest.raises(ValueError, match="every_n_batches=0"):
-        LossScaleLogger(0)
 
 
 class HostReads:
