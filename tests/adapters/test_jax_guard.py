@@ -16,28 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from lossscale_core import DynamicScaling, SpikeGuard, diagnose, state_to_dict
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import simulate
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY, STEPS
 
-POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
-GUARD = SpikeGuard(warmup=4, memory=8)
-STEPS = 48
 DEVICES = 8
 PARAMS = {"w": jnp.array([0.5, -0.0])}
 ADAM = optax.adam(0.1)
-
-
-def _norms():
-    """Return a norm for each step, some of them spikes, and infinity for an overflow."""
-    random = np.random.default_rng(0)
-    norms = np.exp(0.3 * random.standard_normal(STEPS)).astype(np.float32)
-    norms[[10, 11, 20, 30, 40]] *= 50
-    norms[[3, 12, 21, 33, 34]] = np.inf
-    return norms
-
-
-NORMS = _norms()
-EXPECTED = simulate(POLICY, np.isfinite(NORMS), norms=NORMS, guard=GUARD)
 
 
 def _bits(tree):

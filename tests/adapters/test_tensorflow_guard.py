@@ -10,27 +10,10 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core import SpikeGuard
 from lossscale_core.errors import CheckpointWarning, PolicyError
-from lossscale_core.testing import simulate
 from lossscale_tf import LossScaleOptimizer
-
-POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
-GUARD = SpikeGuard(warmup=4, memory=8)
-STEPS = 48
-
-
-def _norms():
-    """Return a norm for each step, some of them spikes, and infinity for an overflow."""
-    random = np.random.default_rng(0)
-    norms = np.exp(0.3 * random.standard_normal(STEPS)).astype(np.float32)
-    norms[[10, 11, 20, 30, 40]] *= 50
-    norms[[3, 12, 21, 33, 34]] = np.inf
-    return norms
-
-
-NORMS = _norms()
-EXPECTED = simulate(POLICY, np.isfinite(NORMS), norms=NORMS, guard=GUARD)
+from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY, STEPS
 
 
 def _bits(tensors):

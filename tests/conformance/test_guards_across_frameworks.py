@@ -18,28 +18,15 @@ import pytest
 import tensorflow as tf
 import torch
 
-from lossscale_core import DynamicScaling, SpikeGuard, StepInfo, state_to_dict, step_info
+from lossscale_core import StepInfo, state_to_dict, step_info
 from lossscale_core.errors import CheckpointWarning
-from lossscale_core.testing import simulate
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
 from lossscale_tf import LossScaleOptimizer
 from lossscale_torch import GradScaler
+from tests.core.guarded_run import EXPECTED, GUARD, NORMS, OVERFLOWS, POLICY, SPIKES
 from tests.jax_names import enable_x64
 
-POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
-GUARD = SpikeGuard(warmup=4, memory=8)
-STEPS, SAVED_AT = 36, 12
-
-
-def _norms():
-    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(STEPS)).astype(np.float32)
-    norms[[9, 11, 12, 20, 30]] *= 50
-    norms[[5, 10, 15, 33, 34]] = np.inf
-    return norms
-
-
-NORMS = _norms()
-EXPECTED = simulate(POLICY, np.isfinite(NORMS), norms=NORMS, guard=GUARD)
+SAVED_AT = 12
 
 
 class Step(NamedTuple):
@@ -169,8 +156,8 @@ def _saved_by(framework):
 
 def test_the_run_is_not_trivial():
     """A spike lies on either side of the checkpoint, which is in the middle of a streak."""
-    assert list(np.flatnonzero(EXPECTED.spiked)) == [9, 11, 12, 20, 30]
-    assert list(np.flatnonzero(EXPECTED.skipped)) == [5, 10, 15, 33, 34]
+    assert list(np.flatnonzero(EXPECTED.spiked)) == SPIKES
+    assert list(np.flatnonzero(EXPECTED.skipped)) == OVERFLOWS
     assert json.loads(_saved_by("torch"))["guard"]["streak"] == 2.0
 
 
