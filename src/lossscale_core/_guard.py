@@ -15,7 +15,7 @@ from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._messages import shown
 from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_settings
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
-from lossscale_core.errors import PolicyError, SpikeStreakError
+from lossscale_core.errors import OverflowStreakError, PolicyError
 
 _LEAST_DEVIATION = 0.375
 """The smallest deviation, as a fraction of the mean.
@@ -85,7 +85,7 @@ class SpikeGuard:
     warmup: int = 16
     """The number of norms that are accepted before the first one can be a spike."""
     max_streak: int | None = None
-    """The number of spikes in a row at which an adapter that has the norm on the host raises a `SpikeStreakError`."""
+    """The number of spikes in a row at which an adapter raises `OverflowStreakError`, if the host has the norm."""
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -210,10 +210,10 @@ def check_spike_streak(guard: SpikeGuard, state: GuardState, norm: Any) -> None:
         norm: The norm of that step's gradients.
 
     Raises:
-        SpikeStreakError: As many steps in a row as the guard's `max_streak` were spikes.
+        OverflowStreakError: As many steps in a row as the guard's `max_streak` were spikes.
     """
     if guard.max_streak is not None and state.streak >= guard.max_streak:
-        raise SpikeStreakError(
+        raise OverflowStreakError(
             f"a gradient norm of {float(norm):g} is the spike number {int(state.streak)} in a row, which reaches "
             f"max_streak={guard.max_streak}; the mean of the norms is {float(state.mean):g}. Look for a change of the "
             "data or a learning rate that is too large, or raise max_streak or threshold"

@@ -5,10 +5,9 @@ The names serve the packages of this project and adapters of other packages. The
 
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import guard_state_from_dict
-from lossscale_core._files import read_data, read_text, suffix_of, write_whole
+from lossscale_core._files import read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import (
-    escaped,
     explain_arguments,
     nearest_name,
     require_flag,
@@ -33,7 +32,6 @@ __all__ = [
     "check_spike_streak",
     "clip_divisor",
     "decide",
-    "escaped",
     "explain_arguments",
     "guard_state_from_dict",
     "log_warning",
@@ -41,12 +39,10 @@ __all__ = [
     "nearest_name",
     "norm_by_unit",
     "read_data",
-    "read_text",
     "require_flag",
     "shown",
     "shown_names",
     "shown_number",
-    "suffix_of",
     "tree",
     "write_whole",
 ]

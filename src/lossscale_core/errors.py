@@ -5,12 +5,10 @@ LossScaleError
 ├── PolicyError(ValueError)                  a policy, or the file or dict that describes it, breaks a rule
 ├── CallOrderError(RuntimeError)             calls were made in an order that would corrupt gradients
 ├── CheckpointError(ValueError)              a saved state cannot be restored
-├── TraceFileError(ValueError)               a recorded run cannot be read
 ├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
 ├── SyncError(RuntimeError)                  ranks that must hold the same state do not
 ├── RetriesExhaustedError(FloatingPointError) a step overflowed in each of its tries
-├── OverflowStreakError(FloatingPointError)  too many overflows in a row: the run is not training
-└── SpikeStreakError(FloatingPointError)     too many spikes in a row: the run is diverging
+└── OverflowStreakError(FloatingPointError)  too many overflows or spikes in a row: the run is not training
 CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
 ```
 
@@ -41,10 +39,6 @@ class CheckpointError(LossScaleError, ValueError):
     """A saved state cannot be restored."""
 
 
-class TraceFileError(LossScaleError, ValueError):
-    """A recorded run cannot be read: its file does not hold one value per step, or it has too many steps."""
-
-
 class ScaleStateError(LossScaleError, LookupError):
     """An optimizer state holds no scale state, or several."""
 
@@ -58,11 +52,7 @@ class RetriesExhaustedError(LossScaleError, FloatingPointError):
 
 
 class OverflowStreakError(LossScaleError, FloatingPointError):
-    """The policy's `max_overflow_streak` was reached: the run is not training."""
-
-
-class SpikeStreakError(LossScaleError, FloatingPointError):
-    """The guard's `max_streak` was reached: the run is diverging."""
+    """The policy's `max_overflow_streak` was reached, or the guard's `max_streak`: the run is not training."""
 
 
 class CheckpointWarning(UserWarning):

@@ -325,7 +325,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
-            SpikeStreakError: The guard's `max_streak` is reached.
+            OverflowStreakError: The guard's `max_streak` is reached.
         """
         self._check_and_log(self._read(on_host=True))
 

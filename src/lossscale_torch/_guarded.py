@@ -66,7 +66,7 @@ def guarded(
         PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule.
         CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler.
         OverflowStreakError: From `step`, at `max_streak`.
-        SpikeStreakError: From `step`, at the `max_streak` of the guard.
+        OverflowStreakError: From `step`, at the `max_streak` of the guard.
     """
     if hasattr(optimizer, "_lossscale_judge"):
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")

@@ -117,11 +117,11 @@ class Guard(Hook):
         return torch.tensor(float(not accepted), dtype=torch.float32)
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
+        """Raise `OverflowStreakError` if a state on the host has reached the guard's `max_streak`."""
         self.require_no_streak()
 
     def require_no_streak(self) -> None:
-        """Raise `SpikeStreakError` if a state on the host has reached the guard's `max_streak`."""
+        """Raise `OverflowStreakError` if a state on the host has reached the guard's `max_streak`."""
         for key, norm in list(self._norms.items()):
             if not isinstance(self._states[key].mean, Tensor):
                 check_spike_streak(self.rule, self._states[key], norm)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
-from lossscale_core.errors import OverflowStreakError, PolicyError, SpikeStreakError
+from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, overflow_report
 from tests.adapters.keras_loops import BACKEND, apply, apply_scaled, assert_same, minimize, value_of, values_of
 from tests.sweeping import seeds
@@ -218,7 +218,7 @@ def test_limits_end_an_eager_loop():
     """The policy's `max_overflow_streak` and the guard's `max_streak`, in the step that reaches them."""
     for error, arguments, sizes in (
         (OverflowStreakError, {"policy": DynamicScaling(max_overflow_streak=2)}, (1.0, INF, INF)),
-        (SpikeStreakError, {"guard": SpikeGuard(warmup=1, max_streak=2)}, (1.0, 1e4, 1e4)),
+        (OverflowStreakError, {"guard": SpikeGuard(warmup=1, max_streak=2)}, (1.0, 1e4, 1e4)),
     ):
         optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.1), **arguments), _variables()
         for size in sizes[:-1]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError, SpikeStreakError
+from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch import GradScaler, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_distributed import _local, _on_ranks
@@ -192,7 +192,7 @@ def test_the_guard(fused):
         assert (bool(each.last_step), bool(each.last_step.spiked)) == (False, True)
         assert torch.equal(before, model[0].weight)
     _step(model, optimizer, 9, bad=1e4)
-    with pytest.raises(SpikeStreakError):
+    with pytest.raises(OverflowStreakError):
         _step(model, optimizer, 10, bad=1e4)
 
 

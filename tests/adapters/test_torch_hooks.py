@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_core.adapters import guard_state_from_dict
-from lossscale_core.errors import SpikeStreakError
+from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate
 from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
@@ -289,7 +289,7 @@ def test_a_streak_of_spikes_raises_where_the_host_knows():
     scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=2))
     for size in [0.5] * 5 + [50.0]:
         _step(scaler, params, optimizers, size, 1.0)
-    with pytest.raises(SpikeStreakError, match=r"norm of 70\.7.*number 2 in a row"):
+    with pytest.raises(OverflowStreakError, match=r"norm of 70\.7.*number 2 in a row"):
         _step(scaler, params, optimizers, 50.0, 1.0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict, step_info
 from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
-from lossscale_core.errors import CheckpointError, PolicyError, SpikeStreakError
+from lossscale_core.errors import CheckpointError, OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
 
 NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 0.0]), max_size=60)
@@ -214,7 +214,7 @@ def test_a_streak_raises_where_a_limit_is_set():
     _, state = _judged([2.0] * 20 + [100.0] * 2, guard)
     check_spike_streak(guard, state, 100.0)
     _, state = guard.check(state, 100.0)
-    with pytest.raises(SpikeStreakError, match=r"norm of 100 .*number 3 in a row.*mean of the norms is 2\.\d"):
+    with pytest.raises(OverflowStreakError, match=r"norm of 100 .*number 3 in a row.*mean of the norms is 2\.\d"):
         check_spike_streak(guard, state, 100.0)
     check_spike_streak(SpikeGuard(), state, 100.0)
 

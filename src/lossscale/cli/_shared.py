@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy, policy_to_dict
-from lossscale_core.adapters import escaped
 
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
@@ -32,7 +31,7 @@ def help_if_alone(context: click.Context) -> None:
 
 def say(line: str) -> None:
     """Print a sentence for a person to stderr; stdout is for data."""
-    click.echo(escaped(line), err=True)
+    click.echo(line, err=True)
 
 
 def print_json(content: Any) -> None:

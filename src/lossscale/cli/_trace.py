@@ -4,12 +4,12 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.cli._shared import say
-from lossscale_core.adapters import read_text, shown, shown_names, suffix_of
-from lossscale_core.errors import TraceFileError
+from lossscale_core.adapters import shown, shown_names
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _WORDS = {"True": 1.0, "False": 0.0, "": np.nan}
@@ -32,18 +32,18 @@ def read_trace(path: Path) -> Trace:
     """Return the run of the first scaler in a CSV file; steps that a restarted run repeats count once.
 
     Raises:
-        TraceFileError: The file does not hold a row for each step.
+        UsageError: The file does not hold a row for each step, or has more than 2**20 steps.
         OSError: The file cannot be read.
     """
-    if suffix_of(path) != ".csv":
-        raise TraceFileError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
-    text = read_text(path, TraceFileError, errors="replace")
+    if path.suffix.lower() != ".csv":
+        raise click.UsageError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
+    text = path.read_text("utf-8-sig", errors="replace")
     if text and not text.endswith("\n"):  # a process that was killed has not written all of its last row
         text, _, last = text.rpartition("\n")
         say(f"lossscale: warning: {path}: the last row {shown(last)} is ignored, since it may have been cut")
     titles, *lines = [line for line in csv.reader(text.splitlines()) if line] or [[]]
     if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
-        raise TraceFileError(f"{path} has no column {missing[0]}; it has {shown_names(titles) or 'nothing'}; add it")
+        raise click.UsageError(f"{path} has no column {missing[0]}; it has {shown_names(titles) or 'nothing'}; add it")
     rows: list[dict[str, float]] = []
     scalers = {0.0}
     for number, line in enumerate(lines, 2):
@@ -56,7 +56,9 @@ def read_trace(path: Path) -> Trace:
             rows.pop()
         rows.append(row)
     if not any(map(_is_counted, rows)):
-        raise TraceFileError(f"{path} holds no steps; pass a trace with a row per step")
+        raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
+    if len(rows) > 2**20:
+        raise click.UsageError(f"{path} has {len(rows)} steps, but a run has at most 2**20; pass a part of it")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
     step, scale, applied, overflowed, _, norm, largest, _ = np.array([list(row.values()) for row in rows]).T
@@ -77,7 +79,7 @@ def _numbers(path: Path, number: int, titles: list[str], line: list[str]) -> dic
             return row
     except ValueError:
         pass
-    raise TraceFileError(
+    raise click.UsageError(
         f"{path}: row {number} is {shown(','.join(line))}, but must hold {len(titles)} numbers, with a step from 0 and "
         "a positive scale; delete the row"
     )

@@ -12,7 +12,7 @@ import click
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
-from lossscale_core.adapters import read_data, shown, shown_names, suffix_of
+from lossscale_core.adapters import read_data, shown, shown_names
 from lossscale_core.errors import CheckpointError
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -85,10 +85,10 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the dict in a file. Objects of other classes in a file of `torch.save` are dicts of their attributes."""
     path.stat()  # a file that is missing has no format
-    if suffix_of(path) not in (".json", *_OF_TORCH) or not path.is_file():
+    if path.suffix.lower() not in (".json", *_OF_TORCH) or not path.is_file():
         formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
         raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
-    content = read_data(path, CheckpointError) if suffix_of(path) == ".json" else _read_by_torch(path)
+    content = read_data(path, CheckpointError) if path.suffix.lower() == ".json" else _read_by_torch(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
     return content

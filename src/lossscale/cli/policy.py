@@ -9,7 +9,7 @@ import click
 from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, print_policy, require_new, say
 from lossscale.other_tools import from_tool, tools, tools_of_config
 from lossscale_core import dump_policy, load_policy, policy_to_dict
-from lossscale_core.adapters import read_data, read_text, shown, suffix_of
+from lossscale_core.adapters import read_data, shown
 from lossscale_core.errors import PolicyError
 
 
@@ -60,15 +60,15 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
 
 def _config(path: Path) -> dict[str, Any]:
     """Return the dict in another tool's config."""
-    if (suffix := suffix_of(path)) in (".yaml", ".yml"):
+    if (suffix := path.suffix.lower()) in (".yaml", ".yml"):
         if importlib.util.find_spec("yaml") is None:
             raise click.UsageError(f"{path}: YAML needs PyYAML; run: pip install pyyaml, or convert it to JSON")
         import yaml
 
         try:
-            config = yaml.safe_load(read_text(path, PolicyError))
+            config = yaml.safe_load(path.read_text("utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise PolicyError(f"{path} is not valid YAML: {error}; correct it") from error
+            raise PolicyError(f"{path} is not valid YAML: {' '.join(str(error).split())}; correct it") from error
     elif suffix in (".json", ".toml"):
         config = read_data(path, PolicyError)
     else:

@@ -13,7 +13,6 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
 from lossscale_core._messages import shown
 from lossscale_core._state import ScaleState
-from lossscale_core.errors import TraceFileError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -173,7 +172,7 @@ def _as_flags(grads_finite: Any) -> list[bool]:
 
 def _require_few(steps: int) -> None:
     if steps > _MOST_STEPS:
-        raise TraceFileError("a simulated run has at most 2**20 steps; pass a part of the run")
+        raise ValueError("a simulated run has at most 2**20 steps; pass a part of the run")
 
 
 def _as_flag(flag: Any) -> bool:
