@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same
 from lossscale_jax._gradients import PyTree, is_array, is_gradient, name_of
 
-__all__ = ["TrainStepError", "check_train_step"]
+__all__ = ["check_train_step"]
 
 _SELECT = "select it, or let loss_scaled carry it, so that it follows applied steps only"
 _UNSCALE = "unscale before you clip or change gradients, and return the unscaled loss"
@@ -20,10 +20,6 @@ _structure: Any = jax.tree.structure
 _TINY, _TURNED = 2.0**-20, 1.2
 """A loss scale at which a term that is not scaled stands out, and how far from the other result, in terms of how far
 that moved, the parameters may then be: in float16 all gradients flush to zero, and the parameters stay."""
-
-
-class TrainStepError(AssertionError):
-    """A train step does not follow the decisions of loss scaling; the message names the step and the difference."""
 
 
 def check_train_step(
@@ -58,7 +54,7 @@ def check_train_step(
         may_move: Paths that a skipped step may change, as in the message of the error: random keys, a count of batches.
 
     Raises:
-        TrainStepError: The step fails; the message names the step, and what has changed.
+        AssertionError: The step fails; the message names the step, and what has changed.
         ValueError: There are fewer than five batches, or `state` holds no scale state.
     """
     batches = list(batches)
@@ -84,10 +80,10 @@ def check_train_step(
             new, new_scales = _flat(taken(jnp.inf, batch))
             moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if moved:
-                raise TrainStepError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
+                raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
             for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] != scales[name] + 1):
                 went = change(name, scales[name], new_scales[name])
-                raise TrainStepError(f"step {number} overflowed, but {went}; pass every step to the policy")
+                raise AssertionError(f"step {number} overflowed, but {went}; pass every step to the policy")
         else:
             small = taken(SCALES[0], batch)
             for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY, _TURNED)):
@@ -95,7 +91,7 @@ def check_train_step(
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
                     used = f"a loss scale of {SCALES[0]:g} and one of {loss_scale:g} gave different results"
-                    raise TrainStepError(f"at step {number} {used}: {listed(differing)}; {_UNSCALE}")
+                    raise AssertionError(f"at step {number} {used}: {listed(differing)}; {_UNSCALE}")
             state = small
 
 

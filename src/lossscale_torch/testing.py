@@ -16,7 +16,7 @@ from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import StepInfo
 from lossscale_torch.hooks import Protect
 
-__all__ = ["LoopError", "TrainingLoop", "check_training_loop"]
+__all__ = ["TrainingLoop", "check_training_loop"]
 
 _STEPS = 8
 _PARTED = 0.5
@@ -44,10 +44,6 @@ class TrainingLoop(Protocol):
 
         `batch` is the number of the step, from 0 on; the loop chooses its data by it.
         """
-
-
-class LoopError(AssertionError):
-    """A training loop does not follow its scaler; the message names the step, the difference and the remedy."""
 
 
 def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str]:
@@ -79,7 +75,7 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
         `torch.optim` steps, or if the scaler is shown no gradients.
 
     Raises:
-        LoopError: The loop fails; the message names the step, what differs and the remedy.
+        AssertionError: The loop fails; the message names the step, what differs and the remedy.
         TypeError: `build` does not return a loop.
     """
     checks = {
@@ -108,17 +104,19 @@ def _check_skips(build: Callable[[Any], TrainingLoop]) -> bool:
             names = sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name))
             if names:
                 listed = loops.listed(names)
-                raise LoopError(f"after step {number}, unlike without the skipped steps, {listed}; {_FOLLOW}")
+                raise AssertionError(f"after step {number}, unlike without the skipped steps, {listed}; {_FOLLOW}")
     if not _differing(start, _flat("", params)):
-        raise LoopError("no parameter changed in eight steps; look for scaler.step, lr and losses that are not finite")
+        raise AssertionError(
+            "no parameter changed in eight steps; look for scaler.step, lr and losses that are not finite"
+        )
     return True
 
 
 def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
-    """Raise `LoopError` for a step with infinite losses that was applied or changed something."""
+    """Raise `AssertionError` for a step with infinite losses that was applied or changed something."""
     info: Any = run.scaler.last_step
     if info.applied or not all(map(math.isfinite, run.norms)):
-        raise LoopError(
+        raise AssertionError(
             f"step {number} was applied although its losses were infinite; such a step must be skipped as a whole; "
             "look for gradients that are repaired (nan_to_num_), zero_grad between micro-batches, a loss that is not "
             "scaled, and optimizer.step() in place of scaler.step(optimizer)"
@@ -132,7 +130,7 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     if changed:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
-        raise LoopError(loops.not_skipped(number, changes, hint))
+        raise AssertionError(loops.not_skipped(number, changes, hint))
 
 
 def _check_scale(build: Callable[[Any], TrainingLoop]) -> bool:
@@ -146,7 +144,7 @@ def _check_scale(build: Callable[[Any], TrainingLoop]) -> bool:
         pairs = zip(small.norms, large.norms, strict=True) if is_alike else ()
         parted = [f"gradients of norm {a:g} and {b:g}" for a, b in pairs if not math.isclose(a, b, **limits)]
         if parted:
-            raise LoopError(loops.scales_differ(number, f"the optimizer {parted[0]}", _UNSCALE))
+            raise AssertionError(loops.scales_differ(number, f"the optimizer {parted[0]}", _UNSCALE))
     return largest > 0.0
 
 
@@ -158,7 +156,7 @@ def _check_source(build: Callable[[Any], TrainingLoop]) -> bool:
         sizes = large.sizes()
         names = [name for name, size in small.sizes().items() if size * growth > sizes.get(name, 0.0)]
         if names:
-            raise LoopError(loops.not_from_the_loss(number, names, _ATTACH))
+            raise AssertionError(loops.not_from_the_loss(number, names, _ATTACH))
     return bool(sizes)
 
 
@@ -196,7 +194,9 @@ class _Run:
         with register_optimizer_step_pre_hook(self._note_norm):
             self.loop.step(number)
         if scaler.updates != 1:
-            raise LoopError(f"step({number}) called scaler.update() {scaler.updates} times; call it once in each step")
+            raise AssertionError(
+                f"step({number}) called scaler.update() {scaler.updates} times; call it once in each step"
+            )
 
     def _note_norm(self, optimizer: Any, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):  # the flag by which a fused optimizer skips
