@@ -38,28 +38,6 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
         raise type(error)(error.errno, error.strerror, target) from error
 
 
-def read_text(path: Path, error: type[LossScaleError], *, errors: str = "strict") -> str:
-    """Return the text in a file, without the byte order mark that Windows editors write.
-
-    Args:
-        path: The path of a file in UTF-8.
-        error: The type of error to raise for a folder.
-        errors: What to do with bytes that are not UTF-8, as in `bytes.decode`.
-
-    Returns:
-        The text.
-
-    Raises:
-        LossScaleError: The path is that of a folder; its type is `error`.
-        UnicodeDecodeError: The file is not UTF-8, and `errors` is `"strict"`.
-        OSError: The file cannot be read.
-    """
-    if os.path.isdir(path):
-        raise error(f"{os.fspath(path)} is a folder; pass a file in it")
-    with open(path, encoding="utf-8-sig", errors=errors) as file:
-        return file.read()
-
-
 def read_data(path: Path, error: type[LossScaleError]) -> Any:
     """Return the content of a `.toml` or `.json` file.
 
@@ -79,12 +57,13 @@ def read_data(path: Path, error: type[LossScaleError]) -> Any:
     import tomllib
 
     suffix = suffix_of(path)
+    if os.path.isdir(path):
+        raise error(f"{os.fspath(path)} is a folder; pass a file in it")
     try:
-        text = read_text(path, error)
+        with open(path, encoding="utf-8-sig") as file:  # Windows editors write a byte order mark
+            text = file.read()
         return tomllib.loads(text) if suffix == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as reason:
-        if isinstance(reason, LossScaleError):  # which is a ValueError, too
-            raise
         raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
-    "escaped",
     "explain_arguments",
     "nearest_name",
     "not_a_state",
@@ -63,18 +62,7 @@ def shown(value: Any) -> str:
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return escaped(text)  # the name of a class may come from a file, too
-
-
-def escaped(text: str) -> str:
-    """Return a text on one line, with line ends and control characters written as in Python's source.
-
-    Args:
-        text: Any text, which may hold names of files, or parts of one.
-
-    Returns:
-        The text; unchanged if all of it is printable.
-    """
+    # The name of a class may come from a file, too: line ends and control characters are written as in Python's source.
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 

@@ -124,8 +124,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             RuntimeError: The gradients are traced by JAX.
             ValueError: The numbers of gradients and variables differ, or the call is made outside of a replica.
-            OverflowStreakError: The policy's `max_overflow_streak` is reached; not in a graph. So are the other errors
-                of `check_overflow_streak`; a limit makes each step read the state.
+            OverflowStreakError: As from `check_overflow_streak`, in no graph; a limit makes each step read the state.
         """
         grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
@@ -324,8 +323,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         or under `jit`.
 
         Raises:
-            OverflowStreakError: The policy's `max_overflow_streak` is reached.
-            OverflowStreakError: The guard's `max_streak` is reached.
+            OverflowStreakError: The policy's `max_overflow_streak` or the guard's `max_streak` is reached.
         """
         self._check_and_log(self._read(on_host=True))
 

@@ -65,8 +65,7 @@ def guarded(
         TypeError: For what is not an optimizer, and one that computes the gradients several times in a step.
         PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule.
         CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler.
-        OverflowStreakError: From `step`, at `max_streak`.
-        OverflowStreakError: From `step`, at the `max_streak` of the guard.
+        OverflowStreakError: From `step`, at `max_streak`, and at the `max_streak` of the guard.
     """
     if hasattr(optimizer, "_lossscale_judge"):
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")

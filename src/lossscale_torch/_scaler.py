@@ -314,8 +314,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
                 `new_scale` that is not a positive number.
-            OverflowStreakError: When the policy's `max_overflow_streak` is reached and this is known on the host.
-            OverflowStreakError: When the guard's `max_streak` is reached and this is known on the host.
+            OverflowStreakError: When the policy's `max_overflow_streak` or the guard's `max_streak` is reached and this
+                is known on the host.
 
         """
         records = self._per_optimizer_states

@@ -82,7 +82,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         policy: Anything that `as_policy` accepts, instead of the four arguments before.
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
-            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping. Eagerly, a
+            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping. Eagerly, an
             `OverflowStreakError` is raised when its `max_streak` is reached.
         name: The optimizer's name.
         **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
