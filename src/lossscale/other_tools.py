@@ -12,7 +12,7 @@ from numbers import Number
 from typing import Any
 
 import lossscale_core as core
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, nearest_name, shown, shown_names
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, shown, shown_names, unknown_name
 from lossscale_core.errors import CheckpointError, LossScaleError, PolicyError
 
 __all__ = ["from_tool", "state_from_tool", "tools"]
@@ -155,7 +155,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
     if isinstance(name, str) and name in table():
         return table()[name]
-    raise error(f"{shown(name)} is not a known tool; {nearest_name(name, table())}known: {', '.join(table())}")
+    raise error(unknown_name(name, "a known tool", table()))
 
 
 def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -184,9 +184,9 @@ def _keys(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[st
     keys: dict[str, Any] = max(forms, key=lambda form: len(form.keys() & values.keys()))
     for key in values:
         if key not in keys and not any(fnmatchcase(key, pattern) for pattern in tool["ignored"]):
-            known = f"{nearest_name(key, keys)}known: {', '.join([*keys, *tool.get('names', ())])}"
-            hint = "pass one form of config" if any(key in form for form in forms) else known
-            raise PolicyError(f"{shown(key)} is not a key of {name}; {hint}")
+            if any(key in form for form in forms):
+                raise PolicyError(f"{shown(key)} is not a key of {name}; pass one form of config")
+            raise PolicyError(unknown_name(key, f"a key of {name}", [*keys, *tool.get("names", ())]))
     return keys
 
 

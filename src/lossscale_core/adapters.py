@@ -9,11 +9,11 @@ from lossscale_core._files import read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import (
     explain_arguments,
-    nearest_name,
     require_flag,
     shown,
     shown_names,
     shown_number,
+    unknown_name,
 )
 from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
@@ -36,7 +36,6 @@ __all__ = [
     "guard_state_from_dict",
     "log_warning",
     "loss_scale_of",
-    "nearest_name",
     "norm_by_unit",
     "read_data",
     "require_flag",
@@ -44,6 +43,7 @@ __all__ = [
     "shown_names",
     "shown_number",
     "tree",
+    "unknown_name",
     "write_whole",
 ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import LARGEST_SCALE, check_setting, nearest_name, shown
+from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown, unknown_name
 from lossscale_core.errors import PolicyError
 
 _LARGEST_COUNT = 2**31 - 1
@@ -210,7 +210,7 @@ def require_no_base_arguments(arguments: dict[str, Any]) -> None:
     if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
         raise ValueError(
             f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`; "
-            f"{nearest_name(unknown[0], ARGUMENTS)}known: {', '.join(ARGUMENTS)}"
+            f"{unknown_name(unknown[0], 'an argument', ARGUMENTS)}"
         )
     for name, value in arguments.items():
         if value != _BASE_DEFAULTS[name]:

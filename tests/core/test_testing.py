@@ -13,7 +13,6 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState
 from lossscale_core.testing import (
     LARGEST_NUMBER,
     Trace,
-    assert_traces_equal,
     overflow_traces,
     policies,
     simulate,
@@ -100,39 +99,6 @@ def test_simulate_gradients_names_bad_input(maxima, dtype, words):
     """An unknown dtype or a wrong shape is answered with the remedy."""
     with pytest.raises(ValueError, match=words):
         simulate_gradients("dynamic", maxima, dtype)
-
-
-def test_the_first_difference_is_shown_with_its_context():
-    """The step, the columns that differ, both values, and the steps around it."""
-    flags = [True] * 10
-    actual = simulate(DynamicScaling(growth_interval=6), flags)
-    expected = simulate(DynamicScaling(growth_interval=5), flags)
-    with pytest.raises(AssertionError) as caught:
-        assert_traces_equal(actual, expected, context=2)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "the traces differ first at step 4, in loss_scale_after, growth_tracker:"
-    assert [line[:8] for line in lines[1:]] == ["  step 2", "  step 3", "> step 4", "  step 5", "  step 6"]
-    assert "loss_scale_after 65536.0 (expected 131072.0)" in lines[3]
-    assert "growth_tracker 5 (expected 0)" in lines[3]
-
-
-def test_lengths_and_columns_must_match():
-    """A shorter trace or other columns are a difference too."""
-    with pytest.raises(AssertionError, match="lengths"):
-        assert_traces_equal(simulate("dynamic", [True]), simulate("dynamic", [True] * 2))
-    with pytest.raises(AssertionError, match="columns"):
-        assert_traces_equal(simulate("dynamic", [True]), simulate(AdditiveScaling(), [True]))
-
-
-def test_rtol_is_for_scales_only():
-    """An ulp on a scale may be tolerated; a counter may not be off."""
-    trace = simulate("dynamic", [True] * 3)
-    near = trace._replace(loss_scale_used=np.nextafter(trace.loss_scale_used, np.float32(np.inf)))
-    assert_traces_equal(near, trace, rtol=1e-6)
-    with pytest.raises(AssertionError, match="loss_scale_used"):
-        assert_traces_equal(near, trace)
-    with pytest.raises(AssertionError, match="steps"):
-        assert_traces_equal(trace._replace(steps=trace.steps + 1), trace, rtol=1e3)
 
 
 @given(policies("fixed", "none"))

@@ -1,4 +1,4 @@
-"""Simulated runs of a policy over flags or gradient magnitudes, and the comparison of two runs."""
+"""Simulated runs of a policy over flags or gradient magnitudes."""
 
 import functools
 import itertools
@@ -127,33 +127,6 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     )
 
 
-def assert_traces_equal(actual: Trace, expected: Trace, *, rtol: float = 0.0, context: int = 3) -> None:
-    """Require that two traces are equal, column by column.
-
-    Args:
-        actual: The trace to check.
-        expected: The trace with the expected values; it must have the same columns and length.
-        rtol: The relative tolerance of the two loss-scale columns; the other columns are compared exactly.
-        context: The number of steps that the message shows around the first difference.
-
-    Raises:
-        AssertionError: The traces differ; the message shows the first step where they do.
-    """
-    if actual._fields != expected._fields:
-        raise AssertionError(f"the traces have different columns: {actual._fields} against {expected._fields}")
-    if len(actual[0]) != len(expected[0]):
-        raise AssertionError(f"the traces have different lengths: {len(actual[0])} against {len(expected[0])} steps")
-    differs = {
-        name: ~np.isclose(a, b, rtol=rtol, atol=0.0) if rtol and name.startswith("loss_scale") else a != b
-        for name, a, b in zip(actual._fields, actual, expected, strict=True)
-    }
-    bad_steps = np.flatnonzero(np.any(list(differs.values()), axis=0))
-    if len(bad_steps):
-        first = int(bad_steps[0])
-        columns = [name for name, column in differs.items() if column[first]]
-        raise AssertionError(_difference(actual, expected, first, columns, context))
-
-
 def _as_flags(grads_finite: Any) -> list[bool]:
     """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
     try:
@@ -223,21 +196,3 @@ def _run(
 @functools.cache
 def _trace_type(fields: tuple[str, ...], *own: str) -> Any:
     return namedtuple("Trace", (*fields, *own)) if own else Trace
-
-
-def _difference(actual: Any, expected: Any, first: int, columns: list[str], context: int) -> str:
-    lines = [f"the traces differ first at step {first}, in {', '.join(columns)}:"]
-    for step in range(max(0, first - context), min(len(actual[0]), first + context + 1)):
-        mark = ">" if step == first else " "
-        cells = ", ".join(_cell(name, actual, expected, step) for name in ("skipped", *_shown(columns)))
-        lines.append(f"{mark} step {step}: {cells}")
-    return "\n".join(lines)
-
-
-def _shown(columns: list[str]) -> list[str]:
-    return [name for name in dict.fromkeys(["loss_scale_used", "loss_scale_after", *columns]) if name != "skipped"]
-
-
-def _cell(name: str, actual: Any, expected: Any, step: int) -> str:
-    a, b = getattr(actual, name)[step], getattr(expected, name)[step]
-    return f"{name} {a}" if a == b else f"{name} {a} (expected {b})"
