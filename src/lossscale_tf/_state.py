@@ -19,7 +19,6 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 
     Raises:
         PolicyError: `policy` is not a policy.
-
     """
     start = as_policy(policy).init_state()
     with tf.device(device):

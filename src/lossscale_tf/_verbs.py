@@ -30,6 +30,8 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
     Returns:
         The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
 
+    Raises:
+        TypeError: `state` is not a state.
     """
     return scale_by(loss, loss_scale_of(state, "scale(loss, state)"))
 
@@ -56,7 +58,6 @@ def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
     Raises:
         TypeError: A leaf is neither a tensor nor a number nor None.
         RuntimeError: `across_replicas` is set outside of a replica context.
-
     """
     finite = finite_when_unscaled(gradient_leaves(grads))
     return all_replicas(finite) if across_replicas else finite
@@ -74,8 +75,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
         dtype. `IndexedSlices` stay sparse; `None` and integer leaves are returned as they are.
 
     Raises:
-        TypeError: A leaf is neither a tensor nor a number nor None.
-
+        TypeError: `state` is not a state, or a leaf is neither a tensor nor a number nor None.
     """
     return unscale_by(grads, loss_scale_of(state, "unscale(grads, state)"))
 
@@ -106,7 +106,6 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
     Raises:
         ValueError: The structures or shapes differ.
         TypeError: `grads_finite` is not a bool of shape `()`.
-
     """
     require_flag(grads_finite, "select(grads_finite, new, old)")
 

@@ -105,7 +105,6 @@ class GradScaler(torch.amp.GradScaler):
         PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
         TypeError: For a `device` that is not a device.
         ValueError: For the name of a device type that is unknown to torch.
-
     """
 
     _growth_tracker: Any
@@ -210,7 +209,6 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
             ValueError: For float16 gradients without `half_gradients`.
             TypeError: For what is not an optimizer, and for gradients in a layout such as CSR.
-
         """
         if self._enabled:
             record, scale = self._open(optimizer, "unscale_"), self._scale
@@ -251,7 +249,6 @@ class GradScaler(torch.amp.GradScaler):
             PolicyError: For a `max_norm` that is not a number from 0, infinity included.
             ValueError: For an empty list.
             TypeError: For what is not an optimizer.
-
         """
         return clip(self, list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer], max_norm, norm_type)
 
@@ -269,7 +266,6 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: For a closure, and when called twice between two updates.
             TypeError: For what is not an optimizer.
-
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -316,7 +312,6 @@ class GradScaler(torch.amp.GradScaler):
                 `new_scale` that is not a positive number.
             OverflowStreakError: When the policy's `max_overflow_streak` or the guard's `max_streak` is reached and this
                 is known on the host.
-
         """
         records = self._per_optimizer_states
         if not self._enabled:
@@ -680,7 +675,6 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: torch's, for an empty dict.
             KeyError: For a missing key.
             CheckpointError: For a newer version, and for a value that no state can hold.
-
         """
         if not self._enabled:
             return

@@ -91,7 +91,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         TypeError: `inner_optimizer` is not a Keras optimizer, or scales the loss already.
         ValueError: The arguments contradict each other, or another wrapper has this optimizer.
         RuntimeError: Keras runs on another backend than TensorFlow.
-
     """
 
     _is_initialised = False
@@ -133,7 +132,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             CallOrderError: The loss is scaled already.
-
         """
         return self._scaled(loss, by_keras=True)
 
@@ -148,7 +146,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             CallOrderError: The loss is scaled already.
-
         """
         if callable(loss):
             return cast(Tree, lambda: self.get_scaled_loss(loss()))
@@ -191,7 +188,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             CallOrderError: The gradients were unscaled before; or losses at two scales wait for their gradients, and
                 `loss` is not given. `forget_losses` drops those whose gradients were given up.
             ValueError: `loss` was not scaled by this optimizer.
-
         """
         leaves = tf.nest.flatten(grads)
         if any(isinstance(mark := mark_of(leaf, self._calls), Mark) and mark.kind != "scaled" for leaf in leaves):
@@ -235,7 +231,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient.
-
         """
         self.apply_gradients(self.compute_gradients(loss, var_list, tape, grad_loss=grad_loss), name=name)
 
@@ -255,7 +250,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             ValueError: The loss is a tensor and `tape` is missing.
-
         """
         require_no_session()
         tape, grad_loss = loss_arguments(loss, tape, grad_loss)
@@ -288,7 +282,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             ValueError: The loss has no gradient with respect to a variable, or is an eager tensor.
-
         """
         if callable(loss):
             pairs = self.compute_gradients(loss, params)
@@ -319,7 +312,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Raises:
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
-
         """
         self._apply(*keras_pairs(grads_and_vars), are_summed(aggregation))
 
@@ -335,7 +327,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             CallOrderError: No loss was scaled, so that it is unknown whether the gradients are scaled.
-
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         self._apply(list(grads), variables, is_summed=False, accepts_scaled=True)
@@ -356,7 +347,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             ValueError: As `get_gradients`.
-
         """
         return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
 
@@ -365,7 +355,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Args:
             var_list: The list of the variables to train.
-
         """
         self._is_initialised = False  # so that Keras does not create averages and accumulators in the wrapper, too
         try:
@@ -449,7 +438,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Raises:
             ValueError: There are more or fewer arrays than variables, or a shape differs.
-
         """
         for variable, value in zip(self.weights, weights, strict=True):
             variable.assign(value)
@@ -464,7 +452,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Returns:
             The slot's variable, with the shape of `var`.
-
         """
         return self._slots.add(var, slot_name, initializer)
 
@@ -504,7 +491,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Returns:
             The wrapper, around a new inner optimizer.
-
         """
         return cls(**arguments_of(config, custom_objects))
 
@@ -513,7 +499,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Args:
             store: A mapping of names to arrays.
-
         """
         super().load_own_variables(named(self, store))
 

@@ -37,7 +37,6 @@ class LossScaleOptimizer(_Optimizer):
         TypeError: `opt` is not such an optimizer, or scales the loss already.
         ValueError: `loss_scale_manager` and `loss_scale` are both given, or neither is; or `name` is malformed.
         PolicyError: The loss scale is not valid.
-
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class LossScaleOptimizer(_Optimizer):
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
-
         """
         check_overflow_streak(self.policy, self._read_and_log() if tf.executing_eagerly() else self.scale_state)
 
@@ -126,7 +124,6 @@ class LossScaleOptimizer(_Optimizer):
 
         Raises:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
-
         """
         assigned = self._step.state.assign(state_from_dict(saved, self.policy))
         return None if tf.executing_eagerly() else tf.group(*assigned)
@@ -161,7 +158,6 @@ class LossScaleOptimizer(_Optimizer):
 
         Raises:
             ValueError: A member of `var_list` is not a variable.
-
         """
         _require_variables([] if var_list is None else tf.nest.flatten(var_list))
         grad_loss = None if grad_loss is None or tf.executing_eagerly() else lifted(grad_loss)
@@ -198,7 +194,6 @@ class LossScaleOptimizer(_Optimizer):
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient, or one of them is not a variable.
             RuntimeError: The call is made in a cross-replica context.
-
         """
         if tf.distribute.in_cross_replica_context():
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
