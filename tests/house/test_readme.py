@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^( *)```(\w+).*?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -21,6 +22,15 @@ def test_links_between_files_lead_somewhere(document):
     """Every relative link and picture exists."""
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_code_fits_the_page(document):
+    """A line of code has at most 88 columns, its comment included; what a program prints is wrapped by the page."""
+    for indent, kind, block in BLOCK.findall(document.read_text()):
+        prompts = ("$ ",) if kind == "console" else (">>> ", "... ") if ">>> " in block else ("",)
+        lines = [line.removeprefix(indent) for line in block.splitlines()]
+        assert [line for line in lines if line.startswith(prompts) and len(line) > 88] == []
 
 
 def test_the_project_stands_alone():
