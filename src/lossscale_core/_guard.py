@@ -61,8 +61,9 @@ class SpikeGuard:
     """Skip a step if its gradient norm is far above the norms before it.
 
     ```
-    limit = mean + threshold × deviation        (the deviation counts as 3/8 of the mean at least)
-    a norm above the limit is a spike, and is remembered as the limit; any other norm is remembered as it is
+    limit = mean + threshold × deviation  (the deviation is at least 3/8 of the mean)
+    a norm above the limit is a spike, and is remembered as the limit;
+    any other norm is remembered as it is
     ```
 
     The mean and the deviation are exponential averages over some `memory` norms. Only norms that are too large are

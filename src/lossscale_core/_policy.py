@@ -88,9 +88,10 @@ class DynamicScaling(BaseScaling):
 
     ```
     after a finite step:  growth_tracker + 1; when it reaches growth_interval:
-                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0, tolerance restored
-    after an overflow:    growth_tracker −cooldown; hysteresis_tracker − 1; when it reaches 0:
-                          loss_scale × backoff_factor (≥ min_scale)
+                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0,
+                          tolerance restored
+    after an overflow:    growth_tracker −cooldown; hysteresis_tracker − 1;
+                          when it reaches 0: loss_scale × backoff_factor (≥ min_scale)
     ```
 
     The step after which the scale grows is still unscaled by the old scale. The rule follows Micikevicius et al.,

@@ -2,14 +2,14 @@
 
 ```
 LossScaleError
-├── PolicyError(ValueError)                  a policy, or the file or dict that describes it, breaks a rule
-├── CallOrderError(RuntimeError)             calls were made in an order that would corrupt gradients
-├── CheckpointError(ValueError)              a saved state cannot be restored
-├── ScaleStateError(LookupError)             an optimizer state holds no scale state, or several
-├── SyncError(RuntimeError)                  ranks that must hold the same state do not
-├── RetriesExhaustedError(FloatingPointError) a step overflowed in each of its tries
-└── OverflowStreakError(FloatingPointError)  too many overflows or spikes in a row: the run is not training
-CheckpointWarning(UserWarning)               a run continues without its saved state, or under another policy
+├── PolicyError(ValueError)                    a policy, its file or its dict breaks a rule
+├── CallOrderError(RuntimeError)               this order of calls would corrupt gradients
+├── CheckpointError(ValueError)                a saved state cannot be restored
+├── ScaleStateError(LookupError)               an optimizer state holds no scale state, or several
+├── SyncError(RuntimeError)                    ranks that must hold the same state do not
+├── RetriesExhaustedError(FloatingPointError)  a step overflowed in each of its tries
+└── OverflowStreakError(FloatingPointError)    too many overflows or spikes in a row
+CheckpointWarning(UserWarning)                 no saved state, or another policy than before
 ```
 
 A message names the value, the rule that it breaks and what to do.

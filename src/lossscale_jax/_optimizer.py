@@ -76,7 +76,8 @@ def loss_scaled(
     opt_state = optimizer.init(params)
 
     def step(params, opt_state, batch):
-        grads = jax.grad(lambda params: scale(loss(params, batch), get_scale_state(opt_state)))(params)
+        state = get_scale_state(opt_state)
+        grads = jax.grad(lambda params: scale(loss(params, batch), state))(params)
         return optimizer.apply_gradients(grads, opt_state, params)
     ```
 

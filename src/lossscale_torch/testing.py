@@ -60,7 +60,7 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
 
     ```python
     def build(scaler):
-        return Loop(scaler)          # your own: makes model, optimizer and schedule, and keeps the scaler
+        return Loop(scaler)  # yours: makes model, optimizer, schedule; keeps the scaler
 
     check_training_loop(build)
     ```
