@@ -123,32 +123,17 @@ def test_a_persistent_tape(loop, compiled):
     loop.went(2 * FIRST, 2 * SECOND, updates=4)
 
 
-def test_scaled_gradients_are_accumulated_and_unscaled_once(loop, compiled):
-    """Two micro-batches a step, in functions that are traced apart."""
+@pytest.mark.parametrize("each", [True, False], ids=["unscaled each", "unscaled once"])
+def test_gradients_are_accumulated(loop, compiled, each):
+    """Two micro-batches a step, in functions that are traced apart; each is unscaled by itself, or their sum is."""
 
     def micro_batch():
-        loop.sum.assign_add(loop.scaled_gradient(loop.first, FIRST)[0])
+        grads = loop.scaled_gradient(loop.first, FIRST)
+        loop.sum.assign_add((loop.unscaled(grads) if each else grads)[0])
 
     def step():
-        loop.apply(loop.unscaled([tf.convert_to_tensor(loop.sum)]), loop.first)
-        loop.sum.assign(0.0)
-
-    micro_batch, step = compiled(micro_batch), compiled(step)
-    for _ in range(3):
-        micro_batch()
-        micro_batch()
-        step()
-    loop.went(6 * FIRST, 0.0, updates=3)
-
-
-def test_unscaled_gradients_are_accumulated(loop, compiled):
-    """Each micro-batch is unscaled by itself."""
-
-    def micro_batch():
-        loop.sum.assign_add(loop.unscaled(loop.scaled_gradient(loop.first, FIRST))[0])
-
-    def step():
-        loop.apply([tf.convert_to_tensor(loop.sum)], loop.first)
+        total = [tf.convert_to_tensor(loop.sum)]
+        loop.apply(total if each else loop.unscaled(total), loop.first)
         loop.sum.assign(0.0)
 
     micro_batch, step = compiled(micro_batch), compiled(step)
