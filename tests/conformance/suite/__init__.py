@@ -18,7 +18,3 @@ from tests.conformance.suite._checks import Check, check, checks
 from tests.conformance.suite._scenarios import SCENARIOS, Scenario
 
 __all__ = ["SCENARIOS", "Adapter", "Check", "Scenario", "Way", "check", "checks", "dtype_name"]
-
-for _type in (Adapter, Way, Check, Scenario):  # a pickle stores it, and the private modules may change
-    _type.__module__ = __name__
-del _type
