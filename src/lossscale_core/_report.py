@@ -84,10 +84,9 @@ class OverflowReport(list[GradientReport]):
             return "every gradient is finite"
         if self.loss_finite is None:
             return "pass loss= to learn whether the scale or the loss is the cause"
-        verdict = "finite loss: a smaller loss scale usually fixes this"
         if any(each.positive_inf or each.negative_inf for each in self):
-            return verdict
-        return f"{verdict}; NaN without an infinity may come from {BACKWARD}"
+            return "finite loss: a smaller loss scale usually fixes this"
+        return f"finite loss, NaN without an infinity: a smaller loss scale fixes this unless it comes from {BACKWARD}"
 
     def __str__(self) -> str:
         lines = (
@@ -250,18 +249,19 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     low, high = map(np.float32, policy.bounds())
     at_floor, at_ceiling = policy.adapts and scale <= low, policy.adapts and scale >= high
     has_fallen = policy.adapts and scale < 1.0 <= start  # below 1 finite losses hardly ever overflow
-    backward = f"if the loss is finite, look for {BACKWARD}."
+    backward = f"if the loss is finite, look for {BACKWARD}"
     if not policy.scales_losses:
-        hint = f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}"
+        hint = f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}."
     elif policy.adapts and not at_floor and not has_fallen:
         hint = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
     elif policy.is_constant() and scale > 1.0:
         hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
     elif scale > 1.0:
-        hint = f"Lower min_scale, or look for a NaN or infinity in the forward pass; {backward}"
+        hint = f"Lower min_scale, or look for a NaN or infinity in the forward pass; {backward}."
     else:
         cause = "The cause is usually not the scale but a NaN or infinity in the forward pass"
-        hint = f"{cause}: look at the loss and the inputs first; {backward}"
+        large = ", or lower min_scale" if at_floor else ""
+        hint = f"{cause}: look at the loss and the inputs first; {backward}{large}."
 
     # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:

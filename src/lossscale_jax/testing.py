@@ -14,7 +14,10 @@ from lossscale_jax._gradients import PyTree, is_array, is_gradient, name_of
 __all__ = ["check_train_step"]
 
 _SELECT = "select it, or let loss_scaled carry it, so that it follows applied steps only"
-_UNSCALE = "unscale before you clip or change gradients, and return the unscaled loss"
+_UNSCALE = (
+    "unscale before you clip or change gradients, and return the unscaled loss; in float16, where small gradients "
+    "flush to zero at a scale of 1, check the step with float32 instead"
+)
 _SCALE, _COUNT, _FIELD = (re.compile(rf"(\.{f}|\['{f}'\])$") for f in ("loss_scale", "skipped_steps", r"\w+"))
 _structure: Any = jax.tree.structure
 _TINY, _TURNED = 2.0**-20, 1.2
@@ -30,7 +33,8 @@ def check_train_step(
     The check makes the loss scale infinite for steps 0, 3 and 4, so that every gradient overflows. After such a step
     everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
     It also requires that steps with a loss scale of 1 and of 1024 have the same result, and that one of 2**-20 has no
-    other: this finds weight decay that is added to scaled gradients.
+    other: this finds weight decay that is added to scaled gradients. Compute in float32 for the check: in float16 small
+    gradients flush to zero at a scale of 1, and an optimizer such as Adam makes much of little.
 
     ```python
     check_train_step(step, (params, opt_state, average), [batch] * 6)

@@ -101,10 +101,11 @@ class RangeReport(NamedTuple):
             return ["backward: not run, since the loss is not finite before it is scaled"]
         if self.init_scale is None or self.overflows_above is None:
             where = f", first in {self.overflows_first}" if self.overflows_first else ""
-            advice = "give the loss a smaller weight, or compute what overflows in float32 or bfloat16"
-            if self.overflows_first.startswith("the gradient"):
-                advice = "look for a division by zero, or a root or logarithm of zero"
-            return [f"backward: not finite even at a loss scale of {_power(2.0**_SMALLEST)}{where}", advice]
+            return [
+                f"backward: not finite even at a loss scale of {_power(2.0**_SMALLEST)}{where}",
+                "look for a division by zero, or a root or logarithm of zero",
+                "without one, give the loss a smaller weight, or compute in float32 or bfloat16",
+            ]
         if not any(each.dtype in _LOW_PRECISION - {torch.bfloat16} for each in self.backward):
             return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
         init_scale, limit = _power(self.init_scale), _power(self.overflows_above)
@@ -183,8 +184,10 @@ class _Passes:
     def _cause_at(self, loss_scale: float) -> str:
         """Return what overflows first at a scale: an operation, or else a parameter; empty if nothing does."""
         records, norms = self._at(loss_scale)
-        overflow = next((str(each) for each in records if each.overflowed), "")
-        return overflow or next((f"the gradient of {name}" for name in norms if not math.isfinite(norms[name])), "")
+        if overflow := next((str(each) for each in records if each.overflowed), ""):
+            return overflow
+        # A backward pass begins at the last module.
+        return next((f"the gradient of {name}" for name in reversed(norms) if not math.isfinite(norms[name])), "")
 
     def _at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
         """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
@@ -356,4 +359,4 @@ def _power(scale: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{float(f'{100 * share:.2g}'):g} %"
