@@ -24,7 +24,10 @@ PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 _SUFFIXES = (".toml", ".json")
 # Of DeepSpeed's JSON and its table "fp16", and of apex.
 _OTHER_TOOLS = {"fp16", "loss_scale", "initial_scale_power", "loss_scale_window", "scale_window", "min_loss_scale"}
-_FROM_TOOL = "pass the config of another tool to lossscale.from_tool, as in from_tool('deepspeed', config)"
+_FROM_TOOL = (
+    "pass the config of another tool to lossscale.from_tool, as in from_tool('deepspeed', config), or its file to "
+    "`lossscale policy convert`"
+)
 # Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
