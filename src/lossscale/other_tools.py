@@ -133,7 +133,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     """
     tool = _find(name, PolicyError)
     if not isinstance(config, Mapping):
-        raise PolicyError(f"the config of {name} must be a dict of its keys, not {shown(config)}; pass what json.load returns")
+        raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass json.load(file)")
     values = _named(name, tool, config)
     if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # whose own default is a fixed scale
         values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
