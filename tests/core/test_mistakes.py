@@ -1,11 +1,9 @@
 """Likely mistakes with the core: the error of each says what was given, the rule and what to do in one sentence."""
 
-import copy
 import dataclasses
 import errno
 import inspect
 import json
-import pickle
 import re
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import check_overflow_streak, check_setting, guard_state_from_dict
+from lossscale_core.adapters import check_setting, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -49,11 +47,6 @@ SETTINGS = "known: init_scale, growth_factor, backoff_factor, growth_interval, h
             lambda: dataclasses.replace(DynamicScaling(), hysteresys=2),
             f"'hysteresys' is not an argument of DynamicScaling; did you mean 'hysteresis'? {SETTINGS}",
         ),
-        (
-            lambda: DynamicScaling(scale_window=1000),
-            f"'scale_window' is not an argument of DynamicScaling; {SETTINGS}",
-        ),
-        (lambda: FixedScaling(scale=4.0), "'scale' is not an argument of FixedScaling; did you mean 'init_scale'?"),
         (lambda: NoScaling(init_scale=4.0), "'init_scale' is not an argument of NoScaling; known: none"),
         (lambda: SpikeGuard(treshold=8.0), "'treshold' is not an argument of SpikeGuard; did you mean 'threshold'?"),
     ],
@@ -66,38 +59,30 @@ def test_a_misspelt_setting_names_the_nearest(make, sentence):
 
 @pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(4.0), DynamicScaling(hysteresis=2), SpikeGuard()])
 def test_the_sentence_costs_no_signature(policy):
-    """Editors and `inspect` still see the settings with their defaults, and a policy is copied and pickled as ever."""
+    """Editors and `inspect` still see the settings with their defaults."""
     parameters = inspect.signature(type(policy)).parameters
     assert list(parameters) == [field.name for field in dataclasses.fields(policy)]
-    assert all(
-        parameters[field.name].default in (field.default, inspect.Parameter.empty)
-        for field in dataclasses.fields(policy)
-    )
-    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
+    for field in dataclasses.fields(policy):
+        assert parameters[field.name].default in (field.default, inspect.Parameter.empty)
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (lambda: POLICY.update(True, STATE), "state=True is not a state, since it has no loss_scale; call update("),
-        (lambda: POLICY.update(True, STATE, xp=np), "call update(state, grads_finite)"),
         (lambda: NoScaling().update(True, STATE), "call update(state, grads_finite)"),
         (
             lambda: POLICY.update(STATE, GRADS),
             "must be a bool of shape (); call update(state, grads_finite), with what all_finite",
         ),
-        (lambda: diagnose(POLICY, POLICY), "is not a state, since it has no loss_scale"),
         (lambda: diagnose(POLICY, None), "state=None is not a state, since it has no loss_scale"),
         (lambda: ScaleWatch().log(POLICY, POLICY), "call log(policy, state), with a state that init_state"),
         (lambda: state_to_dict(POLICY, STATE), "call state_to_dict(state, policy)"),
         (lambda: metrics(POLICY), "call metrics(state), with a state that init_state or update returned"),
         (lambda: simulate([True, False], POLICY), "call simulate(policy, grads_finite)"),
-        (lambda: simulate([True, False], "dynamic"), "call simulate(policy, grads_finite)"),
         (lambda: POLICY.update(STATE, np.float32("nan")), "grads_finite=np.float32(nan) must be a bool of shape ()"),
-        (lambda: POLICY.update(STATE, np.array(2.5)), "grads_finite=array(2.5) must be a bool of shape ()"),
         (lambda: POLICY.update(STATE, None), "grads_finite=None must be a bool of shape ()"),
         (lambda: POLICY.update(STATE, np.array([True])), "must be a bool of shape ()"),
-        (lambda: NoScaling().update(init_state(POLICY, xp=np), np.array(0.0)), "must be a bool of shape ()"),
         (lambda: simulate(POLICY, 5), "grads_finite=5 must be a sequence of bools"),
         (lambda: simulate_gradients([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
     ],
@@ -112,8 +97,6 @@ def test_swapped_arguments_are_shown_in_their_order(call, sentence):
     "call",
     [
         lambda: diagnose(STATE, POLICY),
-        lambda: check_overflow_streak(STATE, POLICY),
-        lambda: ScaleWatch().log(STATE, POLICY),
         lambda: simulate(STATE, [True]),
         lambda: init_state(STATE),
     ],
@@ -129,14 +112,14 @@ def test_a_state_is_not_a_policy(call):
     ("source", "sentence"),
     [
         ("dynamik", "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy such as"),
-        ("Dynamic", "'Dynamic' is not a loss-scaling policy; did you mean 'dynamic'? pass"),
-        ("nonne", "did you mean 'none'? pass"),
         ("fixed", "did you mean FixedScaling(...)? pass"),
         ("1024", "'1024' is not a loss-scaling policy; did you mean the number 1024.0? pass"),
         (DynamicScaling, "did you mean DynamicScaling(...)? pass"),
         ("cuda", "'cuda' is not a loss-scaling policy; pass a policy such as"),
+        (None, "None is not a loss-scaling policy; pass a policy such as"),
+        (True, "True is not a loss-scaling policy; pass a policy such as"),
+        ([], "[] is not a loss-scaling policy; pass a policy such as"),
         (0, "0 is not a loss-scaling policy: as a fixed scale, init_scale=0 must be a number from 2**-126 to 2**126"),
-        (float("nan"), "nan is not a loss-scaling policy: as a fixed scale, init_scale=nan must be"),
     ],
 )
 def test_what_is_not_a_policy_names_what_was_meant(source, sentence):
@@ -160,25 +143,19 @@ def test_a_file_that_is_not_a_policy_is_named_with_what_to_do(tmp_path, read, ma
         ("binary.toml", PolicyError, "binary.toml is not valid TOML: 'utf-8' codec can't decode byte 0x80 in position"),
         ("model.pt", PolicyError, "model.pt' must end in .toml or .json; "),
     ):
+        path = make_path(tmp_path / name)
         with pytest.raises(error, match=re.escape(sentence)) as caught:
-            read(make_path(tmp_path / name))
+            read(path)
         assert name in str(caught.value)
-
-
-def test_a_missing_file_keeps_its_number_and_name():
-    """Programs read them from the error."""
-    with pytest.raises(FileNotFoundError) as caught:
-        load_policy("missing.toml")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, "missing.toml")
+        if error is FileNotFoundError:  # programs read its number and its name
+            assert (caught.value.errno, Path(caught.value.filename)) == (errno.ENOENT, Path(path))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
         ("max_norm", float("nan"), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
-        ("max_norm", -1, "max_norm=-1 must be a number from 0; pass"),
         ("max_norm", "1.0", "max_norm='1.0' must be a number from 0; pass 1.0 without quotes"),
-        ("global_clipnorm", True, "global_clipnorm=True must be a positive number; pass"),
         ("global_clipnorm", 0, "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
         ("updates_per_step", True, "updates_per_step=True must be a whole number from 1 to 2**31 - 1; pass 1 for one"),
         ("updates_per_step", 1.5, "updates_per_step=1.5 must be a whole number from 1 to 2**31 - 1; pass 2"),
@@ -204,7 +181,6 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
             {"loss_scale": 0, "initial_scale_power": 16},
             "no 'kind', but loss_scale, initial_scale_power; pass the config",
         ),
-        ({"loss_scale": "dynamic", "opt_level": "O2"}, "lossscale.from_tool"),
         ({"kind": "dynamic", "loss_scale_window": 1000}, "lossscale.from_tool"),
         ({"policy": {"kind": "dynamic"}}, "no 'kind', but a table 'policy'; write its keys without the table"),
         ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
