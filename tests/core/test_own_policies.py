@@ -99,7 +99,6 @@ def _after(policy, flags):
         (AdditiveScaling(), [], "not started"),
         (AdditiveScaling(), [False] * 3, "calibrating"),
         (AdditiveScaling(growth_interval=500), [True] + [False] * 5 + [True] * 30, "healthy"),
-        (AdditiveScaling(growth_interval=500), [True] + [True, True, False] * 5 + [True] * 30, "healthy"),
         (AdditiveScaling(), [True, True, False] * 20, "skipping too often"),
         (AdditiveScaling(), [True] * 5 + [False] * 30, "stuck at min_scale"),
         (AdditiveScaling(), [True] * 1000, "pressing against max_scale"),

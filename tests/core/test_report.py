@@ -47,36 +47,18 @@ def test_step_info():
     assert int(info.overflow_streak) == 0
 
 
-def test_step_info_of_arrays_stays_where_they_are():
-    """On arrays every field is an array of shape ()."""
-    policy = DynamicScaling()
-    before = init_state(policy, xp=np)
-    info = step_info(before, policy.update(before, np.asarray(False)))
-    assert all(np.shape(value) == () for value in info)
-    assert info.applied.dtype == bool
-
-
 def test_metrics_have_stable_names():
     """The names loggers and dashboards are built on."""
-    assert list(metrics(DynamicScaling().init_state())) == [
-        "loss_scale",
-        "growth_tracker",
-        "hysteresis_tracker",
-        "steps",
-        "skipped_steps",
-        "overflow_streak",
-        "applied_steps",
-    ]
     numbers = metrics(_after(DynamicScaling(), [True, False, True]))
-    assert (int(numbers["applied_steps"]), int(numbers["skipped_steps"])) == (2, 1)
+    names = "loss_scale growth_tracker hysteresis_tracker steps skipped_steps overflow_streak applied_steps"
+    assert " ".join(numbers) == names
+    assert (numbers["applied_steps"], numbers["skipped_steps"]) == (2, 1)
 
 
 STREAK = [False] * 8
 UNBOUNDED = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 CASES = {
     "no step yet": (DynamicScaling(), [], "not started"),
-    "coming down at the start": (DynamicScaling(), STREAK, "calibrating"),
-    "came down, then fine": (DynamicScaling(), [False] * 10 + [True] * 5, "healthy"),
     "fine": (DynamicScaling(), [True] * 50, "healthy"),
     "one overflow long after the calibration": (
         DynamicScaling(init_scale=2.0**24),
@@ -84,24 +66,11 @@ CASES = {
         "healthy",
     ),
     "a fall in steps": (DynamicScaling(), [True] + [False, False, True] * 5, "skipping too often"),
-    "one skip in a hundred": (DynamicScaling(), ([True] * 99 + [False]) * 3, "healthy"),
     "a short interval skips by design": (DynamicScaling(growth_interval=5), ([True] * 5 + [False]) * 20, "healthy"),
-    "one skip in five": (DynamicScaling(), [True, True, True, True, False] * 100, "skipping too often"),
-    "every third step, tolerated": (DynamicScaling(hysteresis=9), [True, True, False] * 60, "skipping too often"),
-    "a streak after good steps": (DynamicScaling(), [True] * 500 + STREAK, "skipping too often"),
     "a bounded streak": (DynamicScaling(), [True] * 500 + [False] * 40, "stuck at min_scale"),
-    "never a finite step": (DynamicScaling(), [False] * 40, "stuck at min_scale"),
     "at the ceiling": (DynamicScaling(max_scale=2.0**17, growth_interval=3), [True] * 9, "pressing against max_scale"),
-    "fixed and fine": (FixedScaling(1024.0), [True] * 9, "healthy"),
-    "fixed and too large": (FixedScaling(1024.0), [False] * 9, "skipping too often"),
-    "no scaling and a broken forward pass": (NoScaling(), [False] * 9, "skipping too often"),
     "alternating": (DynamicScaling(), [False, True] * 16, "skipping too often"),
     "a few at the start": (DynamicScaling(), [True] + [False] * 4, "calibrating"),
-    "one finite step within the calibration": (
-        DynamicScaling(init_scale=2.0**24, growth_interval=50),
-        [False] * 6 + [True, False, True],
-        "calibrating",
-    ),
     "the end of a calibration under a cooldown": (
         DynamicScaling(init_scale=2.0**24, cooldown=10),
         [False] * 6 + [True],
@@ -118,33 +87,13 @@ CASES = {
         [False] * 7 + [True] * 50 + [False] * 2 + [True] * 5,
         "healthy",
     ),
-    "a tolerance that the first overflows use": (DynamicScaling(hysteresis=4), [False] * 2, "calibrating"),
-    "one in ten, down to torch's floor": (
-        UNBOUNDED,
-        [n % 10 != 3 for n in range(2505)],
-        "skipping too often",
-    ),
-    "one in ten under a short interval": (
-        DynamicScaling(growth_interval=50),
-        [n % 10 != 3 for n in range(205)],
-        "skipping too often",
-    ),
     "every other step under a fixed scale": (FixedScaling(1024.0), [True, False] * 4, "skipping too often"),
     "fallen below 1, and fine since": (UNBOUNDED, [False] * 20 + [True] * 300, "skipping too often"),
-    "slowly fallen below 1": (UNBOUNDED, ([True] * 30 + [False]) * 60 + [True], "skipping too often"),
-    "begun below 1": (DynamicScaling(init_scale=0.5, min_scale=2.0**-9), [True] * 30, "healthy"),
     "all the way down, then fine": (DynamicScaling(), [False] * 17 + [True], "healthy"),
     "nowhere to come down from": (DynamicScaling(init_scale=1.0), [False] * 4, "not started"),
-    "one overflow without scaling": (NoScaling(), [False], "not started"),
-    "three overflows under a fixed scale": (FixedScaling(1024.0), [False] * 3, "not started"),
     "a normal back-off after the calibration": (
         DynamicScaling(init_scale=2.0**24, growth_interval=50),
         [False] * 6 + [True] * 50 + [False],
-        "healthy",
-    ),
-    "back-offs after growth, and a step": (
-        DynamicScaling(init_scale=2.0**24, growth_interval=50),
-        [False] * 6 + ([True] * 50 + [False]) * 3 + [True],
         "healthy",
     ),
     "a fall in short runs under a short interval": (
@@ -153,15 +102,9 @@ CASES = {
         "skipping too often",
     ),
     "by design every other step": (DynamicScaling(growth_interval=1), [True, False] * 100, "healthy"),
-    "a high floor": (DynamicScaling(init_scale=8.0, min_scale=8.0), [False] * 9, "stuck at min_scale"),
     "alternating at the floor, late": (DynamicScaling(), [True] * 20000 + [True, False] * 400, "skipping too often"),
     "a floor that is no float32": (DynamicScaling(min_scale=0.1), [False] * 40, "stuck at min_scale"),
     "begun at the ceiling": (DynamicScaling(init_scale=2.0**20, max_scale=2.0**20), [True], "healthy"),
-    "a short interval from far above": (
-        DynamicScaling(init_scale=2.0**24, growth_interval=6),
-        [False] * 8 + ([True] * 6 + [False]) * 3 + [True] * 4,
-        "healthy",
-    ),
 }
 
 
@@ -252,10 +195,8 @@ def test_the_overflow_streak_is_limited_by_the_policy():
     check_overflow_streak(policy, _after(policy, [True, False, False]))
     with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3, .*2\*\*13;"):
         check_overflow_streak(policy, _after(policy, [False] * 3))
-    with pytest.raises(FloatingPointError):
-        check_overflow_streak(policy, _after(policy, [True] + [False] * 4))
-    check_overflow_streak(DynamicScaling(), _after(policy, [False] * 100))
-    check_overflow_streak(FixedScaling(8.0), _after(policy, [False] * 100))
+    for unlimited in ("dynamic", 1024.0):
+        check_overflow_streak(unlimited, _after(policy, [False] * 100))
 
 
 @pytest.mark.parametrize("xp", [None, np, array_api_strict])
@@ -270,7 +211,8 @@ def test_a_step_info_is_true_if_and_only_if_the_step_was_applied(xp, streak, fin
     after = policy.update(before, finite if xp is None else xp.asarray(finite))
     info = step_info(before, after)
     assert bool(info) == bool(info.applied) == finite
-    assert bool(step_info(before, before, spiked=True)) is False
+    assert {np.shape(value) for value in info} == {()}
+    assert not step_info(before, before, spiked=True)
 
 
 def test_reports_take_what_as_policy_takes(tmp_path):
@@ -282,5 +224,3 @@ def test_reports_take_what_as_policy_takes(tmp_path):
         assert diagnose(source, state) == diagnose(policy, state)
         with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
             check_overflow_streak(source, state)
-    for source in ("dynamic", 1024.0):
-        check_overflow_streak(source, state)

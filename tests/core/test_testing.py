@@ -18,7 +18,6 @@ from lossscale_core.testing import (
     simulate,
     simulate_gradients,
 )
-from tests.core.own_policies import AdditiveScaling
 
 
 def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
@@ -42,13 +41,6 @@ def test_simulate_takes_what_as_policy_takes():
     assert simulate(128, iter([True])).loss_scale_used.tolist() == [128.0]
     empty = simulate("dynamic", [])
     assert all(column.shape == (0,) for column in empty)
-
-
-def test_a_policy_with_trackers_of_its_own_has_them_in_the_trace():
-    """Counters beyond those of the library are columns too."""
-    trace = simulate(AdditiveScaling(growth_interval=1), [True, False])
-    assert trace.additions.tolist() == [1.0, 1.0]
-    assert trace._fields[:3] == Trace._fields[:3]
 
 
 def test_simulate_gradients_overflows_beyond_the_largest_number():

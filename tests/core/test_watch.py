@@ -70,7 +70,6 @@ CASES = {
         [START, ("healthy", 31)],
     ),
     "nothing ever overflows": (DynamicScaling(), FINE, []),
-    "an overflow now and then": (DynamicScaling(), ([True] * 99 + [False]) * 5, []),
     "no scaling, and NaN from the middle on": (
         NoScaling(),
         FINE + [False] * 300,
@@ -87,7 +86,6 @@ CASES = {
         [False, *FINE],
         [("healthy", 2)],
     ),
-    "begun at the floor": (DynamicScaling(init_scale=1.0), [False] * 4 + FINE, [("healthy", 5)]),
     "begun at the floor, and stuck": (DynamicScaling(init_scale=1.0), [False] * 9, [(STUCK, 5)]),
     "two streaks soon after each other": (FixedScaling(8.0), ([False] * 30 + [True]) * 2, [(SKIPPING, 5)]),
     "two streaks far from each other": (
@@ -146,16 +144,6 @@ def test_any_run_says_each_verdict_once_and_streaks_seldom(policy, flags, every)
         assert set(events) <= {"pressing against max_scale"}
 
 
-def test_a_broken_scale_is_said():
-    """A loss scale that no policy reaches, as in a corrupted state."""
-    watch = ScaleWatch()
-    state = _run(DynamicScaling(), [True, False])[1]._replace(loss_scale=np.float32("nan"))
-    with _logged_records() as records:
-        watch.log(DynamicScaling(), state)
-        watch.log(DynamicScaling(), state)
-    assert [record.event for record in records] == ["broken"]
-
-
 def test_a_new_run_logs_its_events_again():
     """A state with fewer steps than the last, as after a restart from a checkpoint, has said nothing yet."""
     watch, policy = ScaleWatch(), FixedScaling(8.0)
@@ -177,30 +165,18 @@ def test_a_copy_remembers_what_was_said(duplicate):
     assert len(records) == 1
 
 
-@pytest.mark.parametrize("xp", [None, array_api_strict])
-def test_pure_functions_log_nothing(xp):
-    """`diagnose`, `state_to_dict` and `check_overflow_streak` keep no memory between calls."""
-    policy = DynamicScaling(init_scale=2.0, min_scale=1.0)
-    state = policy.init_state() if xp is None else init_state(policy, xp=xp)
-    with _logged_records() as records:
-        for _ in range(30):
-            state = policy.update(state, False if xp is None else xp.asarray(False))
-            diagnose(policy, state)
-            state_to_dict(state, policy)
-            check_overflow_streak(policy, state)
-    assert records == []
-
-
 def test_a_watch_reads_a_state_of_arrays():
-    """Any framework's; and without a limit to check the pure check reads nothing."""
+    """Any framework's; and without a limit to check the pure check reads nothing, and pure functions log nothing."""
     policy = DynamicScaling(init_scale=4.0, backoff_factor=0.375)
     state = init_state(policy, xp=array_api_strict)
     state = policy.update(state, array_api_strict.asarray(False))
-    check_overflow_streak(policy, None)
     with _logged_records() as records:
-        for _ in range(2):
-            ScaleWatch().log(policy, state)
-    assert [record.event for record in records] == ["calibrating", "calibrating"]
+        check_overflow_streak(policy, None)
+        diagnose(policy, state)
+        state_to_dict(state, policy)
+        assert records == []
+        ScaleWatch().log(policy, state)
+    assert [record.event for record in records] == ["calibrating"]
 
 
 def test_a_loss_that_is_not_finite_is_said_once():
@@ -224,15 +200,3 @@ def test_the_switch_is_that_of_logging():
         LOGGER.setLevel(logging.ERROR)
         ScaleWatch().log(policy, state)
     assert records == []
-
-
-def test_runs_under_equal_policies_are_kept_apart():
-    """What one run has said, another one under the same policy still says."""
-    policy = DynamicScaling(init_scale=4.0, min_scale=1.0)
-    watches, state = [ScaleWatch(), ScaleWatch()], policy.init_state()
-    with _logged_records() as records:
-        for _ in range(10):
-            state = policy.update(state, False)
-            for watch in watches:
-                watch.log(policy, state)
-    assert [(record.event, record.steps) for record in records] == [("calibrating", 1)] * 2 + [(STUCK, 5)] * 2
