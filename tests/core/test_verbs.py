@@ -1,21 +1,15 @@
 """The five verbs on NumPy, the reference, and on a strict array-API namespace."""
 
 from collections import OrderedDict, defaultdict
-from typing import NamedTuple
 
 import array_api_strict as xps
 import ml_dtypes
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, ScaleState, all_finite, init_state, scale, select, unscale
+from lossscale_core import DynamicScaling, FixedScaling, all_finite, init_state, scale, select, unscale
 
 STATE = FixedScaling(2.0**16).init_state()
-
-
-class Layer(NamedTuple):
-    weight: object
-    bias: object
 
 
 def test_unscale_rounds_once():
@@ -25,32 +19,12 @@ def test_unscale_rounds_once():
     np.testing.assert_array_equal(unscale(grad, state), grad / np.float32(3.0))
 
 
-def test_none_and_integers_pass_through():
-    """A leaf that is not a gradient is left alone, and containers keep their types."""
-    step = np.array(3)
-    grads = OrderedDict(layer=Layer(np.ones(2, np.float32), None), step=step, more=[(), {}])
-    unscaled = unscale(grads, STATE)
+def test_containers_are_rebuilt_as_what_they_were():
+    """Also the dicts of the standard library, with the factory of a default one, and empty ones."""
+    unscaled = unscale(OrderedDict(w=defaultdict(list, w=np.ones(1)), more=[(), {}]), STATE)
     assert type(unscaled) is OrderedDict
-    assert type(unscaled["layer"]) is Layer
-    assert unscaled["layer"].bias is None
-    assert unscaled["step"] is step
+    assert unscaled["w"]["not there"] == []
     assert unscaled["more"] == [(), {}]
-    assert grads["layer"].weight[0] == 1.0
-
-
-def test_a_default_dict_keeps_its_factory():
-    """A container is rebuilt as what it was."""
-    unscaled = unscale(defaultdict(list, w=np.ones(1)), STATE)
-    assert unscaled["not there"] == []
-
-
-def test_leaves_that_are_no_numbers_are_refused():
-    """A string among the gradients is a mistake, and the message names it."""
-    for verb in (all_finite, lambda grads: unscale(grads, STATE)):
-        with pytest.raises(TypeError, match="str"):
-            verb(["loss"])
-        with pytest.raises(TypeError, match="object"):
-            verb([np.array([None])])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +57,7 @@ def test_nothing_is_raised_while_hunting_nans():
 
 
 def test_odd_arrays_are_taken_for_what_they_hold():
-    """A mask hides no NaN, a matrix is an array, small integers are integers, and raw bytes are not a gradient."""
+    """A mask hides no NaN, a matrix is an array, and small integers are integers."""
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True]))
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True], dtype=np.float16))
     with pytest.warns(PendingDeprecationWarning):
@@ -91,8 +65,6 @@ def test_odd_arrays_are_taken_for_what_they_hold():
     assert not all_finite(matrix)
     integers = np.zeros(3, ml_dtypes.int4)
     assert unscale(integers, STATE) is integers
-    with pytest.raises(TypeError, match="not a gradient"):
-        all_finite(np.zeros(2, "V4"))
 
 
 def test_arrays_stay_on_their_device():
@@ -103,13 +75,6 @@ def test_arrays_stay_on_their_device():
     assert finite.device == device
     assert unscale(grads, STATE)[0].device == device
     assert select(finite, {"n": 3}, {"n": 2})["n"].device == device
-
-
-def test_python_numbers_serve_as_a_state():
-    """A state of plain numbers works too, in Python's own precision."""
-    policy = DynamicScaling(backoff_factor=0.3, min_scale=0.1)
-    after = policy.update(ScaleState(2, 0, 1, 0, 0, 0), False)
-    assert after == ScaleState(0.6, 0, 0, 1, 1, 1)
 
 
 def test_a_host_state_serves_arrays_of_any_namespace():
@@ -130,47 +95,31 @@ def test_a_foreign_tensor_is_refused_with_a_remedy():
 
 
 def test_init_state_places_the_state():
-    """Host scalars by default, arrays of a namespace and device when asked."""
-    assert init_state(DynamicScaling()) == DynamicScaling().init_state()
+    """On a device, when asked."""
     placed = init_state(DynamicScaling(), xp=xps, device=xps.Device("device1"))
     assert {str(value.device) for value in placed} == {str(xps.Device("device1"))}
 
 
-def _records(*rows):
-    return np.array(list(rows), dtype=[("a", "f4"), ("b", "f4", 2), ("n", "i4")]).view(np.recarray)
+def test_a_record_array_is_as_finite_as_its_fields():
+    """Nested ones and those of one record count; as a whole it is not scaled."""
+    inner = np.dtype((np.record, [("c", "f8"), ("n", "i4")]))
+    records = np.rec.array([(1.0, (2.0, 3.0), (4.0, 5))] * 2, dtype=[("a", "f4"), ("b", "f4", 2), ("d", inner)])
+    for verb in (scale, unscale):
+        with pytest.raises(TypeError, match="is not a gradient; pass each field of it"):
+            verb(records, STATE)
+    assert all_finite([records, records[:0]])
+    for place in (records.a, records.b, records.d.c):
+        place[-1] = np.nan
+        assert not all_finite(records)
+        assert not all_finite(records[1])
+        place[-1] = 1.0
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_record_array_with_a_nan_is_not_finite(bad):
-    """Every field of every record counts, nested ones and those of scalars too; integer fields do not."""
-    fine, broken = (1.0, (2.0, 3.0), 4), (1.0, (2.0, bad), 4)
-    assert all_finite(_records(fine, fine))
-    assert not all_finite(_records(fine, broken))
-    assert not all_finite({"x": _records((bad, (2.0, 3.0), 4))})
-    assert not all_finite(_records(fine, broken)[1])
-    nested = np.rec.array([(1.0, (bad,))], dtype=[("a", "f4"), ("b", np.dtype((np.record, [("c", "f8")])))])
-    assert not all_finite(nested)
-    assert not all_finite(np.array([1.0, bad]).view(np.recarray))
-    assert all_finite(_records())
-
-
-@pytest.mark.parametrize("verb", [scale, unscale])
-def test_a_record_array_is_scaled_by_its_fields(verb):
-    """A record array as a whole is refused in plain words."""
-    with pytest.raises(TypeError, match="is not a gradient; pass each field of it"):
-        verb(_records((1.0, (2.0, 3.0), 4)), init_state("dynamic"))
-
-
-def test_an_empty_leaf_is_finite_and_keeps_its_shape():
-    """Nothing holds no NaN, whatever its dtype, and the message names the dtype of a leaf that is not a gradient."""
-    state = init_state("dynamic")
-    for dtype in (np.float16, np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
-        empty = np.zeros((0, 3), dtype)
-        assert all_finite(empty)
-        assert unscale(empty, state).shape == scale(empty, state).shape == (0, 3)
-    for empty in (np.zeros(0, object), np.zeros(0, "S1")):
-        with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is not a gradient"):
-            all_finite(empty)
+@pytest.mark.parametrize("leaf", [np.zeros(0, object), np.zeros(0, "S1"), np.zeros(2, "V4"), np.array([None])])
+def test_what_is_not_a_gradient_is_named_by_its_dtype(leaf):
+    """Also where nothing is in it, and raw bytes."""
+    with pytest.raises(TypeError, match=r"a leaf of dtype \S+ is not a gradient"):
+        all_finite(leaf)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
@@ -179,5 +128,8 @@ def test_float8_is_checked_and_lifted(dtype):
     state = init_state(DynamicScaling(init_scale=4.0))
     assert all_finite(np.array([1.0, 2.0], dtype))
     assert not all_finite(np.array([1.0, np.nan], dtype))
-    assert unscale(np.array([1.0, 2.0], dtype), state).tolist() == [0.25, 0.5]
-    assert unscale(np.array([1.0], dtype), state).dtype == np.float32
+    unscaled = unscale(np.array([1.0, 2.0], dtype), state)
+    assert (unscaled.tolist(), unscaled.dtype) == ([0.25, 0.5], np.float32)
+    empty = np.zeros((0, 3), dtype)
+    assert all_finite(empty)
+    assert unscale(empty, state).shape == scale(empty, state).shape == (0, 3)
