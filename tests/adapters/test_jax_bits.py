@@ -21,28 +21,29 @@ def loss(params):
         hidden = jnp.tanh(hidden @ weight)
     return jnp.mean((hidden - y) ** 2)
 
-def after(step, state):
-    step = jax.jit(step)
+def after(optimizer, take, scaled):
+    @jax.jit
+    def step(params, opt_state):
+        grads = jax.grad(lambda params: scaled(loss(params), opt_state))(params)
+        return take(grads, opt_state, params)
+    state = params, optimizer.init(params)
     for _ in range(10):
         state = step(*state)
     return state[0]
 
-def plain(inner):
-    def step(params, opt_state):
-        updates, opt_state = inner.update(jax.grad(loss)(params), opt_state, params)
+def without(inner):
+    def take(grads, opt_state, params):
+        updates, opt_state = inner.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
-    return after(step, (params, inner.init(params)))
+    return after(inner, take, lambda loss, opt_state: loss)
 
-def scaled(inner, skip):
-    optimizer = loss_scaled(inner, 1024.0, skip=skip)
-    def step(params, opt_state):
-        grads = jax.grad(lambda params: scale(loss(params), get_scale_state(opt_state)))(params)
-        return optimizer.apply_gradients(grads, opt_state, params)
-    return after(step, (params, optimizer.init(params)))
+def ours(optimizer):
+    return after(optimizer, optimizer.apply_gradients, lambda loss, state: scale(loss, get_scale_state(state)))
 
-for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2), optax.rmsprop(1e-2)):
+for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)):
     for skip in ("cond", "select"):
-        print(all((a == b).all() for a, b in zip(plain(inner), scaled(inner, skip))))
+        scaled = ours(loss_scaled(inner, 1024.0, skip=skip))
+        print(all((a == b).all() for a, b in zip(without(inner), scaled)))
 """
 
 
@@ -53,4 +54,4 @@ def test_without_fused_multiply_add_a_step_is_that_without_scaling():
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment
     )
-    assert result.stdout.split() == ["True"] * 6, result.stderr
+    assert result.stdout.split() == ["True"] * 4, result.stderr

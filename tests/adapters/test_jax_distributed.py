@@ -20,16 +20,11 @@ STEPS = 200
 DEVICES = 8
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ADAM = optax.adam(1e-2)
-MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.pmean(grads, "data"), state))
+MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _=None: (lax.pmean(grads, "data"), state))
 
 
-def _overflows():
-    """Return which device overflows at each step; DEVICES stands for none."""
-    victims = np.random.default_rng(0).integers(0, 2 * DEVICES, STEPS)
-    return np.minimum(victims, DEVICES)
-
-
-VICTIMS = _overflows()
+VICTIMS = np.minimum(np.random.default_rng(0).integers(0, 2 * DEVICES, STEPS), DEVICES)
+"""Which device overflows at each step; DEVICES stands for none."""
 EXPECTED = simulate(POLICY, list(VICTIMS == DEVICES))
 
 
@@ -53,14 +48,9 @@ def _params():
     return {"w": jnp.full((8, 8), 0.1), "b": jnp.zeros(8)}
 
 
-def _each_device(array):
-    return [np.asarray(shard.data) for shard in array.addressable_shards]
-
-
 def _check_replicated(tree):
     for leaf in jax.tree.leaves(tree):
-        first, *others = _each_device(leaf)
-        assert all(first.tobytes() == other.tobytes() for other in others)
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
 def _run(step, params, opt_state, place=lambda images: images):
@@ -186,8 +176,7 @@ def test_parameters_sharded_inside_shard_map():
 @pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.sgd(1.0, 0.9)], ids=["sgd", "momentum"])
 def test_update_with_an_optimizer_that_reduces(inner, skip):
     """Its updates no longer vary where the gradients do; one device's overflow skips the step on all."""
-    reduce = optax.GradientTransformation(lambda _: (), lambda grads, state, _=None: (lax.pmean(grads, "data"), state))
-    optimizer = loss_scaled(optax.chain(reduce, inner), POLICY, axis_name="data", skip=skip)
+    optimizer = loss_scaled(optax.chain(MEAN, inner), POLICY, axis_name="data", skip=skip)
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
@@ -204,33 +193,21 @@ def test_update_with_an_optimizer_that_reduces(inner, skip):
     jax.tree.map(np.testing.assert_array_equal, skipped[1].inner_state, stepped[1].inner_state)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
-def test_one_compilation_serves_a_sharded_run(settings):
+def test_one_compilation_serves_a_sharded_run(settings, axis_type):
     """The state before the first step lies where a step leaves it, what the wrapped optimizer keeps included."""
-    mesh = _mesh()
-    params = {
-        "rows": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data"))),
-        "all": jax.device_put(jnp.ones(3), NamedSharding(mesh, P())),
-    }
+    mesh = _mesh(axis_type)
     optimizer = loss_scaled(ADAM, POLICY, **settings)
-    opt_state = optimizer.init(params)
-    step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
-    for _ in range(3):
-        params, opt_state = step(jax.tree.map(jnp.ones_like, params), opt_state, params)
+    with jax.set_mesh(mesh):
+        specs = {"rows": P("data", None), "all": P()}  # of every dimension, as those that a step returns
+        params = {name: jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, spec)) for name, spec in specs.items()}
+        opt_state = optimizer.init(params)
+        step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
+        for _ in range(3):
+            params, opt_state = step(jax.tree.map(jnp.ones_like, params), opt_state, params)
     assert step._cache_size() == 1
     assert get_scale_state(opt_state).loss_scale.sharding == NamedSharding(mesh, P())
-
-
-def test_one_compilation_serves_a_run_on_a_mesh_of_explicit_axes():
-    """Where the specs of the parameters name every dimension, as those that a step returns do."""
-    mesh = _mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
-        optimizer = loss_scaled(ADAM, POLICY)
-        opt_state, step = optimizer.init(params), jax.jit(optimizer.apply_gradients)
-        for _ in range(3):
-            params, opt_state = step(jnp.ones_like(params), opt_state, params)
-    assert step._cache_size() == 1
 
 
 def test_all_finite_over_axes():

@@ -13,6 +13,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+from tests.adapters.jax_reading import bits
 
 PROGRAMS = 16
 SELECTING_PROGRAMS = 6
@@ -239,5 +240,5 @@ def test_a_program_goes_by_select_as_it_goes_by_cond(seed):
     for skip in ("cond", "select"):
         settings = program.settings | {"skip": skip, "guard": guard}
         run = _run(dataclasses.replace(program, settings=settings), compiler_options=UNFUSED)
-        runs[skip] = [[(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(step)] for step in run]
+        runs[skip] = [bits(step) for step in run]
     assert runs["select"] == runs["cond"]

@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_jax import loss_scaled
+from tests.adapters.jax_reading import bits
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 PARAMS = {"w": jnp.array([1.0, -0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0]), "half": jnp.ones((8, 2), jnp.float16)}
@@ -22,10 +22,6 @@ SETTINGS = [
     {"accumulation_steps": 2, "max_norm": 1.0},
     {"accumulation_steps": 2, "drop": "micro_batch", "max_norm": 1.0, "guard": SpikeGuard()},
 ]
-
-
-def _bits(tree):
-    return [(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
 def _primitives(jaxpr):
@@ -67,5 +63,5 @@ def test_a_skip_shows_zeros_to_the_wrapped_optimizer(settings):
     for grads in (GRADS, BAD, *[GRADS] * 3, jax.tree.map(lambda leaf: 1e3 * leaf, GRADS)):
         params, opt_state = step(grads, opt_state, PARAMS)
         jax.effects_barrier()
-        assert (_bits(params) == _bits(PARAMS)) == (seen[-1] == 0.0)
+        assert (bits(params) == bits(PARAMS)) == (seen[-1] == 0.0)
     assert seen == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0 if "guard" in settings else 1e3]

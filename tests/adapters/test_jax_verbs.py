@@ -7,9 +7,6 @@ import pytest
 
 from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 
-FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
-BAD = [jnp.inf, -jnp.inf, jnp.nan]
-
 
 def _loss(params, inputs):
     return jnp.sum((inputs @ params["w"] + params["b"]) ** 2)
@@ -22,26 +19,18 @@ def _params(dtype=jnp.float32):
 INPUTS = jnp.arange(6.0).reshape(2, 3) / 4
 
 
-def test_both_parts_of_complex_numbers_count():
-    """Of arrays and of Python's."""
-    assert not all_finite(jnp.array([1 + 1j * jnp.inf]))
-    assert all_finite(jnp.array([1e30 + 1e30j]))
-    assert scale({"loss": 1j}, init_state(2.0**10))["loss"] == 2.0**10 * 1j
-
-
 FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu]
 
 
 @pytest.mark.parametrize("shape", [(3,), (0, 3)])
-@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8])
-def test_empty_and_float8_leaves(dtype, shape):
-    """Every verb takes them, eagerly and compiled; float8 is lifted to float32 as float16 is."""
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_leaves(dtype, shape):
+    """Every verb takes them, eagerly and compiled, empty ones too; they are lifted to float32 as float16 is."""
     state, leaf = init_state(2.0), jnp.ones(shape, dtype)
     for wrap in (lambda f: f, jax.jit):
         assert wrap(all_finite)(leaf)
         for out, value in ((wrap(unscale)(leaf, state), 0.5), (wrap(scale)(leaf, state), 2.0)):
-            assert out.dtype == jnp.float32
-            assert out.shape == shape
+            assert (out.dtype, out.shape) == (jnp.float32, shape)
             assert (out == value).all()
         assert wrap(select)(jnp.asarray(True), leaf, leaf).dtype == dtype
     assert overflow_report(leaf) == []
@@ -57,18 +46,13 @@ def test_what_is_not_a_loss_is_named():
             jax.jit(value_and_grad(fun))(init_state(2.0), jnp.ones(3))
 
 
-def test_select_takes_everything_or_nothing():
-    """Parameters, optimizer state, counters, keys and other objects than arrays, in one call."""
-    new = {"w": jnp.ones(2), "n": 2, "key": jax.random.key(1), "activation": jax.nn.relu, "none": None}
-    old = {"w": jnp.zeros(2), "n": 1, "key": jax.random.key(0), "activation": jax.nn.relu, "none": None}
-    for flag in (True, False, np.True_, jnp.asarray(True), jnp.asarray(False)):
-        expected = new if flag else old
+def test_select_takes_keys_and_functions():
+    """Of random numbers, and of a model; what is not an array stays."""
+    new, old = ({"key": jax.random.key(seed), "activation": jax.nn.relu} for seed in (1, 0))
+    for flag in (np.True_, jnp.asarray(True), jnp.asarray(False)):
         chosen = select(flag, new, old)
-        assert chosen["w"].tolist() == expected["w"].tolist()
-        assert int(chosen["n"]) == expected["n"]
-        assert (jax.random.key_data(chosen["key"]) == jax.random.key_data(expected["key"])).all()
+        assert (jax.random.key_data(chosen["key"]) == jax.random.key_data((new if flag else old)["key"])).all()
         assert chosen["activation"] is jax.nn.relu
-    assert select(False, new, old)["w"] is old["w"]
 
 
 @pytest.mark.parametrize(
