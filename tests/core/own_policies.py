@@ -29,18 +29,12 @@ class AdditiveState(NamedTuple):
     """float32: how often the scale was raised."""
 
 
-def start(init_scale):
-    """Return the state before the first step."""
-    return AdditiveState(np.float32(init_scale), *(np.int32(0) for _ in range(5)), np.float32(0))
-
-
 def updated(policy, state, grads_finite, xp):
     """Return the state after a step, in the dtypes it had."""
-    if xp is None:  # host scalars
-        return state._make(
-            type(old)(new) for old, new in zip(state, _updated(policy, state, grads_finite, np), strict=True)
-        )
-    return _updated(policy, state, grads_finite, xp)
+    if xp is not None:
+        return _updated(policy, state, grads_finite, xp)
+    new = _updated(policy, state, np.bool_(grads_finite), np)
+    return state._make(type(before)(after) for before, after in zip(state, new, strict=True))  # host scalars
 
 
 def _updated(policy, state, grads_finite, xp):
@@ -60,6 +54,20 @@ def _updated(policy, state, grads_finite, xp):
     )
 
 
+class BareAdditiveScaling:
+    """Known to the library by its two methods."""
+
+    init_scale, increment, growth_interval, min_scale, max_scale = 1024.0, 64, 2, 1.0, 2.0**15
+
+    def init_state(self):
+        """Return the state before the first step."""
+        return AdditiveState(np.float32(self.init_scale), *(np.int32(0) for _ in range(5)), np.float32(0))
+
+    def update(self, state, grads_finite, *, xp=None):
+        """Return the state after a step."""
+        return updated(self, state, grads_finite, xp)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdditiveScaling(BaseScaling):
     """Known to the library by its kind."""
@@ -76,27 +84,8 @@ class AdditiveScaling(BaseScaling):
     max_scale: float = 2.0**15
     max_overflow_streak: int | None = None
 
-    def init_state(self):
-        """Return the state before the first step."""
-        return start(self.init_scale)
-
-    def update(self, state, grads_finite, *, xp=None):
-        """Return the state after a step."""
-        return updated(self, state, np.bool_(grads_finite) if xp is None else grads_finite, xp)
-
-
-class BareAdditiveScaling:
-    """Known to the library by its two methods."""
-
-    increment, growth_interval, min_scale, max_scale = 64, 2, 1.0, 2.0**15
-
-    def init_state(self):
-        """Return the state before the first step."""
-        return start(1024.0)
-
-    def update(self, state, grads_finite, *, xp=None):
-        """Return the state after a step."""
-        return updated(self, state, np.bool_(grads_finite) if xp is None else grads_finite, xp)
+    init_state = BareAdditiveScaling.init_state
+    update = BareAdditiveScaling.update
 
 
 def policy_of_the_docs():

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, one_more, select
-from lossscale_core.errors import PolicyError
 from lossscale_core.testing import check_policy, policies
 from tests.core.own_policies import policy_of_the_docs
 from tests.sweeping import IS_SWEEP
@@ -105,11 +104,6 @@ def test_a_wrong_first_state_is_told_the_field():
     policy.init_state = lambda: (1.0, 2.0)
     with pytest.raises(AssertionError, match="return a NamedTuple that begins as ScaleState"):
         check_policy(policy)
-
-
-def test_what_is_not_a_policy_is_refused():
-    with pytest.raises(PolicyError):
-        check_policy("dynamik")
 
 
 @pytest.mark.parametrize("convert", [lambda count: count, np.asarray])

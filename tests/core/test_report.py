@@ -1,5 +1,6 @@
 """What a step did, in numbers and in a sentence."""
 
+import functools
 import json
 
 import array_api_strict
@@ -29,10 +30,7 @@ from lossscale_core.errors import OverflowStreakError
 
 
 def _after(policy, grads_finite):
-    state = policy.init_state()
-    for finite in grads_finite:
-        state = policy.update(state, finite)
-    return state
+    return functools.reduce(policy.update, grads_finite, policy.init_state())
 
 
 def test_step_info():

@@ -7,7 +7,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import find, given, settings
+from hypothesis import find
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState
 from lossscale_core.testing import (
@@ -30,9 +30,7 @@ def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
     np.testing.assert_array_equal(trace.growth_tracker, [1, 2, 0, 0])
     np.testing.assert_array_equal(trace.overflow_streak, [0, 0, 0, 1])
     assert [column.dtype.name for column in trace] == ["float32", "float32", "bool"] + ["int32"] * 5
-    assert {*trace._fields} - {"loss_scale_used", "loss_scale_after", "skipped"} == {*ScaleState._fields} - {
-        "loss_scale"
-    }
+    assert trace._fields == ("loss_scale_used", "loss_scale_after", "skipped", *ScaleState._fields[1:])
 
 
 def test_simulate_takes_what_as_policy_takes():
@@ -78,12 +76,6 @@ def test_simulate_gradients_refuses_negative_magnitudes():
         simulate_gradients(NoScaling(), [0.0, -3.0, -4.0])
 
 
-def test_simulate_gradients_finds_the_level():
-    """A dynamic policy settles where the gradient fits, give or take one growth."""
-    trace = simulate_gradients(DynamicScaling(growth_interval=10), np.full(300, 100.0))
-    assert set(trace.loss_scale_used[50:].tolist()) == {512.0, 1024.0}
-
-
 @pytest.mark.parametrize(
     ("maxima", "dtype", "words"), [([1.0], "float8", "float16, bfloat16"), ([[1.0]], "float16", "steps")]
 )
@@ -91,13 +83,6 @@ def test_simulate_gradients_names_bad_input(maxima, dtype, words):
     """An unknown dtype or a wrong shape is answered with the remedy."""
     with pytest.raises(ValueError, match=words):
         simulate_gradients("dynamic", maxima, dtype)
-
-
-@given(policies("fixed", "none"))
-@settings(max_examples=30)
-def test_policies_are_of_the_kinds_asked_for(policy):
-    """Kinds narrow the strategy."""
-    assert isinstance(policy, FixedScaling | NoScaling)
 
 
 def test_traces_reach_growth_and_streaks():

@@ -24,16 +24,17 @@ def example():
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "overflows", "scales"),
+    ("settings", "overflows", "scales"),
     [
-        (0.0, "0010", [8, 8, 4, 4]),
-        (0.5, "0010010", [8, 8, 8, 8, 8, 8, 8]),
-        (0.5, "001100", [8, 8, 8, 4, 4, 4]),
-        (1.0, "01111", [8, 8, 8, 8, 8]),
+        ({"tolerance": 0.0}, "0010", [8, 8, 4, 4]),
+        ({"tolerance": 0.5}, "0010010", [8, 8, 8, 8, 8, 8, 8]),
+        ({"tolerance": 0.5}, "001100", [8, 8, 8, 4, 4, 4]),
+        ({"tolerance": 1.0}, "01111", [8, 8, 8, 8, 8]),
+        ({"tolerance": 0.0, "growth_interval": 1, "max_scale": 16.0}, "0011111", [16, 16, 8, 4, 2, 1, 1]),
     ],
 )
-def test_the_share_of_overflows_decides(example, tolerance, overflows, scales):
-    policy = example.TolerantScaling(init_scale=8.0, tolerance=tolerance)
+def test_the_share_of_overflows_decides_within_the_bounds(example, settings, overflows, scales):
+    policy = example.TolerantScaling(init_scale=8.0, **settings)
     assert simulate(policy, [each == "0" for each in overflows]).loss_scale_after.tolist() == scales
 
 
@@ -43,11 +44,6 @@ def test_growth_forgets_the_steps_and_not_the_overflows(example):
     trace = simulate(policy, [True, False, True, True, False])
     assert trace.loss_scale_after.tolist() == [8, 8, 8, 16, 8]
     assert trace.overflows_since_backoff.tolist() == [0, 1, 1, 1, 0]
-
-
-def test_it_stays_within_its_bounds(example):
-    policy = example.TolerantScaling(init_scale=2.0, growth_interval=1, max_scale=4.0, tolerance=0.0)
-    assert simulate(policy, [True, True, False, False, False]).loss_scale_after.tolist() == [4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1.5])
