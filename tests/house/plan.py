@@ -1,8 +1,7 @@
 """The import plan: which module of each package imports which other ones; `test_imports.py` checks it.
 
-A line names a module and those that it imports, at its top or, in brackets, within a function. A module is below all
-that it imports at its top. A subpackage counts as one module, and has a plan of its own. `*` stands for each module of
-the package that has no line.
+A line names modules and those that each of them imports, at its top or, in brackets, within a function. A module is
+below all that it imports at its top. A subpackage counts as one module, and has a plan of its own.
 """
 
 ADAPTERS = {
@@ -15,9 +14,7 @@ ADAPTERS = {
 
 PLAN = {
     "lossscale_core": """
-        errors:
-        _messages:
-        _tree:
+        errors _messages _tree:
         _gradient_range: _messages
         _settings: errors _messages
         _files: errors
@@ -36,19 +33,12 @@ PLAN = {
             errors testing
     """,
     "lossscale_core.testing": """
-        _check:
-        _simulation:
-        _strategies:
-        loops:
+        _check _simulation _strategies loops:
         __init__: _check _simulation _strategies
     """,
     "lossscale_torch": """
-        _checkpoint:
-        _gradients:
-        _versions:
-        _ranks: _gradients
-        _state: _gradients
-        _snapshots: _gradients
+        _checkpoint _gradients _versions:
+        _ranks _state _snapshots: _gradients
         _verbs: _gradients _ranks
         _optimizers: _gradients _state
         hooks: _gradients _ranks _snapshots _state _versions
@@ -64,38 +54,25 @@ PLAN = {
     """,
     "lossscale_jax": """
         _gradients:
-        _verbs: _gradients
-        _states: _gradients
-        testing: _gradients
+        _verbs _states testing: _gradients
         _optimizer: _gradients _states _verbs
         __init__: _optimizer _states _verbs
     """,
     "lossscale_tf": """
-        _documented:
-        _graphs:
-        _pairs:
-        _state:
-        _verbs:
-        _versions:
-        _warning:
+        _documented _graphs _pairs _state _verbs _versions _warning:
         _report: _verbs
         keras: _documented _graphs _pairs _verbs _versions _warning
         v1: _documented _graphs _pairs _verbs _warning
         __init__: _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
-        _calls:
-        _inner:
-        _arguments: _inner
-        _names: _inner
-        _saving: _inner
-        _slots: _inner
+        _calls _inner:
+        _arguments _names _saving _slots: _inner
         _optimizer: _arguments _calls _inner _names _saving _slots
         __init__: _optimizer
     """,
     "lossscale_tf.v1": """
-        _foreign:
-        _step:
+        _foreign _step:
         _optimizer: _foreign _step
         __init__: _optimizer
     """,
@@ -111,10 +88,7 @@ PLAN = {
     """,
     "lossscale": """
         _recording: cli
-        _script:
-        _versions:
-        demo:
-        other_tools:
+        _script _versions demo other_tools:
         __init__: other_tools
         __main__: _versions (cli)
         cli: _versions demo other_tools (_recording) (_script)
@@ -123,11 +97,8 @@ PLAN = {
         _shared:
         _trace: _shared
         _pictures: _trace
-        checkpoint: _shared
-        demo: _shared _trace (_pictures)
-        plot: _shared _trace (_pictures)
-        policy: _shared
-        run: _shared
+        checkpoint policy run: _shared
+        demo plot: _shared _trace (_pictures)
         simulate: _shared _trace
         __init__: _shared checkpoint demo plot policy run simulate
     """,

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import lossscale_core
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-PROJECT = tomllib.loads(PYPROJECT)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESS = "https://example.org/them/lossscale"
 TARGET = re.compile(r"(!?)\[[^\]]*\]\(([^)]+)\)")
@@ -54,12 +52,6 @@ def test_without_an_address_nothing_is_invented(hook, tmp_path):
     metadata = _metadata(hook, tmp_path, "")
     assert metadata["readme"] == {"content-type": "text/markdown", "text": README}
     assert metadata["urls"] == {}
-
-
-def test_the_authors_are_named():
-    """Packages name the authors as the licence's holders do, and the extras for the command are light."""
-    assert PROJECT["project"]["authors"] == [{"name": "the lossscale authors"}]
-    assert PROJECT["project"]["optional-dependencies"]["cli"] == ["click>=8.1"]
 
 
 def test_the_home_page_names_the_version():

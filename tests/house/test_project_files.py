@@ -68,11 +68,3 @@ def test_the_public_workflows_pin_what_they_use(name):
     used = re.findall(r"uses: (.+)$", _text(f".github/workflows/{name}"), flags=re.MULTILINE)
     assert used
     assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", each) for each in used)
-
-
-def test_a_bug_report_asks_for_the_output_of_the_command():
-    """The template names `lossscale --version` and what prints a checkpoint, and says that they print no data."""
-    template = _text(".github/ISSUE_TEMPLATE/bug_report.yml")
-    assert "`lossscale --version`" in template
-    assert "`lossscale checkpoint CHECKPOINT`" in template
-    assert "no data" in template

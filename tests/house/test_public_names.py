@@ -25,7 +25,6 @@ def _is_private(name: str) -> bool:
 def test_the_public_names_are_those_in_all():
     """Every public attribute is listed and every listed name exists, sorted; the stable names are among them."""
     public = {name for name in dir(lossscale_core) if not _is_private(name)}
-    assert all(hasattr(lossscale_core, name) for name in public)
     assert public == set(lossscale_core.__all__)
     assert set(lossscale_core.__all__) >= STABLE
 

@@ -84,16 +84,6 @@ def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
     return params
 
 
-def nest(params: Params) -> list[ScaleState]:
-    """Put the transformation where optax's own may stand."""
-    scaled = loss_scaled(optax.sgd(0.1), "dynamic")
-    wrapped = [
-        optax.chain(optax.identity(), scaled),
-        optax.masked(scaled, {"weight": True, "bias": False}),
-    ]
-    return [get_scale_state(each.init(params)) for each in wrapped]
-
-
 def train_around_a_function(params: Params, batch: Batch) -> Params:
     """Train by `value_and_grad` and the verbs."""
     state = init_state(POLICY)
