@@ -19,7 +19,6 @@ from lossscale_core import (
     SpikeGuard,
     as_policy,
     diagnose,
-    init_state,
     load_policy,
     metrics,
     policy_from_dict,
@@ -94,21 +93,6 @@ def test_swapped_arguments_are_shown_in_their_order(call, sentence):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda: diagnose(STATE, POLICY),
-        lambda: simulate(STATE, [True]),
-        lambda: init_state(STATE),
-    ],
-)
-def test_a_state_is_not_a_policy(call):
-    """The message shows which of the two comes first."""
-    sentence = r"ScaleState\(.*\) is a state and not a policy; pass its policy in this place"
-    with pytest.raises(PolicyError, match=sentence):
-        call()
-
-
-@pytest.mark.parametrize(
     ("source", "sentence"),
     [
         ("dynamik", "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy such as"),
@@ -116,6 +100,7 @@ def test_a_state_is_not_a_policy(call):
         ("1024", "'1024' is not a loss-scaling policy; did you mean the number 1024.0? pass"),
         (DynamicScaling, "did you mean DynamicScaling(...)? pass"),
         ("cuda", "'cuda' is not a loss-scaling policy; pass a policy such as"),
+        (STATE, "is a state and not a policy; pass its policy in this place"),
         (None, "None is not a loss-scaling policy; pass a policy such as"),
         (True, "True is not a loss-scaling policy; pass a policy such as"),
         ([], "[] is not a loss-scaling policy; pass a policy such as"),
@@ -123,7 +108,7 @@ def test_a_state_is_not_a_policy(call):
     ],
 )
 def test_what_is_not_a_policy_names_what_was_meant(source, sentence):
-    """The nearest word, a kind that needs its settings, a number in quotes, a class without brackets."""
+    """The nearest word, a kind that needs its settings, a number in quotes, a class without brackets; a state."""
     with pytest.raises(PolicyError, match=re.escape(sentence)):
         as_policy(source)
 

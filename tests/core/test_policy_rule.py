@@ -121,26 +121,6 @@ def test_agrees_with_the_model_on_long_traces(policy, trace):
         assert _agrees(state, model)
 
 
-@given(policies("dynamic"), overflow_traces())
-def test_invariants(policy, trace):
-    """The scale stays within its bounds, moves by one factor at most, and never rises on an overflow."""
-    state = policy.init_state()
-    low, high = np.float32(policy.min_scale), np.float32(policy.max_scale)
-    for finite in trace:
-        before, state = state, policy.update(state, finite)
-        scale = state.loss_scale
-        assert low <= scale <= high
-        assert finite or scale <= before.loss_scale
-        with np.errstate(over="ignore"):
-            factor = np.float32(policy.growth_factor) if finite else np.float32(policy.backoff_factor)
-            moved = before.loss_scale * factor
-        assert scale in (before.loss_scale, moved, low, high)
-        assert int(state.steps) == int(before.steps) + 1
-        assert int(state.skipped_steps) == int(before.skipped_steps) + (not finite)
-    applied = sum(trace)
-    assert applied + int(state.skipped_steps) == int(state.steps) == len(trace)
-
-
 def test_lowering_the_growth_interval_mid_run_works():
     """A tracker already beyond the new interval grows on the next finite step, and does not wait for equality."""
     state = DynamicScaling().init_state()
