@@ -27,14 +27,6 @@ def test_values_that_are_the_same(a, b, is_same):
     assert loops.same(a, b) is loops.same(b, a) is is_same
 
 
-def test_a_message_lists_four_changes():
-    """And counts the others."""
-    message = loops.not_skipped(3, list("abcdef"), "do this")
-    assert message == (
-        "step 3 was to be skipped, but a, b, c, d and 2 more; a skipped step must leave all as it was; do this"
-    )
-
-
 def test_gradients_that_do_not_come_from_the_loss_are_named():
     """One in the singular, many by the first four and the number of the others."""
     assert "and router has a gradient other than zero" in loops.not_from_the_loss(2, ["router"], "do this")

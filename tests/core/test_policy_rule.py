@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-)
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import overflow_traces, policies
