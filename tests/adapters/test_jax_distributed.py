@@ -132,10 +132,9 @@ def test_sharded_jit(axis_type, in_one, max_norm):
 
     @jax.jit
     def step(params, opt_state, images):
-        if axis_type is AxisType.Explicit:  # the matrix product of two arrays sharded alike needs one of them whole
-            gathered = lambda params: jax.tree.map(lambda p: reshard(p, P()), params)  # noqa: E731
-        else:
-            gathered = lambda params: params  # noqa: E731
+        # The matrix product of two arrays sharded alike needs one of them whole.
+        whole = lambda p: reshard(p, P()) if axis_type is AxisType.Explicit else p  # noqa: E731
+        gathered = functools.partial(jax.tree.map, whole)
         grads = jax.grad(lambda params: scale(_loss(gathered(params), images), get_scale_state(opt_state)))(params)
         if in_one:
             return optimizer.apply_gradients(grads, opt_state, params)
