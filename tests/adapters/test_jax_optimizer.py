@@ -170,18 +170,16 @@ def test_a_state_that_does_not_fit_is_refused():
         loss_scaled(optax.sgd(1.0), POLICY, guard=8.0)
 
 
-def _nested():
-    scaled = loss_scaled(optax.sgd(1.0), POLICY)
-    return {
-        "multi_transform": optax.multi_transform({"a": scaled, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
-        "masked": optax.masked(scaled, {"w": True, "b": False}),
-    }
+PARTS = {
+    "multi_transform": lambda scaled: optax.multi_transform({"a": scaled, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
+    "masked": lambda scaled: optax.masked(scaled, {"w": True, "b": False}),
+}
 
 
-@pytest.mark.parametrize("name", _nested())
-def test_the_scale_is_found_however_deep(name):
+@pytest.mark.parametrize("wrap", PARTS.values(), ids=PARTS)
+def test_the_scale_is_found_however_deep(wrap):
     """In wrappers of optax that show it some of the parameters, before and after steps under jit."""
-    optimizer = _nested()[name]
+    optimizer = wrap(loss_scaled(optax.sgd(1.0), POLICY))
     opt_state = optimizer.init(PARAMS)
     step = jax.jit(_in_two(optimizer))
     assert get_scale_state(opt_state).loss_scale == SCALE
@@ -263,20 +261,18 @@ def test_a_rebuilt_optimizer_has_everything(rebuild):
         assert bits(getattr(rebuilt, way)(GRADS, opt_state, PARAMS)) == bits(expected)
 
 
-def _dropping_wrappers():
-    scaled = loss_scaled(optax.adam(0.1), POLICY)
-    return {
-        "apply_if_finite": optax.apply_if_finite(scaled, 100),
-        "skip_not_finite": optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),
-        "MultiSteps": optax.MultiSteps(scaled, 2).gradient_transformation(),
-        "in a chain": optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(scaled), 100)),
-    }
+DROPPING = {
+    "apply_if_finite": lambda scaled: optax.apply_if_finite(scaled, 100),
+    "skip_not_finite": lambda scaled: optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),
+    "MultiSteps": lambda scaled: optax.MultiSteps(scaled, 2).gradient_transformation(),
+    "in a chain": lambda scaled: optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(scaled), 100)),
+}
 
 
-@pytest.mark.parametrize("name", _dropping_wrappers())
-def test_a_wrapper_that_hides_overflows_is_refused(name):
+@pytest.mark.parametrize("wrap", DROPPING.values(), ids=DROPPING)
+def test_a_wrapper_that_hides_overflows_is_refused(wrap):
     """After 50 of them the scale would still be at its start, and a NaN stays in the sum of `MultiSteps` for good."""
-    opt_state = _dropping_wrappers()[name].init(PARAMS)
+    opt_state = wrap(loss_scaled(optax.adam(0.1), POLICY)).init(PARAMS)
     for find in (get_scale_state, jax.jit(get_scale_state)):
         with pytest.raises(
             ScaleStateError, match=r"drops overflows before they can lower the loss scale; .* or wrap it"
