@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, SpikeGuard, diagnose, metrics, state_to_dict, step_info
+from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict, step_info
 from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
@@ -94,6 +94,7 @@ def test_a_spike_counts_as_the_limit(norms):
     for norm in norms:
         limit = guard.limit(state)
         accepted, after = guard.check(state, norm)
+        assert guard.check(GuardState(*map(np.asarray, state)), norm) == (accepted, after)
         spiked = math.isfinite(norm) and not accepted
         assert spiked == (state.norms >= 3 and limit < norm < math.inf)
         assert after.spikes == state.spikes + spiked
