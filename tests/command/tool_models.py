@@ -1,8 +1,8 @@
 """The rules that other tools publish for their scale, each in plain Python, for comparison with `from_tool`.
 
 A model takes the tool's own keywords, moves by `step(overflow)`, and saves what the tool saves. `DRAWN` draws configs
-for each of them, `PLACED` has each layout that a tool saves, and `GUESSED` a layout that identifies its tool. None of
-them uses a policy of this library.
+for each of them; tools that the adapters' tests run themselves need none. `PLACED` has the layouts that tools save. No
+model uses a policy of this library.
 """
 
 import math
@@ -24,35 +24,15 @@ class Counted:
             self.overflowed()
         else:
             self.count += 1
-            if self.is_due():
-                self.count = 0
-                self.scale = min(self.scale * self.up, self.ceiling)
-                self.grown()
-            self.was_finite()
-
-    def is_due(self):
-        return self.count == self.interval
+            self.was_finite(grows=self.count == self.interval)
 
     def overflowed(self):
-        self.fall()
-
-    def fall(self):
         self.scale = max(self.scale * self.down, self.floor)
 
-    def grown(self):
-        pass
-
-    def was_finite(self):
-        pass
-
-
-class Torch(Counted):
-    def __init__(self, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000):
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval)
-
-    def saved(self):
-        settings = {"growth_factor": self.up, "backoff_factor": self.down, "growth_interval": self.interval}
-        return {"scale": self.scale, **settings, "_growth_tracker": self.count}
+    def was_finite(self, grows):
+        if grows:
+            self.count = 0
+            self.scale = min(self.scale * self.up, self.ceiling)
 
 
 class Apex(Counted):
@@ -80,58 +60,14 @@ class Megatron(Counted):
     def overflowed(self):
         self.left -= 1
         if self.left <= 0:
-            self.fall()
+            super().overflowed()
 
-    def grown(self):
-        self.left = self.allowed
+    def was_finite(self, grows):
+        super().was_finite(grows)
+        self.left = self.allowed if grows else self.left
 
     def saved(self):
         return {"scale": [self.scale], "growth_tracker": self.count, "hysteresis_tracker": self.left}
-
-
-class Keras3(Counted):
-    def __init__(self, initial_scale=2.0**15, dynamic_growth_steps=2000):
-        super().__init__(initial_scale, 2.0, 0.5, dynamic_growth_steps)
-
-    def saved(self):
-        return {"loss_scale_optimizer/dynamic_scale": self.scale, "loss_scale_optimizer/step_counter": self.count}
-
-
-class Jmp(Counted):
-    def __init__(self, loss_scale, period=2000, factor=2, min_loss_scale=1.0):
-        super().__init__(loss_scale, factor, 1 / factor, period, min_loss_scale)
-
-    def saved(self):
-        return {"loss_scale": self.scale, "counter": self.count}
-
-
-class Flax(Counted):
-    """Grows on the finite step that *finds* the count at the interval: one later than the interval says."""
-
-    def __init__(
-        self, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, scale=65536.0, minimum_scale=2.0**-126
-    ):
-        super().__init__(scale, growth_factor, backoff_factor, growth_interval, minimum_scale or 0.0)
-
-    def is_due(self):
-        return self.count == self.interval + 1
-
-    def saved(self):
-        return {"fin_steps": self.count, "scale": self.scale}
-
-
-class Keras(Counted):
-    """Grows as soon as the count reaches the interval, or is past it."""
-
-    def __init__(self, dynamic=True, initial_scale=None, dynamic_growth_steps=None):
-        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        super().__init__(initial_scale or 2.0**15, 2.0, 0.5, interval, 1.0)
-
-    def is_due(self):
-        return self.count >= self.interval
-
-    def saved(self):
-        return {"opt/loss_scale/current_loss_scale": self.scale, "opt/loss_scale/good_steps": self.count}
 
 
 class Paddle(Counted):
@@ -148,9 +84,10 @@ class Paddle(Counted):
         self.bad += 1
         if self.bad == self.allowed:
             self.bad = 0
-            self.fall()
+            super().overflowed()
 
-    def was_finite(self):
+    def was_finite(self, grows):
+        super().was_finite(grows)
         self.bad = 0
 
     def saved(self):
@@ -195,143 +132,55 @@ class DeepSpeed:
         return {**counts, **settings, **shifts, "cur_hysteresis": self.left}
 
 
-def _configs(required=(), **strategies):
-    """Return a strategy for configs with the required keys and some of the others."""
-    optional = {name: one for name, one in strategies.items() if name not in required}
-    return st.fixed_dictionaries({name: strategies[name] for name in required}, optional=optional)
-
-
 _SCALE = st.integers(3, 24).map(lambda power: 2.0**power)
+_WINDOW, _COUNT = st.integers(1, 9), st.integers(0, 4)
 _UP, _DOWN = st.sampled_from([2.0, 2.0, 4.0, 1.5]), st.sampled_from([0.5, 0.5, 0.25, 0.8])
-_FACTOR, _WINDOW = st.sampled_from([2.0, 2, 4.0, 3.0]), st.integers(1, 9)
-_NEVER_TOO = st.integers(-1, 9)
-_FLOOR = st.sampled_from([None, 0, 1.0, 0.25, 4.0])
-_TORCH = {"init_scale": _SCALE, "growth_factor": _UP, "backoff_factor": _DOWN}
-
-DRAWN = {
-    "torch": (Torch, _configs(["growth_interval"], **_TORCH, growth_interval=_NEVER_TOO)),
-    "apex": (
-        Apex,
-        _configs(
-            ["scale_window"],
-            loss_scale=st.just("dynamic"),
-            init_scale=_SCALE,
-            scale_factor=st.sampled_from([2.0, 4.0]),
-            scale_window=_WINDOW,
-            min_loss_scale=_FLOOR,
-            max_loss_scale=st.sampled_from([2.0**6, 2.0**20]),
-        ),
-    ),
-    "deepspeed": (
-        DeepSpeed,
-        _configs(
-            ["loss_scale_window"],
-            initial_scale_power=st.integers(0, 20),
-            loss_scale_window=_WINDOW | _WINDOW.map(float),
-            hysteresis=st.integers(0, 4),
-            consecutive_hysteresis=st.booleans(),
-            min_loss_scale=st.sampled_from([1, 1.0]),
-            loss_scale=st.just(0),
-            enabled=st.just(True),
-        ),
-    ),
-    "megatron": (
-        Megatron,
-        _configs(
-            ["growth_interval"],
-            initial_scale=_SCALE,
-            min_scale=st.sampled_from([1.0, 0.5, 4.0]),
-            growth_factor=_UP,
-            backoff_factor=_DOWN,
-            growth_interval=_WINDOW | st.just(2.5),
-            hysteresis=st.integers(1, 4),
-        ),
-    ),
-    "keras": (
-        Keras,
-        _configs(
-            ["dynamic_growth_steps"],
-            dynamic=st.just(True),
-            initial_scale=st.none() | _SCALE,
-            dynamic_growth_steps=_NEVER_TOO,
-        ),
-    ),
-    "keras3": (Keras3, _configs(["dynamic_growth_steps"], initial_scale=_SCALE, dynamic_growth_steps=_NEVER_TOO)),
-    "jmp": (
-        Jmp,
-        _configs(
-            ["loss_scale", "period"],
-            loss_scale=_SCALE,
-            period=_WINDOW,
-            factor=_FACTOR,
-            min_loss_scale=st.sampled_from([1.0, 0.25, 4.0]),
-        ),
-    ),
-    "flax": (
-        Flax,
-        _configs(
-            ["growth_interval"],
-            scale=_SCALE,
-            growth_factor=_UP,
-            backoff_factor=_DOWN,
-            growth_interval=_NEVER_TOO,
-            minimum_scale=st.sampled_from([None, 2.0**-126, 1.0]),
-        ),
-    ),
-    "paddle": (
-        Paddle,
-        _configs(
-            ["incr_every_n_steps"],
-            init_loss_scaling=_SCALE,
-            incr_ratio=_UP,
-            decr_ratio=_DOWN,
-            incr_every_n_steps=_NEVER_TOO,
-            decr_every_n_nan_or_inf=st.integers(0, 4),
-        ),
-    ),
+_APEX = {
+    "loss_scale": st.just("dynamic"),
+    "init_scale": _SCALE,
+    "scale_factor": st.sampled_from([2.0, 4.0]),
+    "min_loss_scale": st.sampled_from([None, 0, 1.0, 0.25, 4.0]),
+    "max_loss_scale": st.sampled_from([2.0**6, 2.0**20]),
 }
+_DEEPSPEED = {
+    "initial_scale_power": st.integers(0, 20),
+    "hysteresis": _COUNT,
+    "consecutive_hysteresis": st.booleans(),
+    "min_loss_scale": st.sampled_from([1, 1.0]),
+    "loss_scale": st.just(0),
+    "enabled": st.just(True),
+}
+_MEGATRON = {
+    "initial_scale": _SCALE,
+    "min_scale": st.sampled_from([1.0, 0.5, 4.0]),
+    "growth_factor": _UP,
+    "backoff_factor": _DOWN,
+    "hysteresis": st.integers(1, 4),
+}
+_PADDLE = {"init_loss_scaling": _SCALE, "incr_ratio": _UP, "decr_ratio": _DOWN, "decr_every_n_nan_or_inf": _COUNT}
+DRAWN = {
+    "apex": (Apex, {"scale_window": _WINDOW}, _APEX),
+    "deepspeed": (DeepSpeed, {"loss_scale_window": _WINDOW | _WINDOW.map(float)}, _DEEPSPEED),
+    "megatron": (Megatron, {"growth_interval": _WINDOW | st.just(2.5)}, _MEGATRON),
+    "paddle": (Paddle, {"incr_every_n_steps": st.integers(-1, 9)}, _PADDLE),
+}
+"""Models, the keys that each config has, and those that it may have."""
 
 PLACED = [
-    (
-        "torch",
-        {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7},
-    ),
+    ("torch", {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}),
     ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
     ("apex", {"loss_scale": 8.0, "unskipped": 7}),
-    (
-        "deepspeed",
-        {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "cur_hysteresis": 1, "scale_window": 1000},
-    ),
-    (
-        "deepspeed",
-        {"loss_scaler": {"cur_scale": 8.0, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}},
-    ),
+    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
+    ("deepspeed", {"loss_scaler": {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}}),
+    ("deepspeed", {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": "half"}),
     ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
+    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
     ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
     ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
     ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
     ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
     ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
     ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
-    ("torch", {"_scale": np.float32(8.0), "_growth_tracker": 7, "_growth_interval": 2000, "_device": "cpu"}),
-    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
-    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
     ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
-    (
-        "deepspeed",
-        {"cur_scale": 8, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 1000, "dtype": "torch.float16"},
-    ),
 ]
 """Tools by name, and what they save where the scale is 8, after seven finite steps."""
-
-GUESSED = {
-    "torch": {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7},
-    "apex": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}},
-    "megatron": {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1},
-    "keras": {"current_loss_scale": 8.0, "good_steps": 7},
-    "keras3": {"dynamic_scale": 8.0, "step_counter": 7},
-    "jmp": {"loss_scale": 8.0, "counter": 7},
-    "flax": {"scale": 8.0, "fin_steps": 7},
-    "paddle": {"scale": [8.0], "incr_count": 7, "decr_count": 0},
-}
-"""A saved layout of each tool that identifies the tool."""
