@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale import from_tool, state_from_tool, tools
@@ -32,6 +32,7 @@ def test_every_tool_has_a_recorded_run_and_a_saved_layout():
 
 
 @pytest.mark.parametrize("name", DRAWN)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_policy_does_what_the_tool_does(name, data):
     """Scales are equal after every step, also of a run that is stopped anywhere, saved, and gone on with.

@@ -144,7 +144,6 @@ _APEX = {
 }
 _DEEPSPEED = {
     "initial_scale_power": st.integers(0, 20),
-    "hysteresis": _COUNT,
     "consecutive_hysteresis": st.booleans(),
     "min_loss_scale": st.sampled_from([1, 1.0]),
     "loss_scale": st.just(0),
@@ -160,7 +159,7 @@ _MEGATRON = {
 _PADDLE = {"init_loss_scaling": _SCALE, "incr_ratio": _UP, "decr_ratio": _DOWN, "decr_every_n_nan_or_inf": _COUNT}
 DRAWN = {
     "apex": (Apex, {"scale_window": _WINDOW}, _APEX),
-    "deepspeed": (DeepSpeed, {"loss_scale_window": _WINDOW | _WINDOW.map(float)}, _DEEPSPEED),
+    "deepspeed": (DeepSpeed, {"loss_scale_window": _WINDOW | _WINDOW.map(float), "hysteresis": _COUNT}, _DEEPSPEED),
     "megatron": (Megatron, {"growth_interval": _WINDOW | st.just(2.5)}, _MEGATRON),
     "paddle": (Paddle, {"incr_every_n_steps": st.integers(-1, 9)}, _PADDLE),
 }
