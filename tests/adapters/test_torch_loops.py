@@ -46,22 +46,6 @@ def test_two_losses_and_an_update_after_each(first, second, fused):
 
 
 @EITHER_KIND
-def test_a_stage_that_never_scales_a_loss(fused):
-    """A stage of a pipeline only needs `place_on`; its gradients come from another stage's loss."""
-    params, optimizers = _two(fused)
-    last, stage = (GradScaler("cpu", init_scale=1024.0, growth_interval=1) for _ in range(2))
-    stage.place_on("cpu")
-    for _ in range(3):
-        for each in optimizers:
-            each.zero_grad()
-        last.scale((params[0] * params[1]).sum()).backward()
-        true_gradient = params[1].item()
-        assert _moved(params[0], stage.step, optimizers[0]) == true_gradient
-        last.step(optimizers[1])
-        assert stage.update() == last.update()
-
-
-@EITHER_KIND
 @pytest.mark.parametrize("call", ["unscale_", "clip", "joint clip"])
 def test_unscale_before_there_are_gradients(fused, call):
     """It finds nothing, so the optimizer stays ready: its gradients are unscaled and checked when they are there."""
@@ -115,19 +99,6 @@ def test_a_joint_clip_before_an_update_after_each_of_two_optimizers(fused):
     for param, optimizer in zip(params, optimizers, strict=True):
         assert _moved(param, scaler.step, optimizer) == 1.0
         assert scaler.update().applied
-
-
-def test_end_of_step_closes_an_iteration_with_fewer_updates():
-    """As a loop needs it that steps its generator every n-th time."""
-    params, optimizers = _two()
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, updates_per_step=2)
-    for expected in (16.0, 32.0, 64.0):
-        scaler.scale(params[0].sum()).backward()
-        scaler.step(optimizers[0])
-        if expected == 64.0:
-            scaler.update()
-        assert scaler.update(end_of_step=True).applied
-        assert scaler.get_scale() == expected
 
 
 # -- steps that are left out or refused --------------------------------------------------------------------------------

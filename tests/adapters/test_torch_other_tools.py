@@ -132,61 +132,47 @@ def test_grad_scaler_kwargs():
     assert policy == from_tool("torch", {"growth_interval": 500})
 
 
-def test_the_attributes_of_a_scaler():
-    """`vars` of torch's own is read like its state dict, tensors and all; so are tensors of one element."""
+def _stepped():
+    """Return torch's own scaler after an overflow and two finite steps."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=7)
-    scaler.scale(torch.zeros(()))
     for finite in (True, False, True, True):
         _step(scaler, finite)
+    return scaler
+
+
+def test_the_attributes_of_a_scaler():
+    """`vars` of torch's own is read like its state dict, tensors and all; so are tensors of one element."""
+    scaler = _stepped()
     saved = state_from_tool("torch", scaler.state_dict())
     assert saved.growth_tracker == 2
     assert state_from_tool("torch", vars(scaler)) == saved
     assert state_from_tool("torch", {key: torch.tensor([each]) for key, each in scaler.state_dict().items()}) == saved
 
 
-def test_the_attributes_of_a_scaler_as_json(tmp_path):
-    """The remedy for a scaler that was pickled whole: its attributes as JSON, a dtype among them."""
-    attributes = {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": torch.half}
-    with (tmp_path / "scaler.json").open("w") as file:
-        json.dump(attributes, file, default=str)
-    done = _checkpoint("scaler.json", "--from", "deepspeed", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["growth_tracker"] == 7
-
-
-def _checkpoint(*arguments, cwd):
-    return run("checkpoint", *arguments, cwd=cwd)
-
-
 def test_the_command_reads_what_torch_saves(tmp_path):
     """A scaler alone or within a checkpoint, torch's own or ours."""
-    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
-    scaler.scale(torch.zeros(()))
-    for finite in (True, False, True, True):
-        _step(scaler, finite)
+    scaler = _stepped()
     torch.save({"model": {"weight": torch.ones(3)}, "scaler": scaler.state_dict()}, tmp_path / "checkpoint.pt")
     ours = lossscale_torch.GradScaler("cpu", growth_interval=7)
     ours.load_state_dict(scaler.state_dict())
     torch.save(ours.state_dict(), tmp_path / "ours.pt")
     for name in ("checkpoint.pt", "ours.pt"):
-        state = json.loads(_checkpoint(name, cwd=tmp_path).stdout)
+        state = json.loads(run("checkpoint", name, cwd=tmp_path).stdout)
         assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
 
 
-TENSORS = [torch.float32, torch.bfloat16, torch.int64]
-
-
-@pytest.mark.parametrize("dtype", TENSORS, ids=str)
-def test_the_command_reads_tensors_of_one_element(tmp_path, dtype):
-    """Also a part of a larger one, among the weights and other objects of a checkpoint."""
-    scaler = {"scale": torch.tensor([3.0, 8.0], dtype=dtype)[1:], "growth_tracker": 7, "hysteresis_tracker": 1}
-    others = {"model": torch.nn.Linear(3, 2).state_dict(), "weight": torch.nn.Parameter(torch.ones(2).half())}
-    content = {"args": argparse.Namespace(a=1), **others, "optimizer": {"grad_scaler": scaler}}
-    torch.save(content, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    state = json.loads(done.stdout)
-    assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
+def test_the_command_reads_tensors_and_objects(tmp_path):
+    """A part of a tensor is a number; an object, whose class is not imported, is the dict of its attributes."""
+    scaler = {"scale": torch.tensor([3.0, 8.0], dtype=torch.bfloat16)[1:], "growth_tracker": torch.tensor(7)}
+    scaler |= {"hysteresis_tracker": 1}
+    whole = argparse.Namespace(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9)
+    others = {"args": argparse.Namespace(a=1), "weight": torch.nn.Parameter(torch.ones(2).half()), "b": bytearray(3)}
+    for tool, key, saved in (("megatron", "grad_scaler", scaler), ("deepspeed", "loss_scaler", whole)):
+        torch.save({**others, "optimizer": {key: saved}}, tmp_path / "f.pt")
+        done = run("checkpoint", "f.pt", "--from", tool, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        state = json.loads(done.stdout)
+        assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
 
 
 def test_the_command_refuses_what_torch_does_not_save(tmp_path):
@@ -197,7 +183,7 @@ def test_the_command_refuses_what_torch_does_not_save(tmp_path):
         (tmp_path / f"{name}.pt").write_text(name)
     (tmp_path / "short.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
     for name in ("hello.pt", "no pickle.pt", "short.pt", "old.pt"):
-        done = _checkpoint(name, cwd=tmp_path)
+        done = run("checkpoint", name, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(f"lossscale: {name} is not a zip archive, as torch.save writes")
         assert "load and save it again with a newer PyTorch" in done.stderr
@@ -218,14 +204,5 @@ def test_nothing_in_a_file_runs(tmp_path):
     """A pickle that calls a function of Python is read without it, or refused."""
     scaler = {"scale": 8.0, "growth_tracker": 7, "hysteresis_tracker": 1}
     torch.save({"scaler": scaler, "other": Hostile(tmp_path / "ran")}, tmp_path / "f.pt")
-    _checkpoint("f.pt", "--from", "megatron", cwd=tmp_path)
+    run("checkpoint", "f.pt", "--from", "megatron", cwd=tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_an_object_is_the_dict_of_its_attributes(tmp_path):
-    """Such as a scaler that was pickled whole, whose class is not imported."""
-    scaler = argparse.Namespace(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9)
-    torch.save({"optimizer": {"loss_scaler": scaler}}, tmp_path / "f.pt")
-    done = _checkpoint("f.pt", "--from", "deepspeed", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["loss_scale"] == 8.0

@@ -1,6 +1,9 @@
 """The training loops that the docs show pass `check_training_loop`: a skipped step of them moves nothing."""
 
 import functools
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +13,7 @@ import torch.distributed as dist
 
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.pages import code_of, split_loop
-from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, import_timm, in_float16
+from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, in_float16
 from tests.torch_versions import needs_fsdp2_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the packages warn of is theirs
@@ -34,7 +37,6 @@ class Page(NamedTuple):
     data: Callable[[int], list[Any]] = lambda batch: [_pair(batch)]
     start: str | None = None
     """The first statement of a step, where the page shows no loop."""
-    replaced: dict[str, str] = {}
 
 
 PAGES = {
@@ -52,9 +54,9 @@ PAGES = {
 class _Loop:
     """A loop of a page, with the scaler of the check in the place of its own."""
 
-    def __init__(self, page: Page, names: dict[str, Any], scaler: Any) -> None:
+    def __init__(self, page: Page, scaler: Any) -> None:
         source = code_of(page.path, page.heading)
-        for name, value in {**ON_A_CPU, **page.replaced}.items():
+        for name, value in ON_A_CPU.items():
             source = source.replace(name, value)
         setup, self._step = split_loop(source, page.start)
         model = torch.nn.Linear(4, 1)
@@ -64,7 +66,7 @@ class _Loop:
             "torch": torch, "in_float16": in_float16, "GradScaler": lambda *args, **settings: scaler, "scaler": scaler,
             "model": model, "optimizer": optimizer, "data": [], "loss_fn": _loss_fn, "policy_loss": _loss_fn,
             "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "accumulate": 2, "micro_batch_size": 4,
-            "log": lambda step, numbers: None, "num_updates": 0, **names,
+            "log": lambda step, numbers: None, "num_updates": 0,
         }  # fmt: skip
         exec(setup, self._names)
         self.model, self.scheduler = self._names["model"], self._names["scheduler"]
@@ -84,13 +86,27 @@ def _one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _import_timm(monkeypatch):
+    """Let timm's own modules be imported; the package as a whole needs torchvision, with no build for this torch."""
+    (place,) = importlib.util.find_spec("timm").submodule_search_locations
+    for name, path in (("timm", place), ("timm.utils", f"{place}/utils"), ("timm.scheduler", f"{place}/scheduler")):
+        module = types.ModuleType(name)
+        module.__path__ = [path]
+        monkeypatch.setitem(sys.modules, name, module)
+    from timm.scheduler.step_lr import StepLRScheduler
+    from timm.utils.cuda import NativeScaler
+
+    sys.modules["timm.utils"].NativeScaler = NativeScaler
+    return StepLRScheduler
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "FSDP2"])
 def test_a_loop_of_the_docs_passes(name, monkeypatch):
     """It skips as a whole, and the loss scale makes no difference to it."""
-    schedule = import_timm(monkeypatch) if name == "timm" else None
+    schedule = _import_timm(monkeypatch) if name == "timm" else None
 
     def build(scaler: Any) -> _Loop:
-        loop = _Loop(PAGES[name], {}, scaler)
+        loop = _Loop(PAGES[name], scaler)
         if schedule is not None:
             loop.scheduler = loop._names["scheduler"] = schedule(loop.optimizer, 1, decay_rate=0.5, t_in_epochs=False)
         return loop
@@ -102,4 +118,4 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
 @pytest.mark.usefixtures("_one_process")
 def test_the_loop_of_fsdp2_passes():
     """The same for parameters that are sharded, over one rank here."""
-    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"], {}))) == 3
+    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"]))) == 3

@@ -1,9 +1,6 @@
 """The recipes of docs/trainers.md, run as they stand there with the real packages, in float16 on a CPU; and others."""
 
-import importlib.util
 import shutil
-import sys
-import types
 import warnings
 from itertools import pairwise
 
@@ -128,32 +125,6 @@ def _rows(steps=STEPS):
     return [{"inputs": x, "labels": y} for inputs, labels in _data(steps) for x, y in zip(inputs, labels, strict=True)]
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_hugging_face_trainer(optim, tmp_path):
-    """Overflows are skipped, and the schedule follows applied steps with its default optimizer, a fused one, too."""
-    model = _ModelWithLoss()
-    names = {"model": model, "args": _arguments(tmp_path, optim=optim), "dataset": _rows()}
-    names = _run("Hugging Face Trainer", names)
-    trainer = names["trainer"]
-    assert type(trainer.accelerator.scaler) is GradScaler
-    assert model.skipped() == OVERFLOWS
-    assert trainer.lr_scheduler.last_epoch == STEPS - len(OVERFLOWS)
-    assert trainer.state.global_step == STEPS
-    assert trainer.accelerator.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS))
-
-
-def test_why_the_trainer_needs_a_callback(tmp_path):
-    """Without it the schedule of a fused optimizer moves after skipped steps, here with torch's scaler."""
-    from transformers import Trainer
-
-    model = _ModelWithLoss()
-    trainer = Trainer(model, _arguments(tmp_path, optim="adamw_torch_fused"), train_dataset=_rows())
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    trainer.train()
-    assert model.skipped() == OVERFLOWS
-    assert trainer.lr_scheduler.last_epoch == STEPS
-
-
 def _follow_applied_steps():
     """Return the names of Trainer's recipe, with its callback, from before it makes a trainer."""
     names = {}
@@ -258,11 +229,10 @@ def _options(folder, **options):
     }  # fmt: skip
 
 
-def _fit(module, options, steps=STEPS, replaced=None):
-    loader = torch.utils.data.DataLoader(_data(steps), batch_size=None)
+def _fit(module, options, replaced=None):
+    loader = torch.utils.data.DataLoader(_data(), batch_size=None)
     names = {"module": module, "loader": loader, "options": options}
-    names = _run("Lightning", names, replaced)
-    return names["trainer"]
+    return _run("Lightning", names, replaced)["trainer"]
 
 
 def _lightning_class(heading):
@@ -318,51 +288,17 @@ def test_accelerate_with_two_optimizers():
     assert int(scaler.metrics()["steps"]) == STEPS
 
 
-def import_timm(monkeypatch):
-    """Let timm's own modules be imported; the package as a whole needs torchvision, with no build for this torch."""
-    (place,) = importlib.util.find_spec("timm").submodule_search_locations
-    for name, path in (("timm", place), ("timm.utils", f"{place}/utils"), ("timm.scheduler", f"{place}/scheduler")):
-        module = types.ModuleType(name)
-        module.__path__ = [path]
-        monkeypatch.setitem(sys.modules, name, module)
-    from timm.scheduler.step_lr import StepLRScheduler
-    from timm.utils.cuda import NativeScaler
-
-    sys.modules["timm.utils"].NativeScaler = NativeScaler
-    return StepLRScheduler
-
-
-def test_timm(monkeypatch):
-    """Its schedule counts applied steps."""
-    schedule = import_timm(monkeypatch)
-    model = _Model()
-    optimizer, _ = _optimizer_of(model)
-    scheduler = schedule(optimizer, decay_t=1, decay_rate=0.5, t_in_epochs=False)
-    names = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(),
-        "loss_fn": _loss_fn, "num_updates": 0,
-    }  # fmt: skip
-    names = _run("timm", names)
-    assert model.skipped() == OVERFLOWS
-    assert names["num_updates"] == STEPS - len(OVERFLOWS)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** names["num_updates"])
-
-
 @pytest.mark.parametrize("name", ["ignite", "MONAI"])
 def test_ignite_and_monai(name):
     """The trainer's steps are the scaler's, and a bad batch is skipped."""
     model = torch.nn.Linear(4, 1)
     batches = [(torch.ones(8, 4) * (INF if n == 2 else 1.0), torch.ones(8, 1)) for n in range(6)]
     as_dicts = [{"image": inputs, "label": targets} for inputs, targets in batches]
-    names = _run(
-        name,
-        {
-            **{"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 1},
-            **{"loss_fn": torch.nn.MSELoss(), "device": torch.device("cpu")},
-            **{"data": as_dicts if name == "MONAI" else batches},
-        },
-    )
-    numbers = names["scaler"].metrics()
+    names = {
+        "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": torch.nn.MSELoss(),
+        "device": torch.device("cpu"), "epochs": 1, "data": as_dicts if name == "MONAI" else batches,
+    }  # fmt: skip
+    numbers = _run(name, names)["scaler"].metrics()
     assert (numbers["steps"], numbers["skipped_steps"]) == (6, 1)
     assert torch.isfinite(model.weight).all()
 
@@ -460,31 +396,32 @@ def _outcome(model, scaler):
     return model.layer.weight.tolist(), model.layer.bias.tolist(), state
 
 
-def _hugging_face(folder, resumes, is_whole):
+def _hugging_face(folder, optim, resumes):
     model = _ModelWithLoss(BAD, first=8 if resumes else 0)
-    saving = {"save_strategy": "no"} if is_whole else {"save_strategy": "steps", "save_steps": 8}
-    replaced = {**RESUMABLE}
-    if resumes:
-        replaced["trainer.train()"] = "trainer.train(resume_from_checkpoint=True)"
-    arguments = _arguments(folder, max_steps=16, **saving)
-    names = {"model": model, "args": arguments, "dataset": _rows(16)}
-    names = _run("Hugging Face Trainer", names, replaced)
-    return model, names["trainer"].accelerator.scaler
+    replaced = {**RESUMABLE, "trainer.train()": f"trainer.train(resume_from_checkpoint={resumes})"}
+    arguments = _arguments(folder, optim=optim, max_steps=16, save_strategy="steps", save_steps=8)
+    names = _run("Hugging Face Trainer", {"model": model, "args": arguments, "dataset": _rows(16)}, replaced)
+    return model, names["trainer"]
 
 
-def test_the_trainer_resumes_exactly(tmp_path):
-    """From a checkpoint of its own, the scale, the counters, the guard and the weights continue bit for bit."""
-    whole = _outcome(*_hugging_face(tmp_path, resumes=False, is_whole=False))
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_the_trainer_resumes_exactly(optim, tmp_path):
+    """From a checkpoint of its own, the scale, the counters, the guard and the weights continue bit for bit.
+
+    Bad steps are skipped, and the schedule follows applied ones with its default optimizer, a fused one, too.
+    """
+    model, trainer = _hugging_face(tmp_path, optim, resumes=False)
+    assert model.skipped() == {*BAD}
+    assert trainer.lr_scheduler.last_epoch == 16 - len(BAD)
     shutil.rmtree(tmp_path / "checkpoint-16")  # the run was stopped before
-    assert _outcome(*_hugging_face(tmp_path, resumes=True, is_whole=False)) == whole
+    resumed, other = _hugging_face(tmp_path, optim, resumes=True)
+    assert _outcome(resumed, other.accelerator.scaler) == _outcome(model, trainer.accelerator.scaler)
 
 
 def _lightning(folder, epochs, first=0, **fit):
     module = _lightning_class("Lightning, automatic optimization")(fused=True, bad=BAD, first=first)
-    replaced = {**RESUMABLE}
-    if fit:
-        replaced["fit(module, loader)"] = f"fit(module, loader, ckpt_path={str(fit['ckpt_path'])!r})"
-    trainer = _fit(module, _options(folder, max_epochs=epochs), replaced=replaced)
+    replaced = {**RESUMABLE, "fit(module, loader)": f"fit(module, loader, **{fit!r})"}
+    trainer = _fit(module, _options(folder, max_epochs=epochs), replaced)
     return trainer, module.parts[0], trainer.precision_plugin.scaler
 
 
@@ -495,23 +432,30 @@ def test_lightning_resumes_exactly(tmp_path):
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 16 - len(BAD)
     trainer, *_ = _lightning(tmp_path, 1)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    _, *resumed = _lightning(tmp_path, 2, first=8, ckpt_path=tmp_path / "last.ckpt")
+    _, *resumed = _lightning(tmp_path, 2, first=8, ckpt_path=str(tmp_path / "last.ckpt"))
     assert _outcome(*resumed) == _outcome(*whole)
 
 
-def _accelerate(first, last, folder, loads=False, fused=True):
+def _parts(first, fused):
+    """Return a model, its optimizer and its schedule by the names that recipes have."""
     model = _Model(BAD, first=first)
     optimizer, scheduler = _optimizer_of(model, fused)
-    names = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler, "data": _data(16)[first:last],
-        "loss_fn": _loss_fn,
-    }  # fmt: skip
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def _accelerate(fused, first=0, last=16, folder=None):
+    names = {**_parts(first, fused), "data": _data(16)[first:last], "loss_fn": _loss_fn, "folder": folder}
     replaced = {**RESUMABLE}
-    if loads:
-        replaced["for inputs"] = (
-            f"accelerator.register_for_checkpointing(scheduler)\naccelerator.load_state({folder!r})\nfor inputs"
-        )
+    if folder is not None:
+        load = "accelerator.register_for_checkpointing(scheduler)\naccelerator.load_state(folder)"
+        replaced["for inputs"] = f"{load}\nfor inputs"
     return _run("Accelerate", names, replaced)
+
+
+def _require_exact(resumed, whole):
+    """Require that a run that was stopped ends as one that was not, whose schedule follows applied steps."""
+    assert _outcome(resumed["model"], resumed["scaler"]) == _outcome(whole["model"], whole["scaler"])
+    assert resumed["scheduler"].last_epoch == whole["scheduler"].last_epoch == 16 - len(BAD)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -519,33 +463,28 @@ def test_accelerate_resumes_exactly(fused, tmp_path):
     """From what `save_state` wrote; bad steps are skipped, and the schedule follows applied ones, without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
-        whole = _accelerate(0, 16, None, fused=fused)
+        whole = _accelerate(fused)
     assert whole["model"].skipped() == {*BAD}
     assert whole["optimizer"].scaler is whole["scaler"]
-    saved = _accelerate(0, 8, None, fused=fused)
+    saved = _accelerate(fused, last=8)
     saved["accelerator"].register_for_checkpointing(saved["scheduler"])
     saved["accelerator"].save_state(str(tmp_path))
-    resumed = _accelerate(8, 16, str(tmp_path), loads=True, fused=fused)
-    assert _outcome(resumed["model"], resumed["scaler"]) == _outcome(whole["model"], whole["scaler"])
-    assert resumed["scheduler"].last_epoch == whole["scheduler"].last_epoch == 16 - len(BAD)
+    _require_exact(_accelerate(fused, first=8, folder=str(tmp_path)), whole)
 
 
-def _plain_run(first, last, fused, resume=None):
-    model = _Model(BAD, first=first)
-    optimizer, scheduler = _optimizer_of(model, fused)
-    names = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler,
-        "scaler": GradScaler("cpu", policy=POLICY, guard=SpikeGuard(warmup=2)), "folder": resume,
-    }  # fmt: skip
-    if resume is not None:
+def _plain_run(fused, first=0, last=16, folder=None):
+    names = _parts(first, fused)
+    scaler = GradScaler("cpu", policy=POLICY, guard=SpikeGuard(warmup=2))
+    names |= {"scaler": scaler, "folder": folder}
+    if folder is not None:
         names = _run("Resume", names, {"dcp.save": "dict"})
     for inputs, targets in _data(16)[first:last]:
-        optimizer.zero_grad()
-        names["scaler"].scale(_loss_fn(model(inputs), targets)).backward()
-        names["scaler"].unscale_and_clip_(optimizer, 1.0)
-        names["scaler"].step(optimizer)
-        if names["scaler"].update().applied:
-            scheduler.step()
+        names["optimizer"].zero_grad()
+        scaler.scale(_loss_fn(names["model"](inputs), targets)).backward()
+        scaler.unscale_and_clip_(names["optimizer"], 1.0)
+        scaler.step(names["optimizer"])
+        if scaler.update().applied:
+            names["scheduler"].step()
     return names
 
 
@@ -553,11 +492,9 @@ def _plain_run(first, last, fused, resume=None):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_distributed_checkpoint_resumes_exactly(fused, tmp_path):
     """From what `torch.distributed.checkpoint` wrote, as the page has it; torch's own scaler reads its part, too."""
-    whole, saved = _plain_run(0, 16, fused), _plain_run(0, 8, fused)
+    whole, saved = _plain_run(fused), _plain_run(fused, last=8)
     _run("Resume", {**saved, "folder": tmp_path}, {"dcp.load": "dict"})
     torchs = torch.amp.GradScaler("cpu")
     dcp.load({"scaler": torchs}, checkpoint_id=tmp_path)
     assert torchs.state_dict().items() <= saved["scaler"].state_dict().items()
-    resumed = _plain_run(8, 16, fused, resume=tmp_path)
-    assert _outcome(resumed["model"], resumed["scaler"]) == _outcome(whole["model"], whole["scaler"])
-    assert resumed["scheduler"].last_epoch == whole["scheduler"].last_epoch == 16 - len(BAD)
+    _require_exact(_plain_run(fused, first=8, folder=tmp_path), whole)
