@@ -59,18 +59,6 @@ def test_the_names_are_there(base):
     assert (found, param.grad.item()) == ({torch.device("cpu"): 0.0}, 1.0)
 
 
-@AGAINST_TORCH
-def test_what_a_scaler_begins_with(base):
-    """`_init_scale` and `_init_growth_tracker` count until the first loss, and a loaded state sets them."""
-    scaler = base("cpu", init_scale=1024.0)
-    scaler._init_scale, scaler._init_growth_tracker = 8.0, 3
-    assert scaler.scale(torch.ones(())).item() == 8.0
-    scaler._init_scale, scaler._init_growth_tracker = 2.0, 1
-    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 3)
-    scaler.load_state_dict(base("cpu", init_scale=4.0).state_dict())
-    assert (scaler._init_scale, scaler._init_growth_tracker, scaler._get_growth_tracker()) == (4.0, 0, 0)
-
-
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,21 +100,6 @@ def test_what_is_written_between_step_and_update(base, device):
         kept.fill_(4.0)
         scaler.load_state_dict(saved)
         assert scaler.get_scale() == kept.item() == 8.0
-
-
-@EITHER_KIND
-@AGAINST_TORCH
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_a_scale_that_is_written_before_the_step_divides(base, fused, is_checked):
-    """Code that writes to the tensor is responsible for the gradients; a check leaves them alone."""
-    param, optimizer = _one(fused)
-    scaler = base("cpu", init_scale=1024.0)
-    _backward(scaler, param)
-    if is_checked:
-        scaler._check_inf_per_device(optimizer)
-    scaler._scale.fill_(512.0)
-    scaler.step(optimizer)
-    assert param.item() == -1.0
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])

@@ -9,8 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
 from transformers import TrainingArguments
 
@@ -26,7 +24,6 @@ OVERFLOWS = {0, 2, 5}
 STEPS = 8
 ON_A_CPU = {
     '"cuda"': '"cpu"',
-    "@torch.compile": '@torch.compile(backend="eager")',
     'Accelerator(mixed_precision="fp16")': "in_float16(Accelerator(cpu=True))",
     "trainer.accelerator.scaler": "in_float16(trainer.accelerator).scaler",
 }
@@ -249,20 +246,6 @@ def test_lightning_with_two_optimizers(tmp_path):
     counts = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
     assert counts == [STEPS - len(OVERFLOWS), STEPS - 1]
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS) - 1)
-
-
-def test_fabric():
-    """Fabric scales in backward, and unscales, steps and updates in the optimizer's step."""
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    model = _Model()
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for inputs, targets in _data():
-        optimizer.zero_grad()
-        fabric.backward(_loss_fn(wrapped(inputs), targets))
-        optimizer.step()
-    assert model.skipped() == OVERFLOWS
-    assert scaler.get_scale() == 2.0 ** (10 - len(OVERFLOWS))
 
 
 def test_accelerate_with_two_optimizers():

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import random
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling
@@ -26,12 +24,9 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         scores = self.query(x) @ self.key(x).transpose(-1, -2) / x.shape[-1] ** 0.5
-        if mask is not None:
-            scores = scores.masked_fill(mask, -torch.inf)
-        weights = scores.softmax(dim=-1)
-        return self.out(weights.to(scores.dtype) @ self.value(x))
+        return self.out(scores.softmax(dim=-1).to(scores.dtype) @ self.value(x))
 
 
 class Tied(nn.Module):
@@ -64,6 +59,8 @@ def _network(name):
         return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), x
     if name == "tied":
         return Tied(), torch.randint(0, 20, (4, 6))
+    if name == "half":
+        return _mlp(nn.Tanh()).half(), x.half()
     return _mlp(nn.Tanh()), x
 
 
@@ -93,7 +90,7 @@ def _largest_finite_scale(model, loss_fn):
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e-3, 1e9])
-@pytest.mark.parametrize("name", ["attention", "convolution", "dropout", "fused attention", "tied", "mlp"])
+@pytest.mark.parametrize("name", ["attention", "convolution", "dropout", "fused attention", "tied", "half", "mlp"])
 def test_the_limit_is_the_one_that_bisection_finds(name, weight):
     """Within one power of two, on each network and with each weight of the loss."""
     model, x = _network(name)
@@ -104,18 +101,6 @@ def test_the_limit_is_the_one_that_bisection_finds(name, weight):
     assert report.init_scale == min(report.overflows_above / 2, DynamicScaling().max_scale)
     policy = eval(str(report).rpartition("use ")[2], {"DynamicScaling": DynamicScaling})
     assert policy.init_scale == report.init_scale
-
-
-def test_parameters_in_float16_are_measured_as_well():
-    """A model that was cast by `half()`; its loss is float16, too."""
-    model, x = _network("mlp")
-    model.half()
-
-    def loss_fn():
-        return model(x.half()).square().mean()
-
-    report = range_report(model, loss_fn)
-    assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
 
 
 # -- no scale fits -----------------------------------------------------------------------------------------------------
@@ -187,10 +172,8 @@ def test_compiled_models_run_uncompiled():
 
 REFUSED = {
     "a number": (lambda model, x: range_report(model, lambda: _square(model, x).item()), "loss_fn returned float"),
-    "a dict": (lambda model, x: range_report(model, dict), "loss_fn returned dict"),
     "several": (lambda model, x: range_report(model, lambda: _square(model, x).repeat(2)), r"shape \(2,\)"),
     "no graph": (lambda model, x: range_report(model, lambda: _square(model, x).detach()), "has no graph"),
-    "an error of its own": (lambda model, x: range_report(model, lambda: _square(model)), "missing 1 required posit"),
     "turned round": (
         lambda model, x: range_report(lambda: None, model),
         r"given function and Sequential; .* write range_report\(model, lambda",
@@ -204,35 +187,6 @@ def test_what_is_not_a_loss_is_refused(name):
     program, message = REFUSED[name]
     with pytest.raises(ValueError if name in ("several", "no graph") else TypeError, match=message):
         program(*_network("mlp"))
-
-
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
-def test_it_takes_at_most_half_more_memory_than_a_step():
-    """As torch counts it: the most that is allocated at any time, of a step and of a report."""
-    model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), torch.randn(512, 256)
-
-    def peak(function):
-        with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiled:
-            function()
-        changes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return max(itertools.accumulate(changes))
-
-    step = peak(lambda: _square(model, x).backward())
-    model.zero_grad()
-    assert peak(lambda: range_report(model, lambda: _square(model, x))) <= 1.5 * step
-
-
-def test_the_operation_that_overflows_first_is_named_with_its_module_in_the_backward_pass():
-    """At twice the limit it overflows, and at the limit nothing does."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
-    report = range_report(model, lambda: _square(model, torch.full((2, 4), 50.0)))
-    assert report.overflows_first == "0 (aten.mm)"
-    assert {"0", "1", "2"} <= {each.module for each in report.backward}
-    assert f"2**{report.overflows_above.hex().split('p')[1].lstrip('+')}" in str(report)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -411,11 +411,10 @@ def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
     assert "no scaler was made in this process" in done.stderr
 
 
-@pytest.mark.parametrize("rank", ["", "0/2"])
-def test_a_rank_that_is_not_a_number_is_none(run, tmp_path, rank, monkeypatch):
+def test_a_rank_that_is_not_a_number_is_none(run, tmp_path, monkeypatch):
     """Scripts use RANK and WORLD_SIZE for what they like, and empty them."""
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", rank)
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "0/2")
     done, rows = _traced(run, tmp_path, 'train(torch.amp.GradScaler("cpu"), range(3))')
     assert done.returncode == 0, done.stderr
     assert len(rows) == 3
