@@ -54,21 +54,14 @@ def test_a_bad_state_dict_leaves_the_scaler_as_it_was(bad, follows):
     """Any value in any place is taken, or refused by one short error."""
     scaler = GradScaler("cpu", **({} if follows else {"policy": "dynamic"}))
     scaler.scale(torch.ones(()))
-    ours = scaler.state_dict()
-    places = [("torchs", name) for name in TORCHS] + [("ours", name) for name in ours]
-    places += [("policy", name) for name in ours["policy"]] + [("whole", "")]
-    before = repr(ours)
-    for place, name in places:
-        saved = {
-            "torchs": lambda name=name: {**TORCHS, name: BAD[bad]},
-            "ours": lambda name=name: {**ours, name: BAD[bad]},
-            "policy": lambda name=name: {**ours, "policy": {**ours["policy"], name: BAD[bad]}},
-            "whole": lambda: BAD[bad],
-        }[place]()
+    ours, value = scaler.state_dict(), BAD[bad]
+    dicts = [{**whole, name: value} for whole in (TORCHS, ours) for name in whole]
+    dicts += [{**ours, "policy": {**ours["policy"], name: value}} for name in ours["policy"]]
+    for saved in (value, *dicts):
         said = _loaded(scaler, saved)
-        assert all(len(each) < LONGEST and "\n" not in each for each in said), (place, name, said)
+        assert all(len(each) < LONGEST and "\n" not in each for each in said), said
         if said[:1] == ["refused"]:
-            assert repr(scaler.state_dict()) == before, (place, name)
+            assert repr(scaler.state_dict()) == repr(ours), said
         scaler.load_state_dict(ours)
 
 

@@ -66,17 +66,6 @@ def test_the_plain_loop_learns_and_resumes(tmp_path, capsys):
     assert len([*(tmp_path / "whole").glob("events.*")]) == 1
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_an_overflow_changes_nothing_but_the_scale(tmp_path):
-    """The first step of the plain loop overflows: weights, buffers, average, optimizers and schedules stay."""
-    main = _main("torch_plain")
-    (_, before), (_, after) = (main(steps, folder=tmp_path / str(steps)) for steps in (0, 1))
-    assert after.scaler.get_scale() == before.scaler.get_scale() / 2
-    before.parts.remove(before.scaler)
-    after.parts.remove(after.scaler)
-    _assert_same(_states(before.parts), _states(after.parts))
-
-
 def _train_in_ddp(rank):
     accuracy, model, scaler = _main("torch_ddp")(50)
     _assert_healthy(accuracy, scaler, 50)

@@ -90,6 +90,21 @@ def test_each_optimizer_tells_whether_it_moved(fused, bad):
 
 
 @EITHER_KIND
+def test_an_update_after_each_of_two_optimizers(fused):
+    """With `updates_per_step=2`, which Accelerate needs, one scale divides both, and one loss counts as one step."""
+    params, optimizers = _two(fused)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1, updates_per_step=2)
+    for value, moves, scale in ((1.0, (1.0, 1.0), 2048.0), (float("inf"), (0.0, 1.0), 1024.0)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale((params[0] * value + params[1]).sum()).backward()
+        for param, optimizer, move in zip(params, optimizers, moves, strict=True):
+            assert _moved(param, scaler.step, optimizer) == move
+            scaler.update()
+        assert (scaler.get_scale(), scaler.metrics()["steps"]) == (scale, 1 + (value != 1.0))
+
+
+@EITHER_KIND
 def test_a_joint_clip_before_an_update_after_each_of_two_optimizers(fused):
     """With `updates_per_step=2` what both were clipped by lasts until the step of the second."""
     params, optimizers = _two(fused)

@@ -16,12 +16,6 @@ def notebook(request):
     return nbformat.read(request.param, as_version=nbformat.NO_CONVERT)
 
 
-def _executed(notebook, folder):
-    """Run a notebook; return the outputs of each cell."""
-    NotebookClient(notebook, resources={"metadata": {"path": str(folder)}}, timeout=240).execute()
-    return [cell.get("outputs", []) for cell in notebook.cells]
-
-
 def test_a_notebook_is_stored_without_outputs(notebook):
     """A change of it is a change of its text or its code."""
     nbformat.validate(notebook)
@@ -33,7 +27,7 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     """It runs from top to bottom, where its own assertions hold, and draws a picture."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the threads of several test workers would wait for each other
-    outputs = _executed(notebook, tmp_path)
-    made = [each for cell in outputs for each in cell]
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=240).execute()
+    made = [each for cell in notebook.cells for each in cell.get("outputs", [])]
     assert any("image/png" in each.get("data", ()) or "image/svg+xml" in each.get("data", ()) for each in made)
     assert "healthy: " in made[-1].data["text/plain"]

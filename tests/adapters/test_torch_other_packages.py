@@ -232,28 +232,6 @@ def test_a_subclass_updates_with_torchs_own_kernel(base):
 
 
 @AGAINST_TORCH
-def test_a_subclass_steps_and_updates_by_itself(base):
-    """With the records, which it replaces at each update; and nothing warns."""
-
-    class Own(base):
-        def step(self, optimizer, *args, **kwargs):
-            state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            assert state["found_inf_per_device"]
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-            state["stage"] = OptState.STEPPED
-            return result
-
-        def update(self, new_scale=None):
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-    param, optimizer = _one()
-    scaler = Own("cpu", init_scale=8.0)
-    assert [_step(scaler, param, optimizer) for _ in range(3)] == [1.0] * 3
-
-
-@AGAINST_TORCH
 @pytest.mark.parametrize("clips", [False, True])
 def test_unscaling_that_is_replaced_on_the_instance(base, clips):
     """As kohya's sd-scripts do in full float16, which let float16 gradients pass."""

@@ -29,39 +29,41 @@ class Attention(nn.Module):
         return self.out(scores.softmax(dim=-1).to(scores.dtype) @ self.value(x))
 
 
-class Tied(nn.Module):
-    """An embedding that shares its weights with the output layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.hidden = nn.Embedding(20, 16), nn.Linear(16, 16)
-
-    def forward(self, tokens):
-        return self.hidden(self.embed(tokens)).relu() @ self.embed.weight.T
-
-
 def _mlp(*layers):
     return nn.Sequential(nn.Linear(16, 32), *layers, nn.Linear(32, 8))
+
+
+def _tied():
+    """Return an embedding and an output layer that share their weights."""
+    layers = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 20))
+    layers[3].weight = layers[0].weight
+    return layers
+
+
+NETWORKS = {
+    "attention": lambda: nn.Sequential(Attention(), Attention()),
+    "convolution": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
+    ),
+    "dropout": lambda: _mlp(nn.Dropout(0.5), nn.ReLU()),
+    "fused attention": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    "tied": _tied,
+    "half": lambda: _mlp(nn.Tanh()).half(),
+    "mlp": lambda: _mlp(nn.Tanh()),
+}
+INPUTS = {
+    "convolution": lambda x: torch.randn(4, 3, 8, 8),
+    "tied": lambda x: torch.randint(0, 20, (4, 6)),
+    "half": lambda x: x.half(),
+}
 
 
 def _network(name):
     """Return a model and its inputs."""
     torch.manual_seed(0)
     x = torch.randn(4, 6, 16)
-    if name == "attention":
-        return nn.Sequential(Attention(), Attention()), x
-    if name == "convolution":
-        layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
-        return nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
-    if name == "dropout":
-        return _mlp(nn.Dropout(0.5), nn.ReLU()), x
-    if name == "fused attention":
-        return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), x
-    if name == "tied":
-        return Tied(), torch.randint(0, 20, (4, 6))
-    if name == "half":
-        return _mlp(nn.Tanh()).half(), x.half()
-    return _mlp(nn.Tanh()), x
+    model = NETWORKS[name]()
+    return model, INPUTS[name](x) if name in INPUTS else x
 
 
 def _loss_fn(model, x, weight=1.0):
@@ -90,7 +92,7 @@ def _largest_finite_scale(model, loss_fn):
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e-3, 1e9])
-@pytest.mark.parametrize("name", ["attention", "convolution", "dropout", "fused attention", "tied", "half", "mlp"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_limit_is_the_one_that_bisection_finds(name, weight):
     """Within one power of two, on each network and with each weight of the loss."""
     model, x = _network(name)

@@ -37,9 +37,8 @@ class Counted:
 
 class Apex(Counted):
     def __init__(
-        self, loss_scale="dynamic", init_scale=65536.0, scale_factor=2.0, scale_window=2000, min_loss_scale=None,
-        max_loss_scale=2.0**24,
-    ):  # fmt: skip
+        self, init_scale=65536.0, scale_factor=2.0, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24
+    ):
         start = min(init_scale, max_loss_scale)
         super().__init__(start, 2.0, 0.5, scale_window, min_loss_scale or 0.0, max_loss_scale)
 
@@ -103,7 +102,7 @@ class DeepSpeed:
 
     def __init__(
         self, initial_scale_power=16, loss_scale_window=1000, hysteresis=2, consecutive_hysteresis=False,
-        min_loss_scale=1, loss_scale=0, enabled=True,
+        min_loss_scale=1,
     ):  # fmt: skip
         self.scale, self.window, self.floor = 2.0**initial_scale_power, loss_scale_window, min_loss_scale
         self.allowed = self.left = hysteresis
@@ -136,7 +135,6 @@ _SCALE = st.integers(3, 24).map(lambda power: 2.0**power)
 _WINDOW, _COUNT = st.integers(1, 9), st.integers(0, 4)
 _UP, _DOWN = st.sampled_from([2.0, 2.0, 4.0, 1.5]), st.sampled_from([0.5, 0.5, 0.25, 0.8])
 _APEX = {
-    "loss_scale": st.just("dynamic"),
     "init_scale": _SCALE,
     "scale_factor": st.sampled_from([2.0, 4.0]),
     "min_loss_scale": st.sampled_from([None, 0, 1.0, 0.25, 4.0]),
@@ -146,8 +144,6 @@ _DEEPSPEED = {
     "initial_scale_power": st.integers(0, 20),
     "consecutive_hysteresis": st.booleans(),
     "min_loss_scale": st.sampled_from([1, 1.0]),
-    "loss_scale": st.just(0),
-    "enabled": st.just(True),
 }
 _MEGATRON = {
     "initial_scale": _SCALE,
