@@ -45,10 +45,8 @@ def test_the_drop_in_and_from_tool_read_torchs_arguments_alike(arguments):
     again.load_state_dict(scaler.state_dict())
     setting = lossscale_torch.GradScaler("cpu", **{**arguments, "growth_interval": 3})
     setting.set_growth_interval(arguments.get("growth_interval", 2000))
-    assert scaler.policy == policy
-    assert setting.policy == policy
-    for one in (scaler, again, setting):
-        assert one.policy.growth_interval == policy.growth_interval
+    assert scaler.policy == setting.policy == policy
+    assert again.policy.growth_interval == policy.growth_interval
 
 
 REFUSED = [

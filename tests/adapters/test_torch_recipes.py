@@ -265,10 +265,11 @@ def test_ignite_and_monai(name):
 
 def test_full_float16():
     """float16 weights train by the setting."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).half()
     accelerator = Accelerator(cpu=True)
     _run("Full float16", {"accelerator": accelerator, "GradScaler": GradScaler})
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=10.0))
     inputs, targets = _data(1)[0]
     for overflows in (False, True):
         before = model.weight.detach().clone()

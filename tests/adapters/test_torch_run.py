@@ -1,7 +1,6 @@
 """`lossscale run` on whole scripts that know nothing of it, in processes of their own."""
 
 import csv
-import functools
 import json
 import os
 import pickle
@@ -73,17 +72,14 @@ def run(tmp_path_factory):
         process.stdin.close()
 
 
-def _launched(launcher, folder, *arguments):
-    return _python(folder, *launcher, *RUN, *arguments)
-
-
-def _write(folder, script):
-    (folder / "train.py").write_text(COMMON + textwrap.dedent(script))
+def _launched(*launcher):
+    """Return a function that runs the command in a process of its own, started by a launcher."""
+    return lambda folder, *arguments: _python(folder, *launcher, *RUN, *arguments)
 
 
 def _traced(run, folder, script, *options):
     """Run a script with a trace; return what it left, and the rows of the trace."""
-    _write(folder, script)
+    (folder / "train.py").write_text(COMMON + textwrap.dedent(script))
     done = run(folder, "--trace", "scale.csv", *options, "train.py", "--fp16")
     return done, _rows(folder / "scale.csv") if (folder / "scale.csv").exists() else []
 
@@ -93,14 +89,12 @@ def _rows(path):
         return list(csv.DictReader(file))
 
 
-def _require_simulated(rows, policy=POLICY, steps=8):
-    """Require that the policy does with the recorded flags what the trace says it did."""
-    assert [int(row["step"]) for row in rows] == list(range(steps))
-    overflowed = [row["overflowed"] == "True" for row in rows]
-    assert [step for step in range(steps) if overflowed[step]] == [2, 5]
-    assert [row["applied"] == "True" for row in rows] == [not each for each in overflowed]
-    trace = simulate(policy, [not each for each in overflowed])
-    assert [float(row["scale"]) for row in rows] == trace.loss_scale_used.tolist()
+def _require_simulated(rows):
+    """Require that eight steps overflowed where they were spoilt, and moved the scale as the policy does."""
+    applied = [step not in (2, 5) for step in range(8)]
+    flags = [(row["step"], row["applied"], row["overflowed"]) for row in rows]
+    assert flags == [(str(step), str(each), str(not each)) for step, each in enumerate(applied)]
+    assert [float(row["scale"]) for row in rows] == simulate(POLICY, applied).loss_scale_used.tolist()
 
 
 BEFORE = """
@@ -369,7 +363,7 @@ ACCELERATE = """
 def test_a_trainer_is_traced(tmp_path, script, launcher):
     """Lightning and `accelerate launch -m lossscale run` make the scaler themselves."""
     dump_policy(POLICY, tmp_path / "policy.toml")
-    done, rows = _traced(functools.partial(_launched, launcher), tmp_path, script, "--policy", "policy.toml")
+    done, rows = _traced(_launched(*launcher), tmp_path, script, "--policy", "policy.toml")
     assert done.returncode == 0, done.stderr
     _require_simulated(rows)
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
@@ -395,7 +389,7 @@ DDP = """
 
 def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     """The rank is that of the process group, and each rank says its diagnosis."""
-    done, rows = _traced(functools.partial(_launched, TORCHRUN), tmp_path, DDP)
+    done, rows = _traced(_launched(*TORCHRUN), tmp_path, DDP)
     assert done.returncode == 0, done.stderr
     assert not rows
     for rank in range(2):
@@ -405,7 +399,7 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
 
 def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
     """They run as without the command, which says so."""
-    done, rows = _traced(functools.partial(_launched, ()), tmp_path, DDP)
+    done, rows = _traced(_launched(), tmp_path, DDP)
     assert done.returncode == 0, done.stderr
     assert not rows
     assert "no scaler was made in this process" in done.stderr
@@ -443,7 +437,7 @@ def test_a_full_disk_hides_no_diagnosis(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90))
         train(torch.amp.GradScaler("cpu", init_scale=8.0))
     """
-    done, _ = _traced(functools.partial(_launched, ()), tmp_path, script)
+    done, _ = _traced(_launched(), tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert "the trace ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
