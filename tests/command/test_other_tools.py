@@ -153,6 +153,7 @@ REFUSED = [
     ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
     ("deepspeed", {"min_loss_scale": 0.5}, "min_loss_scale=0.5"),
     ("deepspeed", {"loss_scale": True}, "loss_scale=True"),
+    ("deepspeed", {"loss_scale": np.zeros(2)}, "loss_scale=ndarray of shape"),
     ("deepspeed", {"initial_scale_power": 5000}, "initial_scale_power=5000"),
     ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
     ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
