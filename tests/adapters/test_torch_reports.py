@@ -113,6 +113,17 @@ def _square(model, x):
         return model(x).float().square().mean()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "where"), [(torch.float16, "loss_fn (aten.div)"), (torch.float32, "the gradient of")]
+)
+def test_a_root_of_zero_is_named(dtype, where):
+    """No scale makes its gradient finite, and the report says so before it speaks of weights of the loss."""
+    model, x = _network("half")
+    report = range_report(model, lambda: (0.0 * model(x)).to(dtype).sqrt().float().mean())
+    assert (report.forward_finite, report.init_scale, report.overflows_first[: len(where)]) == (True, None, where)
+    assert "\nlook for a division by zero, or a root or logarithm of zero\n" in str(report)
+
+
 def test_nan_without_infinity_is_predicted():
     """In float16 attention the backward pass of the softmax subtracts two infinities; half the scale fixes it."""
     torch.manual_seed(0)
