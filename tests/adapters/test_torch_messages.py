@@ -2,7 +2,6 @@
 
 import pickle
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ INF, NAN = float("inf"), float("nan")
 TORCHS = torch.amp.GradScaler("cpu").state_dict()
 
 
-def _sgd(grad=None, **kwargs):
+def _sgd(**kwargs):
     """Return an optimizer of one parameter with a gradient."""
-    grad = torch.ones(2) if grad is None else grad
-    param = torch.nn.Parameter(torch.ones(grad.shape, dtype=grad.dtype))
-    param.grad = grad
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
     return torch.optim.SGD([param], lr=1.0, **kwargs)
 
 
@@ -31,15 +29,10 @@ def _ready(make=GradScaler, **settings):
     return scaler
 
 
-def _calls(*calls):
-    """Return a program that scales a loss and makes these calls with an optimizer."""
-
-    def program(make, optimizer):
-        scaler = _ready(make)
-        for name, *args in calls:
-            getattr(scaler, name)(optimizer, *args)
-
-    return program
+def _unscaled_late(make, optimizer):
+    scaler = _ready(make)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
 
 
 def _pickled_in_a_step(make, optimizer):
@@ -73,18 +66,8 @@ AS_TORCH = {
     "no loss to step": (lambda make, o: make("cpu").step(o), AssertionError, "Attempted step but _scale is None."),
     "no loss to unscale": (lambda make, o: make("cpu").unscale_(o), AssertionError, "unscale_ but _scale is None."),
     "no loss to update": (lambda make, o: make("cpu").update(), AssertionError, "update but _scale is None."),
-    "no step to update": (
-        lambda make, o: _ready(make).update(),
-        AssertionError,
-        "No inf checks were recorded",
-    ),
-    "unscaled twice": (
-        _calls(("unscale_",), ("unscale_",)),
-        RuntimeError,
-        "unscale_() has already been called",
-    ),
-    "unscaled late": (_calls(("step",), ("unscale_",)), RuntimeError, "unscale_() is being called after step()."),
-    "stepped twice": (_calls(("step",), ("step",)), RuntimeError, "step() has already been called since the last up"),
+    "no step to update": (lambda make, o: _ready(make).update(), AssertionError, "No inf checks were recorded"),
+    "unscaled late": (_unscaled_late, RuntimeError, "unscale_() is being called after step()."),
     "a closure": (lambda make, o: _ready(make).step(o, closure=print), RuntimeError, "Closure use is not currently"),
     "a number as loss": (lambda make, o: make("cpu").scale(5), ValueError, "outputs must be a Tensor or an iterable"),
     "a late backward pass": (_backward_late, RuntimeError, "modified by an inplace operation"),
@@ -151,6 +134,12 @@ def _half():
     _ready().unscale_(optimizer)
 
 
+def _stepped_after_skip():
+    scaler, optimizer = _ready(), _sgd()
+    scaler.skip(optimizer)
+    scaler.step(optimizer)
+
+
 def _too_few_updates():
     scaler, optimizer = _ready(updates_per_step=2), _sgd()
     scaler.step(optimizer)
@@ -158,7 +147,6 @@ def _too_few_updates():
     scaler.step(optimizer)
 
 
-NOT_POSITIVE = (0.0, -4.0, INF, -INF, NAN, True, "64", None)
 LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
 HALF = (
     "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
@@ -173,6 +161,7 @@ A_POLICYS = (
     "GradScaler has no argument min_scale, which is a setting of a policy; "
     "write GradScaler('cpu', policy=DynamicScaling(min_scale=1.0))"
 )
+NO_INTERVAL = "NoScaling() has no growth_interval; make the scaler with another policy"
 ERRORS = {
     "a scale of NaN": _settings("init_scale=nan must be a number from 2**-126 to 2**126, where ... ; pass", NAN),
     "a scale of 0": _settings("init_scale=0.0 must be a number from ... ; pass", 0.0),
@@ -180,69 +169,45 @@ ERRORS = {
     "a scale as text": _settings("init_scale='1024' must be a number from ... ; pass", "1024"),
     "no scale": _settings("init_scale=None must be a number; pass 2.0**16, or a policy as policy=", None),
     "a policy as scale": _settings("init_scale=DynamicScaling( ... or a policy as policy=", DynamicScaling()),
-    "a growth as text": _settings("growth_factor='2' must be above 1 ... ; pass", growth_factor="2"),
     "no backoff": _settings("backoff_factor=None must be between 0 and 1 ... ; pass", backoff_factor=None),
-    "an interval as text": _settings("growth_interval='20' must be a whole number ... ; pass", growth_interval="20"),
     "no updates": _settings("updates_per_step=0 must be a whole number from 1 ... ; pass", updates_per_step=0),
     "no guard": _settings("guard=1 must be a SpikeGuard; pass SpikeGuard()", guard=1),
     "a policy and a scale": _settings(BOTH, 1024.0, policy="none"),
     "a policy and more": _settings(BOTH_TWO, policy=DynamicScaling(), growth_interval=100, growth_factor=4.0),
     "a bad factor set": (lambda: GradScaler("cpu").set_growth_factor(0.5), PolicyError, "growth_factor=0.5 must be"),
-    "a factor without a rule": (
-        lambda: GradScaler("cpu", policy="none").set_growth_interval(3),
-        PolicyError,
-        "NoScaling() has no growth_interval; make the scaler with another policy",
-    ),
+    "no interval": (lambda: GradScaler("cpu", policy="none").set_growth_interval(3), PolicyError, NO_INTERVAL),
     "a policy's setting": (lambda: GradScaler("cpu", min_scale=1.0), TypeError, A_POLICYS),
-    "misspelt": (
-        lambda: GradScaler("cpu", grow_interval=3),
-        TypeError,
-        "did you mean 'growth_interval'",
-    ),
+    "misspelt": (lambda: GradScaler("cpu", grow_interval=3), TypeError, "did you mean 'growth_interval'"),
     "a scale as device": (lambda: GradScaler(2.0**16), TypeError, "write GradScaler('cuda', init_scale=65536.0)"),
     "a policy as device": (lambda: GradScaler({"kind": "none"}), TypeError, "must name a device type ... policy="),
     "an unknown device": (lambda: GradScaler("gpu"), ValueError, "device='gpu' is not a device ... pass 'cuda'"),
-    "protect 1": (lambda: GradScaler("cpu", protect=1), TypeError, "protect= takes modules, and 1 is not one; pass"),
     "protect a name": (lambda: GradScaler("cpu", protect=["m"]), TypeError, "takes modules, and 'm' is not one; pass"),
     "a loss of a number": _loss("3", 3),
     "no loss": _loss("None", None),
     "a loss of text": _loss("'loss'", "loss"),
     "a number among losses": _loss("3", [torch.ones(()), 3]),
-    "a number in a dict": _loss("3", {"loss": 3}),
     "a module stepped": _not_optimizer(lambda: _ready().step(LINEAR), "Linear"),
-    "a module unscaled": _not_optimizer(lambda: _ready().unscale_(LINEAR), "Linear"),
-    "a module skipped": _not_optimizer(lambda: _ready().skip(LINEAR), "Linear"),
     "parameters clipped": _not_optimizer(lambda: _ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
     "no optimizers": (lambda: _ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
     **{f"a largest norm of {value!r}": _max_norm(value) for value in (NAN, -1.0, True, "1", None)},
     "float16 gradients": (_half, ValueError, HALF),
     "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
-    "stepped after skip": (partial(_calls(("skip",), ("step",)), GradScaler, _sgd()), RuntimeError, "step() has alr"),
-    "too few updates": (
-        _too_few_updates,
-        CallOrderError,
-        "Of updates_per_step=2 calls ... end_of_step=True",
-    ),
+    "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
+    "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
     "a guard without gradients": (lambda: _ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
-    **{f"a saved {value!r}": _load("scale= ... must be a positive", scale=value) for value in NOT_POSITIVE},
     **{
-        f"a saved factor of {value!r}": _load("growth_factor= ... must be a positive finite", growth_factor=value)
-        for value in NOT_POSITIVE
+        f"a saved {name} of {value!r}": _load(f"{name}= ... must be a positive finite", **{name: value})
+        for name in ("scale", "growth_factor")
+        for value in (0.0, -4.0, INF, -INF, NAN, True, "64", None)
     },
     "half a saved count": _load("growth_tracker=0.5", _growth_tracker=0.5),
-    "a report of a module": _report("Linear", LINEAR),
-    "a report of a sequence": _report("Sequential", torch.nn.Sequential(LINEAR)),
-    "a report of nothing": _report("NoneType", None),
+    "a report of a module": _report("Sequential", torch.nn.Sequential(LINEAR)),
     "a report of parameters": _report("an iterable of Parameter", LINEAR.parameters()),
     "a report of a dict": _report("an iterable of str", dict(LINEAR.named_parameters())),
-    "a report of short names": _report("an iterable of str", {"wb": LINEAR.weight}),
-    "a report turned round": _report("an iterable of tuple", [(LINEAR.weight, "weight")]),
     "a number attached": _attach("aux_loss is float", ONES, 0.5),
-    "whole numbers attached": _attach("aux_loss is a torch.int64 tensor", ONES, ONES.long()),
     "attached to whole numbers": _attach("x is a torch.int32 tensor", ONES.int(), ONES),
-    "attached to a tuple": _attach("x is tuple", (ONES,), ONES),
 }
 
 
@@ -290,7 +255,6 @@ NO_LOSS = "no loss was scaled since the last update() ... pass each loss through
 NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
 WARNINGS = {
     "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
-    "no CUDA, by name": (lambda: GradScaler("cuda", growth_interval=7), UserWarning, NO_CUDA),
     "a large scale": (lambda: GradScaler("cpu", 1e38), UserWarning, "is beyond the range of ... and becomes 2**126"),
     "a small scale": (lambda: GradScaler("cpu", 1e-44), UserWarning, "is beyond the range of ... and becomes 2**-126"),
     "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
