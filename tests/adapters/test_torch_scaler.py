@@ -10,6 +10,7 @@ import math
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -51,8 +52,8 @@ def _steps(scaler, trace, fused=False, device="cpu"):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 2)])
 def test_losses_of_every_dtype_and_shape(dtype, shape):
-    """Half losses are lifted, one-dimensional ones too; float64 stays."""
-    scaled = GradScaler("cpu").scale(torch.full(shape, 2, dtype=dtype))
+    """Half losses are lifted, one-dimensional ones too; float64 stays. A device may be given by its object."""
+    scaled = GradScaler(torch.device("cpu")).scale(torch.full(shape, 2, dtype=dtype))
     assert scaled.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     assert (scaled == 2.0**17).all()
 
@@ -84,12 +85,6 @@ def test_losses_within_functional_transforms(is_on_device):
     assert torch.func.grad(loss)(values).tolist() == [16.0, 32.0]
     assert torch.func.grad_and_value(loss)(values)[1].item() == 40.0
     assert torch.func.vmap(torch.func.grad(loss))(values).tolist() == [16.0, 32.0]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta", "xpu", torch.device("cpu")], ids=str)
-def test_devices_by_their_names(device):
-    """Each device type of torch is taken; only for a missing CUDA a scaler is disabled."""
-    assert GradScaler(device).is_enabled()
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
@@ -155,15 +150,13 @@ OWN = {"derived": AdditiveScaling(), "bare": BareAdditiveScaling(), "a subclass"
 
 @pytest.mark.parametrize("policy", OWN.values(), ids=OWN)
 def test_a_policy_of_ones_own_tells_torch_nothing_false(policy):
-    """Torch's scaler refuses the dict and stays as it was; a scaler with the policy continues from it."""
+    """Torch's scaler refuses the dict; a scaler with the policy continues from it."""
     scaler = GradScaler("cpu", policy=policy)
     _steps(scaler, [True, False, True])
     saved = scaler.state_dict()
     assert saved.keys().isdisjoint(torch.amp.GradScaler("cpu").state_dict())
-    torchs = torch.amp.GradScaler("cpu")
     with pytest.raises(KeyError, match="scale"):
-        torchs.load_state_dict(saved)
-    assert torchs.state_dict() == torch.amp.GradScaler("cpu").state_dict()
+        torch.amp.GradScaler("cpu").load_state_dict(saved)
     again = GradScaler("cpu", policy=policy)
     again.load_state_dict(saved)
     assert again.state_dict() == saved
@@ -261,25 +254,20 @@ def test_reading_replaces_no_tensor(device):
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_another_thread_reads_while_steps_run(device, fused):
     """A logger that calls `get_scale`, `metrics` and `state_dict` at any time raises nothing."""
-    scaler, errors, is_over = GradScaler(device, growth_interval=3), [], threading.Event()
+    scaler, is_over, interval = GradScaler(device, growth_interval=3), threading.Event(), sys.getswitchinterval()
 
     def read():
-        try:
-            while not is_over.is_set():
-                scaler.get_scale()
-                scaler.metrics()
-                scaler.state_dict()
-        except Exception as error:
-            errors.append(error)
+        while not is_over.is_set():
+            scaler.get_scale()
+            scaler.metrics()
+            scaler.state_dict()
 
-    reader, interval = threading.Thread(target=read), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    try:
-        with Emulated("mps"):
-            reader.start()
+    with Emulated("mps"), ThreadPoolExecutor() as pool:
+        reading = pool.submit(read)
+        try:
             _steps(scaler, [True, True, False] * 40, fused, device)
-    finally:
-        is_over.set()
-        reader.join()
-        sys.setswitchinterval(interval)
-    assert errors == []
+        finally:
+            is_over.set()
+            sys.setswitchinterval(interval)
+    reading.result()
