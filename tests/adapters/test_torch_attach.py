@@ -29,25 +29,22 @@ AT_EACH_SCALE = pytest.mark.parametrize("loss_scale", SCALES)
 SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1), "(tokens, experts)": lambda each: each}
 
 
-class MoE(nn.Module):
-    """A layer of experts with a router; it attaches the router's loss, or keeps it in `aux_loss` to be added."""
+class Router(nn.Module):
+    """A layer with a router; it attaches the router's loss, or keeps it in `aux_loss` to be added."""
 
-    def __init__(self, attach=None, width=8, experts=4, shape="()"):
+    def __init__(self, attach, shape):
         super().__init__()
-        self.router = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
-        self.attach, self.shape = attach, shape
+        self.router, self.attach, self.shape = nn.Linear(8, 8), attach, shape
 
     def forward(self, x):
         shares = self.router(x).softmax(-1)
-        out = torch.stack([expert(x) for expert in self.experts], -1) @ shares.unsqueeze(-1).to(x.dtype)
-        out, self.aux_loss = x + out.squeeze(-1), SHAPES[self.shape](shares.float().square() * 0.1)
+        out, self.aux_loss = x + shares.to(x.dtype), SHAPES[self.shape](shares.float().square() * 0.1)
         return out if self.attach is None else self.attach(out, self.aux_loss)
 
 
 def _model(attach=None, shape="()"):
     torch.manual_seed(0)
-    layers = (nn.Linear(4, 8), MoE(attach, shape=shape), nn.ReLU(), MoE(attach, shape=shape), nn.Linear(8, 1))
+    layers = (nn.Linear(4, 8), Router(attach, shape), nn.ReLU(), Router(attach, shape), nn.Linear(8, 1))
     return nn.Sequential(*layers)
 
 
@@ -65,26 +62,21 @@ def _scaler(loss_scale, **settings):
 
 def _gradients(model, scaler):
     """Return the unscaled gradients of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler.unscale_(optimizer)
-    return {name.replace("_orig_mod.", ""): param.grad.clone() for name, param in model.named_parameters()}
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.0))
+    return [param.grad for param in model.parameters()]
 
 
 def _added(shape="()", micro_batches=1):
     """Return the gradients of the loss with the auxiliary losses added to it, unscaled."""
     model, scaler = _model(shape=shape), _scaler(1.0)
     for part in _batch().chunk(micro_batches):
-        loss = _loss(model, part)
-        for layer in model:
-            loss = loss + layer.aux_loss.sum() if isinstance(layer, MoE) else loss
+        loss = _loss(model, part) + model[1].aux_loss.sum() + model[3].aux_loss.sum()
         scaler.scale(loss / micro_batches).backward()
     return _gradients(model, scaler)
 
 
 def _require_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @AT_EACH_SCALE
@@ -134,11 +126,7 @@ def test_compiled(loss_scale, backend, is_placed):
             scaler.update(scale) if scale != 4.0 else None
             model.zero_grad()
             scaler.scale(_loss(model, _batch())).backward()
-            _require_same({name: grad * (1.0 / scale) for name, grad in _scaled(model).items()}, _added())
-
-
-def _scaled(model):
-    return {name.replace("_orig_mod.", ""): param.grad for name, param in model.named_parameters()}
+            _require_same([param.grad * (1.0 / scale) for param in model.parameters()], _added())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -161,14 +149,12 @@ def test_autocast(dtype, loss_scale):
 def test_float16_is_lifted():
     """The sum of a float16 loss is made in float32; its gradient is float16, and equal at each scale where it fits."""
     weight = torch.full((600,), 256.0, dtype=torch.float16, requires_grad=True)
-    found = []
     for loss_scale in (1.0, 2.0**8, 2.0**15):
         weight.grad, scaler = None, _scaler(loss_scale)
         x = scaler.attach(torch.ones(3, requires_grad=True), weight)  # the sum is above 65504
         scaler.scale(x.sum()).backward()
         assert weight.grad.dtype is torch.float16
-        found.append(weight.grad.float() / loss_scale)
-    assert all(torch.equal(each, torch.ones(600)) for each in found)
+        assert torch.equal(weight.grad.float() / loss_scale, torch.ones(600))
 
 
 def test_float64_and_other_activations():
@@ -188,7 +174,7 @@ def test_disabled():
     scaler = GradScaler("cpu", enabled=False)
     model = _model(scaler.attach)
     scaler.scale(_loss(model, _batch())).backward()
-    _require_same(_scaled(model), _added())
+    _require_same([param.grad for param in model.parameters()], _added())
     assert scaler.get_scale() == 1.0
 
 
@@ -238,8 +224,7 @@ def _train_on_ranks(rank, world_size, kind):
                 fully_shard(layer)
         loss = _loss(model, _batch(rank))
         scaler.scale(loss if is_attached else loss + layers[1].aux_loss + layers[3].aux_loss).backward()
-        grads = _gradients(model, scaler)
-        found.append({n: grad.full_tensor() if kind == "fsdp2" else grad for n, grad in grads.items()})
+        found.append([grad.full_tensor() if kind == "fsdp2" else grad for grad in _gradients(model, scaler)])
     _require_same(*found)
 
 
@@ -269,24 +254,12 @@ def test_a_loss_on_a_device_mesh():
 # What cannot hold
 
 
-def _twice(scaler, weight):
-    loss = scaler.scale(scaler.attach(weight * 2, 3 * weight).sum())
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return 4 + 6
-
-
 def _with_a_penalty(scaler, weight):
     x = scaler.attach(weight * 2, 3 * weight)
     (grad,) = torch.autograd.grad(scaler.scale(x.sum()), weight, create_graph=True)
     assert torch.equal(grad, torch.full((3,), 20.0))  # 2 of the loss, and 3 of the attached one
     scaler.scale(x.sum()).backward()
     return 2 + 3
-
-
-def _not_scaled(scaler, weight):
-    scaler.attach(weight * 2, 3 * weight).sum().backward()
-    return 2 / 4 + 3
 
 
 def _discarded(scaler, weight):
@@ -303,7 +276,7 @@ def _detached(scaler, weight):
     return 2
 
 
-@pytest.mark.parametrize("program", [_twice, _with_a_penalty, _not_scaled, _discarded, _detached])
+@pytest.mark.parametrize("program", [_with_a_penalty, _discarded, _detached])
 def test_what_cannot_hold(program):
     """Each program's gradients are other than 2 + 3, as documented; a loss that is lost is a warning at `update`."""
     weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
@@ -319,13 +292,6 @@ def test_what_cannot_hold(program):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.update(4.0)  # once
-
-
-def test_a_change_in_place_is_refused():
-    """The result is a view made by a function of autograd, which torch lets nothing write to."""
-    x = _scaler(4.0).attach(torch.ones(3, requires_grad=True) * 2, torch.ones(3, requires_grad=True))
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        x += 1
 
 
 def test_nothing_is_counted_without_gradients():

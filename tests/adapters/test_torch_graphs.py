@@ -88,27 +88,27 @@ def test_a_whole_recorded_step(make, device):
     scaler = GradScaler(device, init_scale=2.0**10, growth_interval=2)
     factor = torch.ones((), device=device)
     graph = None
+
+    def train(scaler, weight, optimizer):
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
     for step, value in enumerate(values):
         factor.fill_(value)
         expected_optimizer.zero_grad()
-        expected.scale((expected_weight * factor).sum()).backward()
-        expected.step(expected_optimizer)
-        expected.update()
+        train(expected, expected_weight, expected_optimizer)
         optimizer.zero_grad(set_to_none=graph is None)
         if step == 3:
             with _capture(device) as graph:
-                scaler.scale((weight * factor).sum()).backward()
-                scaler.step(optimizer)
-                scaler.update()
+                train(scaler, weight, optimizer)
             if device == "cuda":
                 graph.replay()
         elif graph is not None:
             graph.replay()
         else:
             with _warming_up(device):
-                scaler.scale((weight * factor).sum()).backward()
-                scaler.step(optimizer)
-                scaler.update()
+                train(scaler, weight, optimizer)
         assert weight.tolist() == expected_weight.tolist(), step
         assert scaler.get_scale() == expected.get_scale(), step
         assert scaler.state_dict()["_growth_tracker"] == expected.state_dict()["_growth_tracker"], step
@@ -176,17 +176,19 @@ def test_a_recorded_clip():
     """Norm, clip, step and update replay without a wait."""
     weight, optimizer = _one_weight("cuda", FUSED["sgd"])
     scaler = GradScaler("cuda", init_scale=4.0, growth_interval=1)
-    with _warming_up("cuda"):
-        scaler.scale(weight.sum()).backward()
-        scaler.unscale_and_clip_(optimizer, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    with _capture("cuda") as graph:
+
+    def train():
         scaler.scale(weight.sum()).backward()
         norm = scaler.unscale_and_clip_(optimizer, 0.5)
         scaler.step(optimizer)
         scaler.update()
+        return norm
+
+    with _warming_up("cuda"):
+        train()
+    optimizer.zero_grad(set_to_none=True)
+    with _capture("cuda") as graph:
+        norm = train()
     for _ in range(3):
         before = weight.detach().clone()
         weight.grad.zero_()
