@@ -46,16 +46,15 @@ class OnDevice(torch.Tensor):
         if sharded := [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]:
             return operation(*_replicated(args, sharded[0].device_mesh), **kwargs or {})
         kwargs = dict(kwargs or {})
-        places = set()
-        tree_map_only(OnDevice, lambda each: places.add(each.its_device), (args, kwargs))
-        (device,) = places
+        (device,) = {each.its_device for each in _tensors((args, kwargs))}
         if operation is torch.ops.prim.device.default:
             return device
         Emulated.calls.append(operation)
         if operation is torch.ops.aten._to_copy.default:
             return _copy(args[0], kwargs)
         if operation is torch.ops.aten.copy_.default:
-            _require_waited(args[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            _require_waited(isinstance(args[0], OnDevice) or not non_blocking)
         elif operation.__name__.startswith("_local_scalar"):
             Emulated.reads += 1
         else:
@@ -118,8 +117,7 @@ def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
     values = torch.ops.aten._to_copy.default(tensor.values, **kwargs)
     if device is None or torch.device(device).type == tensor.its_device.type:
         return OnDevice(values, tensor.its_device)
-    if not waits:
-        raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
+    _require_waited(waits)
     Emulated.reads += 1
     return values
 
@@ -129,8 +127,8 @@ def _replicated(tree: Any, mesh: Any) -> Any:
     return tree_map_only(OnDevice, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim), tree)
 
 
-def _require_waited(target: Any, non_blocking: bool) -> None:
-    if non_blocking and not isinstance(target, OnDevice):
+def _require_waited(waits: bool) -> None:
+    if not waits:
         raise RuntimeError("a non-blocking copy to the host may be read before the device has written it")
 
 
@@ -138,20 +136,13 @@ def _require_one_place(operation: Any, args: Any, kwargs: Any) -> None:
     name = operation.overloadpacket.__name__
     if name.startswith(("_fused", "_amp")) and name not in _SHARED_KERNELS:
         raise NotImplementedError(f"{name} is a kernel of CUDA's alone")
-    strange = []
-    tree_map_only(torch.Tensor, lambda each: strange.append(each) if _is_elsewhere(each) else None, (args, kwargs))
-    if strange:
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if any(each.dim() > 0 and not isinstance(each, OnDevice) for each in tensors):  # a host's number goes anywhere
         raise RuntimeError(f"{operation} was given tensors of two devices")
 
 
-def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, OnDevice) and tensor.dim() > 0  # a number of the host's goes anywhere
-
-
 def _tensors(tree: Any) -> list[OnDevice]:
-    found: list[OnDevice] = []
-    tree_map_only(OnDevice, found.append, tree)
-    return found
+    return [each for each in tree_leaves(tree) if isinstance(each, OnDevice)]
 
 
 def _values(tree: Any) -> Any:

@@ -28,6 +28,15 @@ def _clipped(optimizer_type, grads, max_norm, norm_type=2.0, init_scale=2.0**10)
     return norm, params, scaler
 
 
+def _require_torchs(norm, params, grads, max_norm, norm_type=2.0, rtol=1e-5, atol=0.0):
+    """Require the norm and the steps of gradients that torch clips."""
+    expected = _params(*grads)
+    expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm, norm_type)
+    torch.testing.assert_close(norm, expected_norm.to(norm.dtype), rtol=rtol, atol=atol)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(-param.detach(), other.grad, rtol=rtol, atol=atol)
+
+
 SGD = {
     "foreach": lambda p: torch.optim.SGD(p, lr=1.0, foreach=True),
     "fused": lambda p: torch.optim.SGD(p, lr=1.0, fused=True),
@@ -46,12 +55,9 @@ def test_agrees_with_torch(make, norm_type, max_norm, dtype):
     torch.manual_seed(0)
     grads = [torch.randn(shape, dtype=dtype) for shape in ((3, 5), (7,), (100, 100), ())]
     norm, params, _ = _clipped(make, grads, max_norm, norm_type)
-    expected = _params(*grads)
-    expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm, norm_type)
-    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 0.0}
-    torch.testing.assert_close(norm, expected_norm.float() if dtype is torch.bfloat16 else expected_norm, **tolerance)
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(-param.detach(), other.grad, **tolerance)
+    assert norm.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {}
+    _require_torchs(norm, params, grads, max_norm, norm_type, **tolerance)
 
 
 @EACH
@@ -70,9 +76,8 @@ def test_squares_that_overflow_are_no_overflow(make):
     """Gradients of 1e30 are finite though their squares are not: the norm is torch's, and so is what it leaves."""
     grads = [torch.full((4,), 1e30), torch.ones(2)]
     norm, params, scaler = _clipped(make, grads, 1.0, init_scale=2.0)
-    expected = _params(*grads)
-    assert norm == torch.nn.utils.clip_grad_norm_(expected, 1.0) == math.inf
-    assert all(torch.equal(-param.detach(), other.grad) for param, other in zip(params, expected, strict=True))
+    assert norm == math.inf
+    _require_torchs(norm, params, grads, 1.0, rtol=0.0)
     assert scaler.get_scale() == 2.0
 
 
@@ -159,15 +164,12 @@ def test_several_optimizers_are_clipped_by_the_norm_of_all(kinds, bad, norm_type
     for optimizer in optimizers:
         scaler.step(optimizer)
     info = scaler.update()
-    if bad is not None:
+    assert [info.applied_of(optimizer) for optimizer in optimizers] == [bad is None] * 2
+    if bad is None:
+        _require_torchs(norm, params, grads, 1.0, norm_type)
+    else:
         assert not torch.isfinite(norm)
         assert all((param == 0.0).all() for param in params)
-        assert not any(info.applied_of(optimizer) for optimizer in optimizers)
-        return
-    expected = _params(*grads)
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected, 1.0, norm_type))
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(-param.detach(), other.grad, rtol=1e-5, atol=0.0)
 
 
 def test_float16_gradients_are_refused_before_anything_is_unscaled():

@@ -53,7 +53,7 @@ OPTIMIZERS = {
 }
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
 CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "unscale only", "step twice"]
-EVENTS = ["save", "interval", "factors", "copy", "pickle", "read", "tensors", "check", "flag", "again", "inspect"]
+EVENTS = ["save", "interval", "factors", "copy", "pickle", "tensors", "check", "flag", "again", "inspect"]
 
 
 def _program(seed):
@@ -166,8 +166,6 @@ class _Side:
             self.scaler = copy.deepcopy(scaler)
         elif event == "pickle":
             self.scaler = pickle.loads(pickle.dumps(scaler))
-        elif event == "read":
-            self.seen.append(scaler.get_scale())
         elif event == "tensors":
             self.seen += [scaler._scale.item(), scaler._growth_tracker.item()]
         elif event == "again":
@@ -177,11 +175,9 @@ class _Side:
     @property
     def tensors(self):
         """Parameters and states of optimizers."""
-        states = [
-            value for optimizer in self.optimizers for each in optimizer.state.values() for value in each.values()
-        ]
         params = [param.detach() for model in self.models for param in model.parameters()]
-        kept = [each for each in [*params, *states] if torch.is_tensor(each)]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        kept = [*params, *(value for state in states for value in state.values() if torch.is_tensor(value))]
         return [each.contiguous().flatten().view(torch.uint8).tolist() for each in kept]
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.torch_versions import TORCH
 
 SOURCES = Path(__file__).parents[2] / "src"
-FOLDERS = (SOURCES / "lossscale_torch", SOURCES / "lossscale/tracing")
+FILES = [*(SOURCES / "lossscale_torch").rglob("*.py"), SOURCES / "lossscale/_recording.py"]
 FUNCTIONS = [
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._amp_update_scale_",
@@ -45,8 +45,16 @@ ATTRIBUTES = {  # of the object that each function makes
     "_step_supports_amp_scaling": lambda: torch.optim.SGD([torch.ones(())], fused=True),
 }
 WRITTEN = {"_torchdynamo_disable", "_wrapped_by_lr_sched"}  # Dynamo and schedulers read them
-OWN = {"_lossscale_judge", "_scaled_by"}  # set on optimizers and on losses
-OTHERS = {"_C", "_Function", "_asdict", "_fields", "_make", "_replace"}  # a module, a type variable, of NamedTuples
+OWN = {"_lossscale", "_lossscale_judge", "_scaled_by"}  # set on modules, optimizers and losses
+OTHERS = {
+    "_",
+    "_C",
+    "_Function",
+    "_asdict",
+    "_fields",
+    "_make",
+    "_replace",
+}  # a module, a type variable, of NamedTuples
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *(OF_DYNAMO if TORCH >= (2, 7) else OF_OLD_DYNAMO)])
@@ -64,15 +72,9 @@ def test_a_private_attribute_exists(name):
 
 def _private_names():
     """Yield the private names in the sources, and what is imported from private modules of torch."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for folder in FOLDERS for path in folder.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    methods = {
-        node.name
-        for each in nodes
-        if isinstance(each, ast.ClassDef)
-        for node in ast.walk(each)
-        if hasattr(node, "name")
-    }
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    classes = [each for each in nodes if isinstance(each, ast.ClassDef)]
+    methods = {node.name for each in classes for node in ast.walk(each) if hasattr(node, "name")}
     stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     ours = methods | fields | {node.attr for node in stored if ast.unparse(node.value) in ("self", "cls")}
