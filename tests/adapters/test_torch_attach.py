@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -104,9 +103,7 @@ def test_a_checkpoint_counts_it_once(loss_scale, use_reentrant):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=use_reentrant)
     scaler.scale(_loss(model, _batch().requires_grad_())).backward()
     _require_same(_gradients(model, scaler), _added())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.update()
+    scaler.update()
 
 
 @AT_EACH_SCALE
@@ -285,16 +282,13 @@ def test_what_cannot_hold(program):
             scaler.update()
         if TORCH >= (2, 7):  # before, it names the wrapper that keeps Dynamo out of `update`
             assert record[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.update(4.0)  # once
+    scaler.update(4.0)  # another warning would be an error
 
 
 def test_nothing_is_counted_without_gradients():
     """An evaluation under `no_grad` and a frozen router make no warning, and change nothing."""
     scaler, weight = _scaler(4.0), torch.ones(3)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with torch.no_grad():
         x = scaler.attach(weight, torch.ones(3, requires_grad=True) * 2)
         assert torch.equal(x, weight)
         scaler.attach(weight, torch.ones(3))
@@ -313,6 +307,4 @@ def test_copies_and_pickles():
         other.attach(weight * 2, 3 * weight)
         with pytest.warns(UserWarning, match="got no backward pass"):
             other.update(4.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.update(4.0)
+    scaler.update(4.0)

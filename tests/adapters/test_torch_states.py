@@ -220,25 +220,3 @@ def test_replays_update_as_the_policy_does(policy, trace):
         graph.replay()
         expected = scaler.policy.update(expected, finite)
         assert state_from_dict(scaler.state_dict(), scaler.policy) == expected
-
-
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_what_others_write_to_the_scale_is_seen(device):
-    """Also without a new version; the numbers of an ordinary optimizer's steps stay plain."""
-    with Emulated("mps"):
-        param, optimizer = _one(device)
-        scaler = GradScaler(device, init_scale=1024.0, growth_interval=2)
-        scaler.scale(torch.ones((), device=device))
-        kept = scaler._scale
-        for step, expected in enumerate((1024.0, 2048.0, 16.0, 8.0)):
-            if step > 1:
-                (kept if step == 2 else kept.data).fill_(expected)
-            scaler.scale(torch.ones((), device=device))
-            param.grad = torch.full((2,), kept.item(), device=device)
-            before = param[0].item()
-            scaler.step(optimizer)
-            assert before - param[0].item() == 0.5
-            info = scaler.update()
-            assert type(info.loss_scale_after) is float
-            assert info.loss_scale_after == expected * (2.0 if step == 3 else 1.0)
-        assert kept.item() == scaler.get_scale() == 16.0

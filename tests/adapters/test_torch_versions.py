@@ -46,15 +46,8 @@ ATTRIBUTES = {  # of the object that each function makes
 }
 WRITTEN = {"_torchdynamo_disable", "_wrapped_by_lr_sched"}  # Dynamo and schedulers read them
 OWN = {"_lossscale", "_lossscale_judge", "_scaled_by"}  # set on modules, optimizers and losses
-OTHERS = {
-    "_",
-    "_C",
-    "_Function",
-    "_asdict",
-    "_fields",
-    "_make",
-    "_replace",
-}  # a module, a type variable, of NamedTuples
+# a text, a module, a type variable, of NamedTuples
+OTHERS = {"_", "_C", "_Function", "_asdict", "_fields", "_make", "_replace"}
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *(OF_DYNAMO if TORCH >= (2, 7) else OF_OLD_DYNAMO)])
