@@ -21,6 +21,13 @@ SCALE = 8.0
 ORDERS = (2.0, INF)
 
 
+class _HookedScaler(GradScaler):
+    """A scaler with an unscaling of its own, as frameworks have it; it is clipped by torch's functions."""
+
+    def _unscale_grads_(self, *args, **kwargs):
+        return super()._unscale_grads_(*args, **kwargs)
+
+
 class _FusedSGD(torch.optim.SGD):
     """SGD that takes the factor and the flag itself; torch's fused kernels refuse parameters of several meshes."""
 
@@ -58,14 +65,14 @@ def _norm_of(params, order):
     return torch.nn.utils.get_total_norm(grads, order).item()
 
 
-def _clip(params, order=2.0, *, fused=False, is_joint=False, **settings):
+def _clip(params, order=2.0, *, fused=False, calls=1, is_joint=False, make_scaler=GradScaler, **settings):
     """Clip to 0.5 and step; return the norm and whether the step was applied, alike on all ranks.
 
     An applied step has moved each parameter by its share; a skipped one has changed nothing, gradients neither.
     """
     make = _FusedSGD if fused else torch.optim.SGD
     optimizers = [make([param], lr=1.0) for param in params] if is_joint else [make(params, lr=1.0)]
-    scaler = GradScaler("cpu", init_scale=SCALE, **settings)
+    scaler = make_scaler("cpu", init_scale=SCALE, **settings)
     having = [param for param in params if param.grad is not None]
     before, grads = ([each.clone() for each in _local_of(some)] for some in (having, [p.grad for p in having]))
     scaler.scale(torch.ones(()))
@@ -73,7 +80,7 @@ def _clip(params, order=2.0, *, fused=False, is_joint=False, **settings):
         norm = scaler.unscale_and_clip_(optimizers if is_joint else optimizers[0], 0.5, order)
         for optimizer in optimizers:
             scaler.step(optimizer)
-    assert collectives.get_total_counts() == 1, collectives.get_comm_counts()
+    assert collectives.get_total_counts() == calls, collectives.get_comm_counts()
     assert type(norm) is torch.Tensor
     applied = bool(scaler.update().applied)
     assert norm.isfinite() == applied
@@ -139,6 +146,7 @@ def _shard_over_two(rank, world_size):
             assert not _clip(uneven(by=by, culprit=culprit), order, fused=fused, is_joint=is_joint)[1]
         _lack_gradients(uneven(), rank, order, fused)
     for fused in (False, True):
+        assert _clip(uneven(), fused=fused, make_scaler=_HookedScaler, calls=2)[1]
         assert all(_clip_as_torch(uneven, order, fused) is True for order in (1.0, 3.0))
     assert _clip(uneven(), process_group=dist.group.WORLD)[1]  # the same ranks are not asked twice
     _mix_with_others(mesh, rank)
