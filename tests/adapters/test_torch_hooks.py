@@ -239,10 +239,15 @@ def test_a_replayed_graph_still_checks():
     scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
     scaler.place_on("cpu")
     params[0].grad = torch.ones(2)
-    with RecordedGraph() as graph:
+
+    def step():
         scaler.unscale_and_clip_(optimizers[0], INF)
         scaler.step(optimizers[0])
         scaler.update()
+
+    step()  # the guard's state is then on the host
+    with RecordedGraph() as graph:
+        step()
     scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, guard=GUARD).state_dict())
     applied = []
     for size in [1.0] * 8 + [50.0, INF, 1.0]:

@@ -170,6 +170,7 @@ ERRORS = {
     "no scale": _settings("init_scale=None must be a number; pass 2.0**16, or a policy as policy=", None),
     "a policy as scale": _settings("init_scale=DynamicScaling( ... or a policy as policy=", DynamicScaling()),
     "no backoff": _settings("backoff_factor=None must be between 0 and 1 ... ; pass", backoff_factor=None),
+    "an interval as text": _settings("growth_interval='20' must be a whole number ... ; pass", growth_interval="20"),
     "no updates": _settings("updates_per_step=0 must be a whole number from 1 ... ; pass", updates_per_step=0),
     "no guard": _settings("guard=1 must be a SpikeGuard; pass SpikeGuard()", guard=1),
     "a policy and a scale": _settings(BOTH, 1024.0, policy="none"),
