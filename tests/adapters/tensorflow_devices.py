@@ -1,5 +1,9 @@
-"""Two devices on one CPU for TensorFlow, made before any other module uses it: import this first."""
+"""Two devices on one CPU for TensorFlow, made before any other module uses it: import this first.
 
+And the ways to run a step.
+"""
+
+import pytest
 import tensorflow as tf
 
 tf.config.set_logical_device_configuration(
@@ -8,3 +12,22 @@ tf.config.set_logical_device_configuration(
 
 STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 """One for all tests: TensorFlow keeps the shapes of a process's collectives, and a second strategy would reuse them."""
+
+
+def eager(function):
+    """Run a step as it is."""
+    return function
+
+
+def traced(function):
+    """Trace a step, without AutoGraph."""
+    return tf.function(function, autograph=False)
+
+
+def compiled(function):
+    """Let XLA compile a step."""
+    return tf.function(function, autograph=False, jit_compile=True)
+
+
+EACH_MODE = pytest.mark.parametrize("mode", [eager, traced])
+EACH_MODE_AND_XLA = pytest.mark.parametrize("mode", [eager, traced, compiled])

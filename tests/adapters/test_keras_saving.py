@@ -22,11 +22,16 @@ DATA = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
 BAD = np.full((8, 3), np.inf, np.float32)
 
 
-def _trained(**settings):
+def _fitted(optimizer):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    model.compile(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, **settings), "mse", jit_compile=False)
+    model.compile(optimizer, "mse", jit_compile=False)
     model.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    return model
+
+
+def _trained(**settings):
+    model = _fitted(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, **settings))
     model.fit(BAD, np.ones(8), batch_size=8, verbose=0)
     return model
 
@@ -94,23 +99,17 @@ def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
     assert_same(values_of(other.trainable_variables), values_of(model.trainable_variables))
     loaded = values_of(other.optimizer.inner_optimizer.variables)
     assert_same(loaded, values_of(model.optimizer.inner_optimizer.variables))
-    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    plain.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
-    plain.save_weights(tmp_path / "plain.weights.h5")
+    _fitted(keras.optimizers.Adam(0.01)).save_weights(tmp_path / "plain.weights.h5")
     with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
         warnings.simplefilter("always")
         model.load_weights(tmp_path / "plain.weights.h5")
-    messages = [str(each.message) for each in warned if each.category is CheckpointWarning]
-    assert len(messages) == 1
-    assert "the loss scale starts over" in messages[0]
+    (message,) = [str(each.message) for each in warned if each.category is CheckpointWarning]
+    assert "the loss scale starts over" in message
 
 
 def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
     """The loaded optimizer keeps its variables when it is wrapped."""
-    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    plain.compile(keras.optimizers.SGD(0.0, momentum=1.0), "mse", jit_compile=False)
-    plain.fit(DATA, DATA.sum(axis=1), batch_size=8, verbose=0)
+    plain = _fitted(keras.optimizers.SGD(0.0, momentum=1.0))
     inner = plain.optimizer
     before = values_of(inner.variables)
     plain.compile(LossScaleOptimizer(inner, "none"), "mse", jit_compile=False)
@@ -140,9 +139,7 @@ def test_a_config_holds_the_policy():
     assert type(LossScaleOptimizer.from_config(config).inner_optimizer) is Own
 
 
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions of Keras have no MultiOptimizer"
-)
+@pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
 def test_a_config_names_no_class_of_one_backend():
     """On PyTorch, Keras has optimizers of its own there, which do not train on the other backends."""
     several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
@@ -161,10 +158,8 @@ def test_a_state_dict_is_the_portable_one():
     assert optimizer.state_dict() == saved
     assert not bool(optimizer.last_step.applied)
     assert optimizer.diagnose() == model.optimizer.diagnose()
-    assert {variable.name for variable in optimizer.variables} >= {
-        *state_from_dict(saved, POLICY)._fields,
-        "guard_mean",
-    }
+    names = {variable.name for variable in optimizer.variables}
+    assert names >= {*state_from_dict(saved, POLICY)._fields, "guard_mean"}
     other = DynamicScaling(hysteresis=2, cooldown=1)
     with pytest.warns(CheckpointWarning, match="growth_interval was 3 and is 2000"):
         LossScaleOptimizer(keras.optimizers.SGD(), other, guard=SpikeGuard()).load_state_dict(saved)

@@ -78,40 +78,35 @@ def test_clipping_is_that_of_two_passes(is_inner, sizes):
     norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in grads))
     variables = _variables((3,), (2, 2))
     inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
-    optimizer = LossScaleOptimizer(
-        inner, FixedScaling(2.0**10 if sizes[0] > 1e10 else 2.0**16), global_clipnorm=None if is_inner else 2.0
-    )
+    scale = 2.0**10 if sizes[0] > 1e10 else 2.0**16
+    optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0)
     assert (inner.global_clipnorm, optimizer.global_clipnorm) == (None, 2.0)
     apply_scaled(optimizer, variables, grads)
     for variable, grad in zip(variables, grads, strict=True):
         np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
 
 
-def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is_not():
+@pytest.mark.parametrize(
+    ("rate", "arguments", "grad", "after"),
+    [
+        (1.0, {"policy": 1.0}, 1e30, -1e30),
+        (1e-30, {"policy": "none", "guard": SpikeGuard()}, 3e38, -3e8),  # the norm is above float32's largest number
+        (1.0, {"policy": "none", "global_clipnorm": 1.0}, 3e38, 0.5),  # no float32 is small enough to clip to 1, but 0
+        (1.0, {"policy": 2.0**-30}, 1e30, None),
+        (1.0, {"policy": 2.0**-30}, 2.0**-30, -0.5),
+    ],
+)
+def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is_not(rate, arguments, grad, after):
     """The sum of squares of 1e30 overflows, and 1e30 divided by 2**-30 does."""
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(1.0)), _variables()
-    apply(optimizer, variables, [np.array([1e30, 1.0, -1e38], np.float32)])
-    assert optimizer.last_step.applied
-    assert value_of(variables[0])[0] == np.float32(-1e30)
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1e-30), "none", guard=SpikeGuard()), _variables()
-    apply(optimizer, variables, [np.full(3, 3e38, np.float32)])
-    assert optimizer.last_step.applied  # the norm is above float32's largest number
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none", global_clipnorm=1.0), _variables()
-    apply(optimizer, variables, [np.full(3, 3e38, np.float32)])
-    assert list(value_of(variables[0])) == [0.5] * 3  # no float32 is small enough to clip to 1, but 0
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(2.0**-30)), _variables()
-    apply(optimizer, variables, [np.array([1e30, 1.0, 1.0], np.float32)])
-    assert optimizer.last_step.overflowed
-    apply(optimizer, variables, [np.full(3, 2.0**-30, np.float32)])
-    assert list(value_of(variables[0])) == [-0.5] * 3
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(rate), **arguments), _variables()
+    apply(optimizer, variables, [np.full(3, grad, np.float32)])
+    assert bool(optimizer.last_step.applied) == (after is not None)
+    np.testing.assert_allclose(value_of(variables[0]), 0.5 if after is None else after, rtol=1e-6)
 
 
 def test_variables_in_float16_get_gradients_in_float16_that_are_unscaled_in_float32():
     """A gradient of 2**15 at a scale of 2**-2 is beyond float16, and its step is skipped."""
-    optimizer, variables = (
-        LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(0.25)),
-        _variables(dtype="float16"),
-    )
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 0.25), _variables(dtype="float16")
     apply(optimizer, variables, [np.array([2.0**15, 0, 0], np.float16)])
     assert optimizer.last_step.overflowed
     apply(optimizer, variables, [np.array([0.125, 0, 0], np.float16)])
@@ -228,12 +223,15 @@ def test_limits_end_an_eager_loop():
 
 
 def test_bad_arguments_are_named():
-    """With the value, the rule and what to do."""
+    """With the value, the rule and what to do; a misspelt argument is answered by the nearest."""
     sgd = keras.optimizers.SGD
+    inner = LossScaleOptimizer(sgd()).inner_optimizer
     for error, words, make in (
         (TypeError, "is not a Keras optimizer; pass one", lambda: LossScaleOptimizer("sgd")),
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(LossScaleOptimizer(sgd()))),
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))),
+        (ValueError, "is already wrapped by a LossScaleOptimizer", lambda: LossScaleOptimizer(inner)),
+        (TypeError, "did you mean 'policy'", lambda: LossScaleOptimizer(sgd(), polcy="none")),
         (ValueError, "on the inner optimizer alone",
          lambda: LossScaleOptimizer(sgd(global_clipnorm=1.0), global_clipnorm=2.0)),
         (ValueError, "gradient_accumulation_steps=2",
@@ -338,25 +336,14 @@ def test_a_step_whose_loss_was_not_scaled():
     unscaled.apply([keras.ops.ones(3)], _variables())
 
 
-def test_one_wrapper_and_arguments_that_exist():
-    """A second wrapper of an optimizer is refused, and a misspelt argument is answered by the nearest."""
-    wrapped = LossScaleOptimizer(inner := keras.optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match="is already wrapped by a LossScaleOptimizer"):
-        LossScaleOptimizer(inner)
-    with pytest.raises(TypeError, match="did you mean 'policy'"):
-        LossScaleOptimizer(keras.optimizers.SGD(0.1), polcy="none")
-    assert wrapped.inner_optimizer is inner
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
 def test_clipping_sums_rows_that_repeat_as_keras_does():
     """Adam squares the sum of an embedding row's gradients, though the clip is inactive."""
     import tensorflow as tf
 
-    ends = []
-    for wrap in (lambda inner: inner, lambda inner: LossScaleOptimizer(inner, 4.0)):
-        optimizer, variable = wrap(keras.optimizers.Adam(0.1, global_clipnorm=1e6)), keras.Variable(np.ones((4, 2)))
-        factor = 1.0 if type(optimizer) is keras.optimizers.Adam else 4.0
+    ends, inner = [], lambda: keras.optimizers.Adam(0.1, global_clipnorm=1e6)
+    for optimizer, factor in ((inner(), 1.0), (LossScaleOptimizer(inner(), 4.0), 4.0)):
+        variable = keras.Variable(np.ones((4, 2)))
         for row in (1, 2, 1):
             values = tf.constant([[1.0, 2.0], [3.0, -1.0]]) * factor
             optimizer.apply([tf.IndexedSlices(values, tf.constant([row, 1]), tf.constant([4, 2]))], [variable])
@@ -368,13 +355,3 @@ def test_variables_are_named_after_the_optimizer():
     """So that they stay together in `model.get_state_tree()`."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
     assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
-
-
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="there it trains")
-def test_the_wrapper_of_tensorflow_says_what_to_use():
-    """Its name is on every backend, and it trains on one."""
-    from lossscale_tf import LossScaleOptimizer as OfTensorFlow
-
-    words = rf"Keras runs on {BACKEND}.*or use lossscale_keras\.LossScaleOptimizer"
-    with pytest.raises(RuntimeError, match=words):
-        OfTensorFlow(keras.optimizers.SGD())

@@ -23,13 +23,6 @@ def step():
 for _ in range(2):
     step()
 """
-MINIMIZE = """
-opt = LossScaleOptimizer(keras.optimizers.Adam(1e-3))
-@tf.function
-def step():
-    opt.minimize(loss, weights)
-step()
-"""
 CLIPPED = """
 opt = LossScaleOptimizer(keras.optimizers.Adam(1e-3), global_clipnorm=1.0)
 @tf.function
@@ -49,7 +42,7 @@ def step():
     opt.minimize(lambda: weight * weight, var_list=[weight])
 step()
 """
-PROGRAMS = {"loop": LOOP, "minimize": MINIMIZE, "clipped": CLIPPED, "fit": FIT, "v1": V1}
+PROGRAMS = {"loop": LOOP, "clipped": CLIPPED, "fit": FIT, "v1": V1}
 RUN_EACH = """
 import os, runpy, sys
 import keras, lossscale_tf, tensorflow

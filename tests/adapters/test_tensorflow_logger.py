@@ -1,4 +1,4 @@
-"""`LossScaleLogger`: what it logs, where it lands, and what it costs."""
+"""`LossScaleLogger`: where its numbers land, and what it costs."""
 
 import collections
 import sys
@@ -15,38 +15,29 @@ POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ROWS = 4
 
 
-def _model(optimizer):
+def _model():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY), loss="mse", jit_compile=False)
     return model
 
 
-def _fit(model, callbacks, batches=4, epochs=2):
+def _fit(model, callbacks, batches=4, epochs=2, verbose=0):
     inputs = np.ones((batches * ROWS, 3), np.float32)
     inputs[-1, 0] = np.inf  # in the last batch of each epoch
-    targets = np.ones((batches * ROWS, 1), np.float32)
-    options = {"batch_size": ROWS, "epochs": epochs, "verbose": 0, "shuffle": False}
-    return model.fit(inputs, targets, callbacks=callbacks, **options).history
+    options = {"batch_size": ROWS, "epochs": epochs, "verbose": verbose, "shuffle": False}
+    return model.fit(inputs, np.ones((batches * ROWS, 1)), callbacks=callbacks, **options).history
 
 
-def _scaled():
-    return _model(LossScaleOptimizer(keras.optimizers.SGD(0.0), POLICY))
-
-
-def test_history_and_csv(tmp_path):
-    """A line for each epoch."""
-    history = _fit(_scaled(), [LossScaleLogger(), keras.callbacks.CSVLogger(tmp_path / "log.csv")])
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # TensorBoard's own, to NumPy
+def test_where_the_numbers_appear(tmp_path, capsys):
+    """Once an epoch: in the history, a line of the CSV file, a curve of TensorBoard, and on the progress bar."""
+    others = keras.callbacks.CSVLogger(tmp_path / "log.csv"), keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    history = _fit(_model(), [LossScaleLogger(), *others], verbose=2)
     assert history["loss_scale"] == [2.0**10, 2.0**10]  # grown after three steps, halved by the fourth
     assert history["skipped_steps"] == [1, 2]
     header, *lines = (tmp_path / "log.csv").read_text().split()
     assert header.startswith("epoch,loss,loss_scale,skipped_steps")
     assert [line.split(",")[2:4] for line in lines] == [["1024.0", "1"], ["1024.0", "2"]]
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # TensorBoard's own, to NumPy
-def test_tensorboard(tmp_path):
-    """A curve for each of the two."""
-    _fit(_scaled(), [LossScaleLogger(), keras.callbacks.TensorBoard(tmp_path, write_graph=False)])
     (events,) = (tmp_path / "train").glob("events*")
     curves = collections.defaultdict(list)
     for event in tf.compat.v1.train.summary_iterator(str(events)):
@@ -54,41 +45,28 @@ def test_tensorboard(tmp_path):
             curves[value.tag].append(float(tf.make_ndarray(value.tensor)))
     assert curves["epoch_loss_scale"] == [2.0**10, 2.0**10]
     assert curves["epoch_skipped_steps"] == [1.0, 2.0]
-
-
-def test_the_progress_bar(capsys):
-    """Shows them at the end of its line."""
-    _scaled().fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[LossScaleLogger()], verbose=2)
-    assert "loss_scale: 1024.0000 - skipped_steps: 0.0000" in capsys.readouterr().out
-
-
-class HostReads:
-    """Counts how often the thread that trains turns a tensor into numbers of the host: TensorFlow's way and Keras's."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, frame, event, _):
-        """Note a call of either."""
-        self.count += event == "call" and frame.f_code.co_name in {"_numpy", "convert_to_numpy"}
-
-    def __enter__(self):
-        sys.setprofile(self)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
+    assert "loss_scale: 1024.0000 - skipped_steps: 2.0000" in capsys.readouterr().out
 
 
 def test_no_read_per_step():
     """It adds eight reads an epoch, however many steps that has; asked for batches, it adds two for each."""
-    model, epochs = _scaled(), 3
+    model, epochs = _model(), 3
     _fit(model, [])  # trace first
 
     def reads(callbacks, batches):
-        with HostReads() as counted:
+        """Count how often the thread that trains turns a tensor into numbers of the host: TensorFlow's way, Keras's."""
+        count = 0
+
+        def profile(frame, event, _):
+            nonlocal count
+            count += event == "call" and frame.f_code.co_name in {"_numpy", "convert_to_numpy"}
+
+        sys.setprofile(profile)
+        try:
             _fit(model, callbacks, batches, epochs)
-        return counted.count
+        finally:
+            sys.setprofile(None)
+        return count
 
     for batches in (5, 40):
         plain = reads([], batches)  # `fit` itself reads whether there was another batch

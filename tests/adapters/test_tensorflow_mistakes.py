@@ -5,9 +5,9 @@ import warnings
 import keras
 import pytest
 import tensorflow as tf
+import tf_keras
 
-from lossscale_core.errors import CallOrderError
-from lossscale_tf import LossScaleLogger, LossScaleOptimizer, v1
+from lossscale_tf import LossScaleOptimizer, v1
 
 
 class Foreign:
@@ -17,105 +17,104 @@ class Foreign:
         return "SGD (\nParameter Group 0\n    lr: 0.1\n)"
 
 
-@pytest.fixture
-def optimizer():
-    """Return an optimizer that is built."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    optimizer.build([tf.Variable([1.0])])
-    return optimizer
-
-
-def test_the_loss_scale_is_not_set(optimizer):
-    """The policy changes it; what to do instead is said, and does it."""
-    with pytest.raises(AttributeError, match=r"loss_scale=4\.0 cannot be set, .*load_state_dict"):
-        optimizer.loss_scale = 4.0
-    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 4.0})
-    assert float(optimizer.loss_scale) == 4.0
-
-
-def test_no_gradients_at_all(optimizer):
-    """An empty list is not taken for a list of gradients that are None."""
-    with pytest.raises(ValueError, match=r"grads_and_vars is empty, .*; pass"):
-        optimizer.apply_gradients([])
+_sgd = keras.optimizers.SGD
+_sgd_of_v1 = tf.compat.v1.train.GradientDescentOptimizer
 
 
 @pytest.mark.parametrize(
-    ("settings", "given"),
+    ("inner", "words"),
     [
-        ({"initial_scale": 4.0}, "initial_scale=4.0"),
-        ({"dynamic": False, "dynamic_growth_steps": 7}, "dynamic=False, dynamic_growth_steps=7"),
-        ({"loss_scale": 8.0}, "loss_scale=8.0"),
+        (lambda: LossScaleOptimizer(_sgd()), "wrap the optimizer once"),
+        (lambda: keras.optimizers.LossScaleOptimizer(_sgd()), "wrap the optimizer once"),
+        (lambda: tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD()), "wrap the optimizer once"),
+        (lambda: v1.LossScaleOptimizer(_sgd_of_v1(1.0), 4.0), "wrap the optimizer once"),
+        (lambda: _sgd_of_v1(1.0), r"wrap it by lossscale_tf\.v1"),
+        (lambda: _sgd, "is not a Keras optimizer"),
+        (lambda: "sgd", "is not a Keras optimizer"),
+        (Foreign, r"=SGD \( Parameter Group 0 lr: 0\.1 \) is not a Keras optimizer"),
     ],
 )
-def test_a_policy_and_settings_are_both_shown(settings, given):
-    """Both values are in the message, and what to pass instead."""
-    with pytest.raises(ValueError, match=f"^policy='none' and {given} are both given; pass either policy= or the sett"):
-        LossScaleOptimizer(keras.optimizers.SGD(0.1), policy="none", **settings)
+def test_what_cannot_be_wrapped_is_refused(inner, words):
+    """With a reason, on one line."""
+    with pytest.raises(TypeError, match=words):
+        LossScaleOptimizer(inner())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"policy": "none", "initial_scale": 4.0}, "^policy='none' and initial_scale=4.0 are both given; pass either "),
+        ({"policy": "none", "dynamic": False, "dynamic_growth_steps": 7}, "dynamic=False, dynamic_growth_steps=7 are"),
+        ({"policy": "none", "loss_scale": 8.0}, "loss_scale=8.0 are both given; pass either policy= or the settings"),
+        ({"loss_scale": 8.0, "dynamic": True}, "pass either loss_scale= or dynamic="),
+        ({"loss_scale": 8.0, "initial_scale": 4.0}, "go with dynamic scaling; set them in the policy"),
+        ({"clipnorm": 1.0}, r"does not support `clipnorm`\. Instead, set `clipnorm` on the `inner_opt"),
+        ({"init_scale": 8.0}, "does not support arguments: `init_scale`.*did you mean 'initial_scale'"),
+    ],
+)
+def test_arguments_that_do_not_go_together_or_do_not_exist(arguments, words):
+    """The values are in the message, and what to pass instead."""
+    with pytest.raises(ValueError, match=words):
+        LossScaleOptimizer(_sgd(), **arguments)
 
 
 def test_clipping_twice_is_refused():
     """By the wrapper and by the optimizer inside."""
-    with pytest.raises(
-        ValueError, match=r"global_clipnorm=1\.0, and the inner optimizer's is 2\.0, .* set one of the two"
-    ):
-        LossScaleOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=2.0), global_clipnorm=1.0)
-    assert LossScaleOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=2.0)).global_clipnorm == 2.0
+    with pytest.raises(ValueError, match=r"=1\.0, and the inner optimizer's is 2\.0, .* set one of the two"):
+        LossScaleOptimizer(_sgd(global_clipnorm=2.0), global_clipnorm=1.0)
 
 
-def test_a_logger_without_a_loss_scale_says_so():
-    """It names the optimizer and what to compile with; `fit` continues."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(), "mse")
-    with pytest.warns(UserWarning, match="logs nothing: the optimizer is SGD; compile with the LossScaleOptimizer of"):
-        history = model.fit(tf.ones((4, 2)), tf.ones((4, 1)), verbose=0, callbacks=[LossScaleLogger()]).history
-    assert list(history) == ["loss"]
+def test_dynamic_is_a_bool():
+    """In the words of tf_keras."""
+    with pytest.raises(TypeError, match=r"\"dynamic\" argument .* must be a bool, but got: 'no'"):
+        LossScaleOptimizer(_sgd(), dynamic="no")
 
 
-@pytest.mark.parametrize("wrap", [LossScaleOptimizer, lambda inner: v1.LossScaleOptimizer(inner, "dynamic")])
-def test_an_optimizer_of_another_framework_is_shown_on_one_line(wrap):
-    """And what to pass is said."""
-    with pytest.raises(TypeError) as caught:
-        wrap(Foreign())
-    assert "SGD ( Parameter Group 0 lr: 0.1 )" in str(caught.value)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("other", [LossScaleOptimizer, tf_keras.mixed_precision.LossScaleOptimizer])
+def test_one_optimizer_in_two_wrappers(other):
+    """Is refused, since both would save it under the same names; another one of the same config is taken."""
+    inner = tf_keras.optimizers.SGD()
+    first = other(inner)
+    with pytest.raises(ValueError, match="already wrapped by a LossScaleOptimizer"):
+        LossScaleOptimizer(inner)
+    LossScaleOptimizer(type(inner).from_config(first.inner_optimizer.get_config()))
 
 
-def test_a_keras_optimizer_in_v1s_wrapper():
-    """The wrapper for it is named."""
-    with pytest.raises(TypeError, match=r"wrap a Keras optimizer by lossscale_tf\.LossScaleOptimizer"):
-        v1.LossScaleOptimizer(keras.optimizers.SGD(0.1), "dynamic")
-
-
-def test_another_inner_optimizer():
-    """It is refused, since the variables that are built belong to the first."""
-    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0), tf.Variable(1.0)
-    with pytest.raises(AttributeError, match="make another LossScaleOptimizer around it"):
-        optimizer.inner_optimizer = keras.optimizers.SGD(0.25)
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("loss_scale", 4.0, r"loss_scale=4\.0 cannot be set, .*load_state_dict"),
+        ("inner_optimizer", _sgd, "make another LossScaleOptimizer around it"),
+        ("dynamic_growth_steps", 5, "dynamic_growth_steps is of dynamic scaling"),
+    ],
+)
+def test_what_cannot_be_set(name, value, words):
+    """The policy changes the scale, and the variables that are built belong to the inner optimizer; both stay."""
+    optimizer, variable = LossScaleOptimizer(_sgd(0.5), 8.0), tf.Variable(1.0)
+    with pytest.raises(AttributeError, match=words):
+        setattr(optimizer, name, value)
     optimizer.minimize(lambda: variable**2, [variable])
-    assert float(variable) == 0.0
+    assert (float(variable), float(optimizer.loss_scale)) == (0.0, 8.0)
 
 
-def test_an_unknown_argument():
-    """The message names the nearest argument."""
-    with pytest.raises(ValueError, match=r"init_scale.*did you mean 'initial_scale'"):
-        LossScaleOptimizer(keras.optimizers.SGD(), init_scale=8.0)
-
-
-def test_errors_keep_their_type_in_a_function_that_autograph_converts():
-    """So that they can be caught; AutoGraph adds the lines that led to them."""
-    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0), tf.Variable(1.0)
-
-    @tf.function
-    def scaled_twice():
-        return optimizer.get_scaled_loss(optimizer.get_scaled_loss(variable * 1.0))
-
-    with pytest.raises(CallOrderError, match="this loss is scaled already"):
-        scaled_twice()
+def test_a_graph_for_sessions():
+    """Is refused, and `v1` is named: a Keras optimizer has no operation to run there."""
+    with tf.Graph().as_default():
+        variable, optimizer = tf.Variable(1.0), LossScaleOptimizer(_sgd(0.1), 8.0)
+        for call in (
+            lambda: optimizer.minimize(lambda: variable * 1.0, [variable]),
+            lambda: optimizer.get_scaled_loss(variable * 1.0),
+            lambda: optimizer.scale_loss(variable * 1.0),
+            lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]),
+            lambda: optimizer.get_gradients(variable * 1.0, [variable]),
+        ):
+            with pytest.raises(RuntimeError, match=r"lossscale_tf\.v1\.LossScaleOptimizer"):
+                call()
 
 
 def test_a_loaded_state_is_no_reason_to_warn():
     """Though it has counted no steps, as one that comes from another tool."""
-    inner, variable = keras.optimizers.SGD(0.5), tf.Variable(1.0)
+    inner, variable = _sgd(0.5), tf.Variable(1.0)
     inner.build([variable])
     inner.apply([tf.constant(0.0)], [variable])
     optimizer = LossScaleOptimizer(inner, initial_scale=8.0)
@@ -123,3 +122,4 @@ def test_a_loaded_state_is_no_reason_to_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.minimize(lambda: variable**2, [variable])
+    assert float(optimizer.loss_scale) == 4096.0

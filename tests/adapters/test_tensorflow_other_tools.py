@@ -121,16 +121,13 @@ def test_a_fraction_of_an_interval():
     assert v1.ExponentialUpdateLossScaleManager(8.0, 2.5).growth_interval == 3
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"initial_scale": 64, "dynamic_growth_steps": 3}, {"initial_scale": 64, "dynamic": False}],
-)
-def test_the_drop_in_has_the_policy_of_from_tool(arguments):
+def test_the_drop_in_has_the_policy_of_from_tool():
     """Each argument, and each default."""
-    assert _keras_policy(**arguments) == from_tool("keras", arguments)
+    for arguments in {}, {"initial_scale": 64, "dynamic_growth_steps": 3}, {"initial_scale": 64, "dynamic": False}:
+        assert _keras_policy(**arguments) == from_tool("keras", arguments)
 
 
-ODD = [True, False, np.bool_(True), None, "abc", [], [2, 3], 1j, 10**400, float("nan"), {}, b"2", np.ones(3)]
+ODD = [True, None, "abc", [2, 3], 10**400, float("nan")]
 CALLS = {
     "loss_scale_value": lambda value: v1.FixedLossScale(value),
     "initial_loss_scale": lambda value: v1.DynamicLossScale(initial_loss_scale=value),
@@ -160,8 +157,6 @@ def test_what_is_not_a_number_is_refused_by_the_name_of_its_argument(argument):
 REFUSED = [
     (v1.DynamicLossScale, {"multiplier": 0.5}),
     (v1.DynamicLossScale, {"initial_loss_scale": 0.1}),
-    (v1.DynamicLossScale, {"increment_period": float("nan")}),
-    (v1.FixedLossScale, {"loss_scale_value": float("nan")}),
     (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 0.1, "incr_every_n_steps": 3}),
     (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 8.0, "incr_every_n_steps": 3, "incr_ratio": 0.5}),
     (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 8.0, "incr_every_n_steps": 3, "decr_ratio": 3.0}),
@@ -192,18 +187,3 @@ def test_a_config_as_keras_writes_it():
     assert from_tool("keras3", optimizer.get_config()).growth_interval == 7
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initial_scale=8.0)
     assert from_tool("keras", optimizer.get_config()).init_scale == 8.0
-
-
-def test_keras_3_takes_no_fixed_scale():
-    """`dynamic=True` is taken there and here, `dynamic=False` in neither."""
-    with pytest.raises(ValueError, match="dynamic=False"):
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic=False)
-    with pytest.raises(PolicyError, match="dynamic=False"):
-        from_tool("keras3", {"dynamic": False})
-
-
-@pytest.mark.parametrize("place", [tf.constant, tf.Variable, lambda value: tf.constant([value])])
-def test_tensors_in_a_checkpoint(place):
-    """Tensors and variables are the numbers they hold."""
-    state = state_from_tool("keras", {"current_loss_scale": place(8.0), "good_steps": place(7)})
-    assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

@@ -4,7 +4,7 @@ Each is tried eagerly and in `tf.function` where that differs, and around the op
 of tf_keras where it is about what they do.
 """
 
-from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, eager, traced  # noqa: I001
 import copy
 import json
 
@@ -15,10 +15,9 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale_core import DynamicScaling, FixedScaling
+from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
 
-GRAPH = {"eager": lambda function: function, "graph": lambda function: tf.function(function, autograph=False)}
-EACH_MODE = pytest.mark.parametrize("mode", GRAPH.values(), ids=GRAPH)
 INF = float("inf")
 OPTIMIZERS = {
     "Keras 3": keras.optimizers,
@@ -43,32 +42,15 @@ def _apply(optimizer, variable, grad):
     return optimizer.apply_gradients([(grad, variable)])
 
 
-def test_promise_048_constructor():
-    """`(optimizer, loss_scale)`, by place and by name."""
-    inner = keras.optimizers.SGD()
-    assert LossScaleOptimizer(inner, 8.0).inner_optimizer is inner
-    assert LossScaleOptimizer(optimizer=keras.optimizers.SGD(), loss_scale=8.0).loss_scale == 8.0
-
-
-@pytest.mark.parametrize("number", [8, 8.0, np.float32(8), np.int64(8)])
-def test_promise_049_a_number_is_fixed(number):
-    """An int or a float, numpy's too."""
-    optimizer = _wrapped(number)
-    _apply(optimizer, tf.Variable(1.0), tf.constant(INF))
-    assert optimizer.loss_scale == 8.0
-    assert optimizer.policy == FixedScaling(8.0)
-
-
-def test_promise_050_dynamic():
-    """The string."""
-    assert isinstance(_wrapped("dynamic").policy, DynamicScaling)
-
-
-def test_promise_051_a_policy():
-    """An instance; `policy=` is another name."""
-    policy = DynamicScaling(growth_interval=7)
-    assert _wrapped(policy).policy is policy
-    assert _wrapped(policy=policy).policy is policy
+def test_promises_048_049_050_051_what_a_loss_scale_may_be():
+    """`(optimizer, loss_scale)`, by place and by name: a number is fixed, "dynamic" begins at 2**15; or a policy."""
+    inner, policy = keras.optimizers.SGD(), DynamicScaling(growth_interval=7)
+    assert LossScaleOptimizer(optimizer=inner, loss_scale=8.0).inner_optimizer is inner
+    for number in (8, 8.0, np.float32(8), np.int64(8)):
+        assert _wrapped(number).policy == FixedScaling(8.0)
+    for arguments in ({}, {"loss_scale": "dynamic"}, {"policy": "dynamic"}, {"dynamic": True}):
+        assert _wrapped(**arguments).policy == DynamicScaling(init_scale=2.0**15, max_scale=2.0**126)
+    assert _wrapped(policy).policy is _wrapped(policy=policy).policy is policy
 
 
 @EACH_MODE
@@ -151,10 +133,7 @@ def test_promise_058_loss_scale():
     assert (loss_scale.dtype, loss_scale.shape, float(loss_scale)) == (tf.float32, (), 8.0)
 
 
-MAKE_VARIABLE = {"tf.Variable": tf.Variable, "keras.Variable": keras.Variable}
-
-
-@pytest.mark.parametrize("make", MAKE_VARIABLE.values(), ids=MAKE_VARIABLE)
+@pytest.mark.parametrize("make", [tf.Variable, keras.Variable], ids=["tf.Variable", "keras.Variable"])
 def test_promises_059_060_073_090_weights_and_slots(make):
     """The inner optimizer's weights in creation order, its slots by name, a custom one among them; methods reach it."""
     optimizer, variable = LossScaleOptimizer(keras.optimizers.Adam(0.1)), make([1.0, 2.0])
@@ -229,39 +208,32 @@ def test_promise_073_slots_of_every_optimizer(optimizers):
     assert optimizer.get_slot(variables[0], "mine") is None
 
 
-def test_promises_061_062_063_over_replicas(optimizers):
-    """Gradients are summed over replicas, then checked; a sum by the user is not repeated; one overflow skips all."""
-    for own in (False, True):
-        with STRATEGY.scope():
-            variable = tf.Variable(1.0)
-            optimizer = _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
-
-        @tf.function(autograph=False)
-        def step(victim, optimizer=optimizer, variable=variable, own=own):
-            def on_replica():
-                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-                optimizer.get_scaled_loss(tf.constant(0.0))
-                grad = tf.where(replica == victim, INF, 8.0)
-                grads = optimizer.get_unscaled_gradients([grad])
-                optimizer.apply_gradients([(grads[0], variable)], experimental_aggregate_gradients=not own)
-
-            STRATEGY.run(on_replica)
-
-        step(tf.constant(2))
-        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.0 if own else -1.0] * 2
-        step(tf.constant(1))
-        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.0 if own else -1.0] * 2
-        assert optimizer.loss_scale == 4.0
-
-
-def test_promise_063_what_it_returns():
-    """Eagerly, None."""
-    assert _apply(_wrapped(), tf.Variable(1.0), tf.constant(1.0)) is None
-
-
 @pytest.mark.parametrize(
-    "malformed", [3, None, "ab", [3], [(tf.constant(1.0), "w")], [(tf.constant(1.0), tf.constant(1.0))]]
+    "own_sum", [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}], ids=str
 )
+def test_promises_061_062_063_over_replicas(optimizers, own_sum):
+    """Gradients are summed over replicas, then checked; a sum by the user is not repeated; one overflow skips all."""
+    with STRATEGY.scope():
+        variable, optimizer = tf.Variable(1.0), _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
+
+    @tf.function(autograph=False)
+    def step(victim):
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            optimizer.get_scaled_loss(tf.constant(0.0))
+            grad = tf.where(context.replica_id_in_sync_group == victim, INF, 8.0)
+            (grad,) = optimizer.get_unscaled_gradients([context.all_reduce("sum", grad) if own_sum else grad])
+            optimizer.apply_gradients([(grad, variable)], **own_sum)
+
+        STRATEGY.run(on_replica)
+
+    for victim in (2, 0, 1):
+        step(tf.constant(victim))
+        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [-1.0] * 2
+    assert optimizer.loss_scale == 2.0
+
+
+@pytest.mark.parametrize("malformed", [3, None, [3], [(tf.constant(1.0), tf.constant(1.0))]])
 def test_promise_065_malformed_pairs(malformed):
     """A `TypeError`."""
     with pytest.raises(TypeError):
@@ -295,57 +267,32 @@ class Custom(keras.optimizers.SGD):
     """An optimizer that Keras knows only by `custom_objects`."""
 
 
-INNER = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
-OLD_CONFIGS = {
-    "experimental, dynamic": (
-        {
-            "optimizer": INNER,
-            "loss_scale": {
-                "class_name": "DynamicLossScale",
-                "config": {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 2.0},
-            },
-        },
-        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
-    ),
-    "experimental, fixed": (
-        {"optimizer": INNER, "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 4.0}}},
-        FixedScaling(4.0),
-    ),
-    "tf.keras 2.4, dynamic": (
-        {"inner_optimizer": INNER, "dynamic": True, "initial_scale": 4.0, "dynamic_growth_steps": 3},
-        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
-    ),
-    "tf.keras 2.4, fixed": (
-        {"inner_optimizer": INNER, "dynamic": False, "initial_scale": 4.0, "dynamic_growth_steps": None},
-        FixedScaling(4.0),
-    ),
-    "Keras 3": (
-        {"name": "opt", "inner_optimizer": INNER, "initial_scale": 4.0, "dynamic_growth_steps": 3},
-        DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126),
-    ),
-}
-
-
+EXPERIMENTAL = {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 2.0}
 OF_KERAS_3_0_TO_3_11 = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "global_clipnorm": None,
-    "clipvalue": None,
+    **dict.fromkeys(["weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "ema_overwrite_frequency"]),
+    **dict.fromkeys(["loss_scale_factor", "gradient_accumulation_steps"]),
     "use_ema": False,
     "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
 }
-OLD_CONFIGS["Keras 3.0 to 3.11"] = ({**OLD_CONFIGS["Keras 3"][0], **OF_KERAS_3_0_TO_3_11}, OLD_CONFIGS["Keras 3"][1])
+DYNAMIC = {"initial_scale": 4.0, "dynamic_growth_steps": 3}
+OLD_CONFIGS = {
+    "experimental, dynamic": {"loss_scale": {"class_name": "DynamicLossScale", "config": EXPERIMENTAL}},
+    "experimental, fixed": {"loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 4.0}}},
+    "tf.keras 2.4, dynamic": {"dynamic": True, **DYNAMIC},
+    "tf.keras 2.4, fixed": {"dynamic": False, "initial_scale": 4.0, "dynamic_growth_steps": None},
+    "Keras 3": {"name": "opt", **DYNAMIC},
+    "Keras 3.0 to 3.11": {"name": "opt", **DYNAMIC, **OF_KERAS_3_0_TO_3_11},
+}
 
 
 @pytest.mark.parametrize("name", OLD_CONFIGS)
 def test_promise_068_configs_of_the_originals(name):
     """Those of all three generations are read."""
-    config, policy = OLD_CONFIGS[name]
-    optimizer = LossScaleOptimizer.from_config(config)
-    assert optimizer.policy == policy
+    inner = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+    inner_name = "optimizer" if "experimental" in name else "inner_optimizer"
+    optimizer = LossScaleOptimizer.from_config({inner_name: inner, **OLD_CONFIGS[name]})
+    dynamic = DynamicScaling(init_scale=4.0, growth_interval=3, max_scale=2.0**126)
+    assert optimizer.policy == (FixedScaling(4.0) if "fixed" in name else dynamic)
     assert float(optimizer.learning_rate) == 0.5
 
 
@@ -361,7 +308,7 @@ def test_promises_069_070_get_gradients():
     variable, other = tf.Variable(3.0), tf.Variable(1.0)
     grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
     assert [float(grad) for grad in grads] == [6.0]
-    for mode in GRAPH.values():
+    for mode in (eager, traced):
         with pytest.raises(ValueError, match="no gradient with respect to"):
             mode(lambda: optimizer.get_gradients(lambda: variable**2, [variable, other]))()
     with pytest.raises(ValueError, match="no gradient with respect to"):
@@ -399,12 +346,9 @@ def test_promise_074_get_unscaled_gradients():
 
 def test_promises_075_076_082_083_constructor_and_defaults():
     """`(inner_optimizer, dynamic=True, initial_scale=None, dynamic_growth_steps=None)`: dynamic, 2**15, 2000."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
-    assert optimizer.dynamic
-    assert optimizer.initial_scale == 2.0**15
-    assert optimizer.dynamic_growth_steps == 2000
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), True, 8.0, 3)
-    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 3)
+    for arguments, settings in (((), (True, 2.0**15, 2000)), ((True, 8.0, 3), (True, 8.0, 3))):
+        optimizer = _wrapped(*arguments)
+        assert (optimizer.dynamic, optimizer.initial_scale, optimizer.dynamic_growth_steps) == settings
 
 
 @pytest.mark.filterwarnings("ignore:get_scaled_loss")
@@ -431,21 +375,22 @@ def test_promises_072_080_each_exactly_once(mode):
         optimizer.get_scaled_loss(tf.constant(1.0))
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
 
-    step = mode(unscales_not)
-    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
-        step()
-    step()
-    assert optimizer.steps_with_missing_calls == 2
-    mode(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))()
-    assert optimizer.steps_with_missing_calls == 3
-    mode(lambda: _apply(optimizer, variable, tf.constant(1.0)))()
-    assert optimizer.steps_with_missing_calls == 3
-
     def unscales_twice():
         optimizer.get_unscaled_gradients(optimizer.get_unscaled_gradients([tf.constant(1.0)]))
 
-    with pytest.raises(RuntimeError, match="unscaled already"):
+    bad, good = mode(unscales_not), mode(lambda: _apply(optimizer, variable, tf.constant(1.0)))
+    good()
+    with pytest.warns(UserWarning, match="get_unscaled_gradients not called"):
+        bad()
+    good()
+    bad()
+    assert optimizer.steps_with_missing_calls == 2
+    mode(lambda: optimizer.apply_gradients([(tf.constant(1.0), variable)]))()
+    assert optimizer.steps_with_missing_calls == 3
+    with pytest.raises(CallOrderError, match="unscaled already"):
         mode(unscales_twice)()
+    good()
+    assert optimizer.steps_with_missing_calls == 3
 
 
 def test_promise_080_over_replicas():
@@ -465,14 +410,13 @@ def test_promise_080_over_replicas():
 
 def test_promises_081_086_fixed():
     """`dynamic=False` needs `initial_scale`, which never changes, and takes no growth steps."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False, initial_scale=4.0)
+    optimizer = _wrapped(dynamic=False, initial_scale=4.0)
     _apply(optimizer, tf.Variable(1.0), tf.constant(INF))
     assert optimizer.loss_scale == 4.0
     assert optimizer.dynamic_counter is None
-    with pytest.raises(ValueError, match="initial_scale"):
-        LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False)
-    with pytest.raises(ValueError, match="dynamic_growth_steps"):
-        LossScaleOptimizer(keras.optimizers.SGD(), dynamic=False, initial_scale=4.0, dynamic_growth_steps=3)
+    for wrong, words in ({}, "initial_scale"), ({"initial_scale": 4.0, "dynamic_growth_steps": 3}, "growth_steps"):
+        with pytest.raises(ValueError, match=words):
+            _wrapped(dynamic=False, **wrong)
 
 
 @pytest.mark.parametrize(("limit", "at_the_start"), [(2.0**13, 2), (1.0, 15)])

@@ -5,8 +5,8 @@ Each is tried in a graph with a session and eagerly, where it applies to both.
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 import copy
-from tempfile import TemporaryDirectory
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,92 +21,51 @@ INF = float("inf")
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 
 
-class Eager:
-    """Runs what is written once for both worlds: values are there at once."""
+class World:
+    """Runs what is written once for both worlds: eagerly, or in a graph with a session."""
 
-    is_eager = True
-
-    def variable(self, value, dtype=tf.float32):
-        """Return a variable."""
-        return tf.Variable(value, dtype=dtype)
+    def __init__(self, session=None):
+        self.session, self.is_eager = session, session is None
+        self.built, self.initialized = {}, set()
 
     def loss(self, function):
-        """Return a loss as this world has it: a callable."""
-        return function
+        """Return a loss as this world has it: a callable, or a tensor."""
+        return function if self.is_eager else function()
 
     def run(self, make):
-        """Take the step that `make` makes."""
-        make()
+        """Take the step that `make` makes; in a graph it is built the first time."""
+        if self.is_eager:
+            make()
+            return
+        if make not in self.built:
+            self.built[make] = make()
+        self.value(self.built[make])
 
-    def for_another_step(self):
-        """Return a world with the same variables."""
-        return self
+    def assign(self, variable, value):
+        """Set a variable."""
+        self.run(lambda: variable.assign(value))
 
     def value(self, x):
         """Return what a tensor or variable holds."""
-        return np.asarray(x)
-
-
-class Graph(Eager):
-    """Builds a step once, and runs it in a session."""
-
-    is_eager = False
-
-    def __init__(self, session, initialized=None):
-        self.session, self.step = session, None
-        self.initialized = set() if initialized is None else initialized
-
-    def for_another_step(self):
-        """Return a world with the same session and variables."""
-        return Graph(self.session, self.initialized)
-
-    def loss(self, function):
-        """Return a loss as this world has it: a tensor."""
-        return function()
-
-    def run(self, make):
-        """Take the step that `make` makes, built the first time."""
-        self.step = make() if self.step is None else self.step
-        self.initialize()
-        self.session.run(self.step)
-
-    def value(self, x):
-        """Return what a tensor or variable holds."""
-        self.initialize()
+        if self.is_eager:
+            return np.asarray(x)
+        new = [each for each in tf1.global_variables() if each.name not in self.initialized]
+        self.session.run([each.initializer for each in new])
+        self.initialized.update(each.name for each in new)
         return self.session.run(x)
-
-    def initialize(self):
-        """Initialize the variables that are new."""
-        for variable in tf1.global_variables():
-            if variable.name not in self.initialized:
-                self.session.run(variable.initializer)
-                self.initialized.add(variable.name)
 
 
 @pytest.fixture(params=["graph", "eager"])
 def world(request):
     if request.param == "eager":
-        yield Eager()
+        yield World()
         return
     with tf.Graph().as_default(), tf1.Session() as session:
-        yield Graph(session)
+        yield World(session)
 
 
 def _sgd(*args, rate=0.25, **kwargs):
     return v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(rate), *args, **kwargs)
-
-
-def _switch(world):
-    """Return a variable that multiplies losses, to make them overflow."""
-    return tf.Variable(1.0, trainable=False) if world.is_eager else tf1.Variable(1.0, trainable=False)
-
-
-def _set(world, variable, value):
-    if world.is_eager:
-        variable.assign(value)
-    else:
-        world.initialize()
-        variable.load(value, world.session)
 
 
 def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_strategy(world):
@@ -121,7 +80,7 @@ def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_stra
 
         return tf.identity(x), backward
 
-    variable = world.variable(3.0)
+    variable = tf.Variable(3.0)
     optimizer = _sgd(v1.FixedLossScaleManager(8.0))
     world.run(lambda: optimizer.minimize(world.loss(lambda: watched(variable)), var_list=[variable]))
     assert world.value(seen[0]) == 8.0
@@ -136,7 +95,7 @@ EVERY += ["RMSProp"]
 def test_promise_001_every_optimizer(world, name):
     """A skipped step between two others leaves no trace in it, to the last bit."""
     make = getattr(tf1.train, f"{name}Optimizer")
-    variable, expected, factor = world.variable([1.0, 2.0]), world.variable([1.0, 2.0]), _switch(world)
+    variable, expected, factor = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
     optimizer, bare = v1.LossScaleOptimizer(make(0.1), POLICY), make(0.1)
 
     def step():
@@ -146,18 +105,17 @@ def test_promise_001_every_optimizer(world, name):
         return bare.minimize(world.loss(lambda: tf.reduce_sum(expected)), var_list=[expected])
 
     for value in (1.0, INF, 1.0):
-        _set(world, factor, value)
+        world.assign(factor, value)
         world.run(step)
-    other = world.for_another_step()
     for _ in range(2):
-        other.run(bare_step)
+        world.run(bare_step)
     assert world.value(variable).tobytes() == world.value(expected).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
 def test_promises_004_006_015_dtypes(world, dtype):
     """A gradient arrives in its variable's dtype, unscaled in float32, whatever the dtype of the loss."""
-    variable = world.variable([1.0, 2.0], dtype)
+    variable = tf.Variable([1.0, 2.0], dtype=dtype)
     optimizer = _sgd(2.0**15, rate=1.0)
 
     def half_loss():
@@ -165,26 +123,22 @@ def test_promises_004_006_015_dtypes(world, dtype):
 
     pairs = optimizer.compute_gradients(world.loss(half_loss), [variable])
     assert pairs[0][0].dtype == dtype
-    expected = [2.0**-24, 1.0]
-    np.testing.assert_array_equal(world.value(pairs[0][0]), np.array(expected, dtype.as_numpy_dtype))
+    assert world.value(pairs[0][0]).tolist() == [2.0**-24, 1.0]
     world.run(lambda: optimizer.apply_gradients(pairs))
-    assert variable.dtype.base_dtype == dtype
 
 
 def test_promises_007_013_the_documents_example(world):
     """`FixedLossScaleManager(5000)` and Adam."""
-    variable = world.variable(1.0)
+    variable = tf.Variable(1.0)
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), v1.FixedLossScaleManager(5000))
-    world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 2.0), var_list=[variable]))
+    world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 2.0)))
     np.testing.assert_allclose(world.value(variable), 0.9, rtol=1e-6)
     assert world.value(optimizer.loss_scale) == 5000.0
-    with pytest.raises(ValueError, match="at least 1"):
-        v1.FixedLossScaleManager(0.5)
 
 
 def test_promises_009_047_gradients_may_be_processed(world):
     """Between the two calls; an iterator will do."""
-    variable = world.variable([3.0, 4.0])
+    variable = tf.Variable([3.0, 4.0])
     optimizer = _sgd(5000.0, rate=1.0)
 
     def step():
@@ -200,10 +154,8 @@ def test_promises_009_047_gradients_may_be_processed(world):
 
 def test_promise_010_gradients_from_elsewhere(world):
     """A warning: their loss was not scaled."""
-    variable = world.variable(1.0)
-    optimizer = _sgd(8.0)
     with pytest.warns(UserWarning, match="cannot come from this optimizer's compute_gradients"):
-        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+        _sgd(8.0).apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
 
 
 def test_promise_010_next_to_good_use():
@@ -226,7 +178,7 @@ def test_promise_010_next_to_good_use():
 
 def test_promise_011_underflow_is_prevented(world):
     """The document's own setting: 0 without scaling, 1e-4 with it."""
-    variable = world.variable(1.0)
+    variable = tf.Variable(1.0)
 
     def loss():
         x = tf.cast(variable, tf.float16)
@@ -242,7 +194,7 @@ def test_promise_011_underflow_is_prevented(world):
 
 def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
     """Name, slots and variables are the wrapped optimizer's."""
-    variable = world.variable(1.0)
+    variable = tf.Variable(1.0)
     inner = tf1.train.MomentumOptimizer(0.1, 0.9)
     optimizer = v1.LossScaleOptimizer(inner, "dynamic")
     assert isinstance(optimizer, tf1.train.Optimizer)
@@ -257,6 +209,16 @@ def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
     assert any("loss_scale" in name for name in names)
 
 
+class Manager:
+    """A loss scale manager of one's own, as the documents describe one."""
+
+    def get_loss_scale(self):
+        """Return the loss scale."""
+
+    def update_loss_scale(self, finite_grads):
+        """Change variables."""
+
+
 def test_promises_016_017_029_what_a_loss_scale_may_be():
     """A number, "dynamic", a policy; by place or by either name. None and others are refused."""
     assert _sgd(8).policy == FixedScaling(8.0)
@@ -266,17 +228,22 @@ def test_promises_016_017_029_what_a_loss_scale_may_be():
     assert v1.DynamicLossScale().init_scale == 2.0**15
     assert v1.FixedLossScale(4.0) == FixedScaling(4.0)
     assert v1.FixedLossScale(1) == FixedScaling(1.0)
-    for below in (0.5, 0.0, -8.0, float("nan")):
+    for make in (v1.FixedLossScale, v1.FixedLossScaleManager):
         with pytest.raises(ValueError, match="at least 1"):
-            v1.FixedLossScale(below)
+            make(0.5)
     manager = v1.ExponentialUpdateLossScaleManager(1024.0, 10)
     assert (manager.hysteresis, manager.backoff_factor, manager.refill_on_finite) == (2, 0.8, False)
     with pytest.raises(ValueError, match="must be given"):
         _sgd()
-    with pytest.raises(PolicyError):
-        _sgd("static")
-    for opt in (3, _sgd(8.0)):
-        with pytest.raises(TypeError, match=r"must be a tf\.compat\.v1\.train\.Optimizer|wrap the optimizer once"):
+    for loss_scale, words in (("static", "'static'"), (Manager(), "a loss scale manager.* a policy of your own")):
+        with pytest.raises(PolicyError, match=words):
+            _sgd(loss_scale)
+    for opt, words in (
+        (3, r"must be a tf\.compat\.v1\.train\.Optimizer"),
+        (_sgd(8.0), "wrap the optimizer once"),
+        (keras.optimizers.SGD(0.1), r"wrap a Keras optimizer by lossscale_tf\.LossScaleOptimizer"),
+    ):
+        with pytest.raises(TypeError, match=words):
             v1.LossScaleOptimizer(opt, 8.0)
 
 
@@ -285,7 +252,7 @@ def test_promises_020_021_use_locking_and_name():
     optimizer = _sgd(8.0, use_locking=True, name="scaled")
     assert optimizer._use_locking is True
     assert optimizer.get_name() == "scaled"
-    for name in ("", 3, "a b", "a:b", "_a", "/a", "é"):
+    for name in ("", 3, "a b", "_a"):
         with pytest.raises(ValueError, match="name"):
             _sgd(8.0, name=name)
         with pytest.raises(ValueError, match="name"), tf.Graph().as_default():
@@ -297,8 +264,7 @@ def test_promises_020_021_use_locking_and_name():
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_promises_022_023_024_025_042_an_overflow_skips(world, loss_scale, bad):
     """For a fixed scale, too: neither variables nor slots nor `global_step` move; a real update counts."""
-    variable, factor = world.variable([1.0, 2.0]), _switch(world)
-    global_step = tf1.train.get_or_create_global_step() if not world.is_eager else tf.Variable(0, trainable=False)
+    variable, factor, global_step = tf.Variable([1.0, 2.0]), tf.Variable(1.0), tf.Variable(0)
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), loss_scale)
 
     def step():
@@ -309,12 +275,12 @@ def test_promises_022_023_024_025_042_an_overflow_skips(world, loss_scale, bad):
     assert world.value(global_step) == 1
     watched = [variable, *optimizer._optimizer.variables()]
     before = [world.value(each) for each in watched]
-    _set(world, factor, bad)
+    world.assign(factor, bad)
     world.run(step)
     assert all(a.tobytes() == world.value(b).tobytes() for a, b in zip(before, watched, strict=True))
     assert world.value(global_step) == 1
     assert world.value(optimizer.loss_scale) == (8.0 if loss_scale == 8.0 else 2.0**14)
-    _set(world, factor, 1.0)
+    world.assign(factor, 1.0)
     world.run(step)
     assert world.value(global_step) == 2
 
@@ -349,8 +315,8 @@ class Recording(tf1.train.GradientDescentOptimizer):
         return super().compute_gradients(loss, *args)
 
 
-def test_promises_030_035_042_arguments_are_handed_on():
-    """All of them and their defaults, by `minimize` too."""
+def test_promises_030_034_035_042_046_arguments_are_handed_on():
+    """All of them and their defaults, by `minimize` too; gates are 0, 1 and 2, and others are rejected."""
     with tf.Graph().as_default():
         variable, global_step = tf1.Variable([1.0, 2.0]), tf1.train.get_or_create_global_step()
         optimizer = v1.LossScaleOptimizer(inner := Recording(1.0), 8.0)
@@ -359,51 +325,20 @@ def test_promises_030_035_042_arguments_are_handed_on():
         arguments = ([variable], optimizer.GATE_NONE, tf1.AggregationMethod.EXPERIMENTAL_TREE, True)
         optimizer.minimize(variable * 3.0, global_step, *arguments, "mine", weights := tf.constant([1.0, 10.0]))
         assert inner.given == (*arguments, weights)
-
-
-def test_promises_030_034_035_046_arguments_of_compute_gradients():
-    """Honoured in a graph; gates are 0, 1 and 2, and others are rejected."""
-    assert (v1.LossScaleOptimizer.GATE_NONE, v1.LossScaleOptimizer.GATE_OP, v1.LossScaleOptimizer.GATE_GRAPH) == (
-        0,
-        1,
-        2,
-    )
-    with tf.Graph().as_default(), tf1.Session() as session:
-        variable = tf1.Variable([1.0, 2.0])
-        optimizer = _sgd(8.0)
-        loss = variable * 3.0
-        pairs = optimizer.compute_gradients(
-            loss, (variable,), optimizer.GATE_GRAPH, tf1.AggregationMethod.ADD_N, True, tf.constant([1.0, 10.0])
-        )
-        session.run(tf1.global_variables_initializer())
-        assert session.run(pairs[0][0]).tolist() == [3.0, 30.0]
+        assert (optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH) == (0, 1, 2)
         with pytest.raises(ValueError, match="gate_gradients"):
-            optimizer.compute_gradients(loss, [variable], gate_gradients=3)
+            optimizer.compute_gradients(variable * 3.0, [variable], gate_gradients=3)
 
 
-@pytest.mark.parametrize("half", [tf.float16, tf.bfloat16])
-def test_promise_035_grad_loss_of_a_half_loss(half):
-    """In the loss's own dtype, though the scaled loss is float32."""
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32])
+def test_promise_035_grad_loss(dtype):
+    """In the loss's own dtype, though the scaled loss is float32 or wider."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
-        loss = tf.cast(variable, half) * 3.0
-        ((grad, _),) = _sgd(8.0).compute_gradients(loss, [variable], grad_loss=tf.constant([1.0, 10.0], half))
+        loss = tf.cast(variable, dtype) * 3.0
+        ((grad, _),) = _sgd(8.0).compute_gradients(loss, (variable,), grad_loss=tf.constant([1.0, 10.0], dtype))
         session.run(tf1.global_variables_initializer())
         assert session.run(grad).tolist() == [3.0, 30.0]
-
-
-def test_a_loss_scale_manager_of_ones_own():
-    """Is refused with what to write instead."""
-
-    class Manager:
-        def get_loss_scale(self):
-            """Return the loss scale."""
-
-        def update_loss_scale(self, finite_grads):
-            """Change variables."""
-
-    with pytest.raises(PolicyError, match=r"Manager is a loss scale manager.* a policy of your own"):
-        _sgd(Manager())
 
 
 def test_promises_032_044_eagerly_a_callable():
@@ -430,7 +365,7 @@ def test_promise_033_trainable_variables_by_default():
 
 def test_promise_036_none_and_sparse(world):
     """A gradient may be None, `IndexedSlices` stay sparse, and both can be applied."""
-    table, unused = world.variable([[1.0], [2.0], [3.0]]), world.variable(1.0)
+    table, unused = tf.Variable([[1.0], [2.0], [3.0]]), tf.Variable(1.0)
     optimizer = _sgd(8.0, rate=1.0)
     loss = world.loss(lambda: tf.reduce_sum(tf.gather(table, [1, 1])))
     pairs = optimizer.compute_gradients(loss, [table, unused])
@@ -449,34 +384,32 @@ def test_promise_043_what_is_no_variable(world):
     with pytest.raises(TypeError, match="pairs"):
         optimizer.apply_gradients(3)
     with pytest.raises(ValueError, match="No gradients provided"):
-        optimizer.apply_gradients([(None, world.variable(1.0))])
-    variable, constant = world.variable(1.0), tf.constant(2.0)
-    for wrong in (constant, "w", 3, np.float32(1.0)):
-        loss = world.loss(lambda: variable * constant)
-        with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
-            optimizer.minimize(loss, var_list=[variable, wrong])
+        optimizer.apply_gradients([(None, tf.Variable(1.0))])
+    variable, constant = tf.Variable(1.0), tf.constant(2.0)
+    with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
+        optimizer.minimize(world.loss(lambda: variable * constant), var_list=[variable, constant])
 
 
 def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
     """Over random overflows; then restored in place."""
-    variable, factor = world.variable(1.0), _switch(world)
-    optimizer = _sgd(POLICY, rate=0.0)
+    variable, factor, optimizer = tf.Variable(1.0), tf.Variable(1.0), _sgd(POLICY, rate=0.0)
+    step = lambda: optimizer.minimize(world.loss(lambda: variable * factor), var_list=[variable])  # noqa: E731
     overflows = np.random.default_rng(0).random(30) < 0.3
     expected = simulate(POLICY, list(~overflows))
     for n, overflow in enumerate(overflows):
-        _set(world, factor, INF if overflow else 1.0)
-        world.run(lambda: optimizer.minimize(world.loss(lambda: variable * factor), var_list=[variable]))
+        world.assign(factor, INF if overflow else 1.0)
+        world.run(step)
         assert world.value(optimizer.loss_scale) == expected.loss_scale_after[n]
     state = [world.value(each) for each in optimizer.scale_state]
     if world.is_eager:
         checkpoint = tf.train.Checkpoint(optimizer=optimizer, variable=variable)
         path = checkpoint.save(tmp_path / "checkpoint")
-        optimizer.loss_scale.assign(1.0)
+        world.assign(optimizer.loss_scale, 1.0)
         checkpoint.restore(path).assert_consumed()
     else:
         saver = tf1.train.Saver()
         path = saver.save(world.session, str(tmp_path / "saved"))
-        optimizer.loss_scale.load(1.0, world.session)
+        world.assign(optimizer.loss_scale, 1.0)
         saver.restore(world.session, path)
     assert [world.value(each) for each in optimizer.scale_state] == state
 
@@ -545,79 +478,29 @@ def test_replicas_in_a_session():
         assert session.run(optimizer.scale_state.skipped_steps) == 2
 
 
-def test_a_checkpoint_keeps_slots():
-    """Eagerly, with Adam: what continues from a checkpoint is what continued without one."""
-
-    def made():
-        variable = tf.Variable([1.0, 2.0])
-        return variable, v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)
-
-    def steps(variable, optimizer, count):
-        for _ in range(count):
-            optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
-
-    (variable, optimizer), (other, restored) = made(), made()
-    steps(variable, optimizer, 2)
-    steps(other, restored, 1)
-    with TemporaryDirectory() as folder:
-        path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(f"{folder}/checkpoint")
-        tf.train.Checkpoint(variable=other, optimizer=restored).restore(path).assert_consumed()
-    steps(variable, optimizer, 2)
-    steps(other, restored, 2)
-    assert variable.numpy().tobytes() == other.numpy().tobytes()
-    assert int(restored.metrics()["steps"]) == 4
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_a_checkpoint_restored_before_the_first_step(name, tmp_path):
-    """Eagerly, every variable comes back when the wrapped optimizer creates it, Adam's beta powers, too."""
+def test_a_checkpoint_continues(name, tmp_path):
+    """Eagerly, restored before the first step and after one; Adam's beta powers come back, too."""
 
     def made():
         variable = tf.Variable([1.0, 2.0])
         optimizer = v1.LossScaleOptimizer(getattr(tf1.train, f"{name}Optimizer")(0.1), POLICY)
         return variable, optimizer, lambda: optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
 
-    (variable, optimizer, step), (other, restored, other_step) = made(), made()
+    (variable, optimizer, step), *others = made(), made(), made()
     step()
     step()
     path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
-    status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
     step()
-    other_step()
-    status.assert_consumed()
-    assert variable.numpy().tobytes() == other.numpy().tobytes()
-    ours, theirs = (sorted(each.numpy().tobytes() for each in of.variables()) for of in (restored, optimizer))
-    assert ours == theirs
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_two_replicas_decide_alike(graph):
-    """200 steps with overflows on one replica at a time: variables and slots stay bit-identical on both."""
-    with STRATEGY.scope():
-        variable = tf.Variable([1.0, 2.0])
-        optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.01), POLICY)
-    victims = np.random.default_rng(0).integers(0, 5, 200 if graph else 8)  # eagerly a step takes long
-    expected = simulate(POLICY, list(victims >= 2))
-
-    def step(victim):
-        def on_replica():
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            factor = tf.where(replica == victim, INF, 1.0)
-            optimizer.minimize(lambda: tf.reduce_sum(variable**2) * factor, var_list=[variable])
-
-        STRATEGY.run(on_replica)
-
-    step = tf.function(step, autograph=False) if graph else step
-    for n, victim in enumerate(victims):
-        before = variable.numpy()
-        step(tf.constant(int(victim)))
-        copies = [each.numpy() for each in STRATEGY.experimental_local_results(variable)]
-        assert copies[0].tobytes() == copies[1].tobytes()
-        assert np.array_equal(before, copies[0]) == (victim < 2)
-        assert optimizer.loss_scale.numpy() == expected.loss_scale_after[n]
-    for slot in optimizer._optimizer.variables():
-        first, second = (each.numpy() for each in STRATEGY.experimental_local_results(slot))
-        assert first.tobytes() == second.tobytes()
+    expected = [variable, *optimizer.variables()]
+    for has_begun, (other, restored, other_step) in enumerate(others):
+        if has_begun:
+            other_step()
+        status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
+        other_step()
+        status.assert_consumed()
+        ours = [other, *restored.variables()]
+        assert sorted(each.numpy().tobytes() for each in ours) == sorted(each.numpy().tobytes() for each in expected)
 
 
 def test_a_deep_copy_continues_by_itself():

@@ -12,10 +12,7 @@ import tf_keras
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_tf import LossScaleOptimizer
 
-POLICIES = {
-    "dynamic": DynamicScaling(init_scale=2.0**10, growth_interval=3, hysteresis=2),
-    "fixed": FixedScaling(2.0**10),
-}
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3, hysteresis=2)
 ROWS, STEPS = 4, 12
 INPUTS = np.random.default_rng(0).normal(size=(STEPS * ROWS, 3)).astype(np.float32)
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
@@ -40,80 +37,91 @@ def test_a_config_of_every_optimizer_of_keras(optimizer):
     assert again.get_config() == config
 
 
-def _model(policy, seed=0):
+def _model(policy=POLICY, seed=0, guard=GUARD):
     keras.utils.set_random_seed(seed)
     layers = [keras.Input((3,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="second")]
     model = keras.Sequential(layers, name="model")
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01, use_ema=True), policy, global_clipnorm=1.0, guard=GUARD)
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01, use_ema=True), policy, global_clipnorm=1.0, guard=guard)
     model.compile(optimizer, loss="mse", jit_compile=False)
     return model
 
 
-def _fit(model, steps):
-    rows = slice(steps.start * ROWS, steps.stop * ROWS)
-    model.fit(INPUTS[rows], TARGETS[rows], batch_size=ROWS, shuffle=False, verbose=0)
+def _fit(model, start=0, stop=STEPS, callbacks=None):
+    rows = slice(start * ROWS, stop * ROWS)
+    model.fit(INPUTS[rows], TARGETS[rows], batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def _bits(model):
     """Return everything that is to continue: weights, slots, averages, and every field of the states."""
-    variables = [*model.variables, *model.optimizer.inner_optimizer.variables]
-    return [each.numpy().tobytes() for each in variables] + [
-        each.numpy() for each in (*model.optimizer.scale_state, *model.optimizer.guard_state)
-    ]
+    optimizer = model.optimizer
+    variables = [*model.variables, *optimizer.inner_optimizer.variables, *optimizer.scale_state]
+    return [each.numpy().tobytes() for each in (*variables, *(optimizer.guard_state or ()))]
 
 
-def _whole(model, folder, policy):
+def _whole(model, folder):
     model.save(folder / "saved.keras")
     return keras.models.load_model(folder / "saved.keras")
 
 
-def _weights(model, folder, policy):
-    model.save_weights(folder / "saved.weights.h5")
-    other = _model(policy, seed=1)
+def _pickled(model, folder):
+    return pickle.loads(pickle.dumps(model))
+
+
+def _other(model):
+    other = _model(model.optimizer.policy, seed=1)
     other.optimizer.build(other.trainable_variables)
+    return other
+
+
+def _weights(model, folder):
+    model.save_weights(folder / "saved.weights.h5")
+    other = _other(model)
     other.load_weights(folder / "saved.weights.h5")
     return other
 
 
-def _checkpoint(model, folder, policy):
+def _checkpoint(model, folder):
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "checkpoint")
-    other = _model(policy, seed=1)
-    other.optimizer.build(other.trainable_variables)
+    other = _other(model)
     tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_existing_objects_matched()
     return other
 
 
-def _checkpoint_before_build(model, folder, policy):
+def _checkpoint_before_build(model, folder):
     path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(folder / "checkpoint")
-    other = _model(policy, seed=1)
+    other = _model(seed=1)
     tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
     return other
 
 
-WAYS = {
-    ".keras": _whole,
-    ".weights.h5": _weights,
-    "Checkpoint": _checkpoint,
-    "Checkpoint, before the optimizer is built": _checkpoint_before_build,
-    "pickle": lambda model, folder, policy: pickle.loads(pickle.dumps(model)),
-}
-OTHERS = [(way, "fixed") for way in (".keras", "Checkpoint")]
+WAYS = [_whole, _weights, _checkpoint, _checkpoint_before_build, _pickled]
+WITH_POLICIES = [*((way, POLICY) for way in WAYS), *((way, FixedScaling(2.0**10)) for way in (_whole, _checkpoint))]
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
-@pytest.mark.parametrize(("way", "policy"), [*((way, "dynamic") for way in WAYS), *OTHERS])
+@pytest.mark.parametrize(("way", "policy"), WITH_POLICIES)
 def test_training_continues(tmp_path, way, policy):
     """As if it had not been interrupted."""
-    save, policy = WAYS[way], POLICIES[policy]
     model = _model(policy)
-    _fit(model, range(STEPS // 2))
-    other = save(model, tmp_path, policy)
+    _fit(model, stop=STEPS // 2)
+    other = way(model, tmp_path)
     assert (other.optimizer.policy, other.optimizer.guard) == (policy, GUARD)
-    _fit(model, range(STEPS // 2, STEPS))
-    _fit(other, range(STEPS // 2, STEPS))
+    for each in (model, other):
+        _fit(each, start=STEPS // 2)
     assert _bits(other) == _bits(model)
     assert int(other.optimizer.metrics()["skipped_steps"]) == 4
     assert int(other.optimizer.metrics()["spikes"]) >= 1
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation", "ignore:the checkpoint has no state of a spike guard")
+@pytest.mark.parametrize("way", [_weights, _checkpoint])
+def test_what_was_saved_without_a_guard_loads_into_one_with(tmp_path, way):
+    """Slots, scale and iterations continue, and the guard starts over."""
+    model = _model(guard=None)
+    _fit(model)
+    other = way(model, tmp_path)
+    assert _bits(other)[: len(_bits(model))] == _bits(model)
+    assert float(other.optimizer.guard_state.norms) == 0.0
 
 
 class Interrupted(keras.callbacks.Callback):
@@ -128,18 +136,12 @@ class Interrupted(keras.callbacks.Callback):
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_an_interrupted_fit_continues(tmp_path):
     """From what `BackupAndRestore` kept."""
-    policy = POLICIES["dynamic"]
-    (model := _model(policy)).fit(INPUTS, TARGETS, batch_size=ROWS, shuffle=False, verbose=0)
-    backup = {"backup_dir": tmp_path / "backup", "save_freq": 6}
-    options = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
+    _fit(model := _model())
+    backup = lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=6)  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        _model(policy).fit(
-            INPUTS, TARGETS, callbacks=[keras.callbacks.BackupAndRestore(**backup), Interrupted()], **options
-        )
-    again = _model(policy, seed=1)
-    again.optimizer.build(again.trainable_variables)
-    rest = slice(6 * ROWS, None)
-    again.fit(INPUTS[rest], TARGETS[rest], callbacks=[keras.callbacks.BackupAndRestore(**backup)], **options)
+        _fit(_model(), callbacks=[backup(), Interrupted()])
+    again = _other(model)
+    _fit(again, start=6, callbacks=[backup()])
     assert _bits(again) == _bits(model)
 
 
@@ -156,7 +158,7 @@ def test_a_loop_of_ones_own_continues(tmp_path, inner, graph):
     """From a `Checkpoint` of the variable and the optimizer, restored before and, in a graph, after its slots exist."""
 
     def made():
-        variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(), POLICIES["dynamic"])
+        variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(), POLICY, guard=GUARD)
         if graph:
             optimizer.build([variable])
 
@@ -165,17 +167,20 @@ def test_a_loop_of_ones_own_continues(tmp_path, inner, graph):
 
         return variable, optimizer, tf.function(step, autograph=False) if graph else step
 
-    (variable, optimizer, step), (other, restored, other_step) = made(), made()
+    def bits(variable, optimizer, _):
+        return [each.numpy().tobytes() for each in (variable, *optimizer.scale_state, *optimizer.guard_state)]
+
+    saved, restored = made(), made()
     for factor in (1.0, np.inf, 1.0, 1.0):
-        step(tf.constant(factor))
-    path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
-    status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
-    for factor in (1.0, np.inf, 1.0, 1.0):
-        step(tf.constant(factor))
-        other_step(tf.constant(factor))
-        assert variable.numpy().tobytes() == other.numpy().tobytes()
-        assert [float(field) for field in optimizer.scale_state] == [float(field) for field in restored.scale_state]
+        saved[2](tf.constant(factor))
+    path = tf.train.Checkpoint(variable=saved[0], optimizer=saved[1]).save(tmp_path / "checkpoint")
+    status = tf.train.Checkpoint(variable=restored[0], optimizer=restored[1]).restore(path)
+    for factor in (1e3, 1.0, np.inf, 1.0, 1.0):
+        for _, _, step in (saved, restored):
+            step(tf.constant(factor))
+        assert bits(*restored) == bits(*saved)
     status.assert_consumed()
+    assert int(restored[1].metrics()["spikes"]) == 1
 
 
 @pytest.mark.parametrize("generation", [tf_keras.optimizers, tf_keras.optimizers.legacy], ids=["new", "legacy"])

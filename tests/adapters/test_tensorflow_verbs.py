@@ -1,6 +1,6 @@
 """The five verbs over nested structures: values, dtypes, sparse gradients, eager, in graphs and under XLA."""
 
-from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE_AND_XLA, STRATEGY  # noqa: I001
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,27 +10,14 @@ from lossscale_core.testing import overflow_traces, policies, simulate
 from lossscale_tf import all_finite, init_state, overflow_report, select, unscale
 from tests.sweeping import few_examples
 
-FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
-MODES = {
-    "eager": lambda function: function,
-    "graph": lambda function: tf.function(function, autograph=False),
-    "xla": lambda function: tf.function(function, autograph=False, jit_compile=True),
-}
-EACH_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
-
-def _sparse(values, indices, rows=4):
-    return tf.IndexedSlices(tf.constant(values), tf.constant(indices), tf.constant([rows, len(values[0])]))
-
-
-def test_both_parts_of_complex_numbers_count():
-    """Of tensors and of Python's."""
-    for bad in (tf.complex(1.0, float("inf")), complex(0.0, float("nan"))):
-        assert not all_finite([bad])
+def test_both_parts_of_a_complex_number_count():
+    """Of Python's, too."""
+    assert not all_finite([complex(0.0, float("nan"))])
     assert all_finite([1j])
 
 
-@EACH_MODE
+@EACH_MODE_AND_XLA
 @pytest.mark.parametrize("value", [np.float32(3e38), np.float16(60000.0)])
 def test_sparse_duplicates_are_summed_first(mode, value):
     """Two finite halves of an infinite sum are an overflow."""
@@ -40,7 +27,7 @@ def test_sparse_duplicates_are_summed_first(mode, value):
     assert not check(tf.constant([2, 2]))
 
 
-@EACH_MODE
+@EACH_MODE_AND_XLA
 @pytest.mark.parametrize("dtype", [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2])
 def test_float8_leaves(mode, dtype):
     """Are checked as what they are, and unscaled in float32, as halves are."""
@@ -52,23 +39,13 @@ def test_float8_leaves(mode, dtype):
     assert unscaled.numpy().tolist() == [2.0**-10, 2.0**-9]
 
 
-@EACH_MODE
+@EACH_MODE_AND_XLA
 def test_empty_leaves(mode):
     """Are finite and stay empty, of whatever kind they are."""
     sparse = tf.IndexedSlices(tf.zeros((0, 3)), tf.zeros((0,), tf.int32), tf.constant([4, 3]))
     empty = [np.array([]), tf.zeros((0, 3)), sparse, [], {}]
     assert mode(lambda: all_finite(empty))()
     assert mode(lambda: unscale(empty, init_state(8.0))[1])().shape == (0, 3)
-
-
-def test_structure_is_kept():
-    """None stays None, IndexedSlices stay sparse, integers pass."""
-    grads = {"sparse": _sparse([[2.0, 4.0]], [1]), "none": None, "n": tf.constant([3])}
-    unscaled = unscale(grads, init_state(2.0))
-    assert isinstance(unscaled["sparse"], tf.IndexedSlices)
-    assert unscaled["sparse"].values.numpy().tolist() == [[1.0, 2.0]]
-    assert unscaled["none"] is None
-    assert unscaled["n"].numpy().tolist() == [3]
 
 
 def test_select_refuses_other_shapes():
@@ -107,7 +84,7 @@ def test_flags_are_combined_over_replicas():
         assert [bool(flag) for flag in flags] == [victim == 2] * 2
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
 def test_overflow_report(dtype):
     """It names the variables with gradients that are not finite."""
     bad = tf.constant(np.array([1.0, np.nan, np.inf, -3.0], dtype.as_numpy_dtype))

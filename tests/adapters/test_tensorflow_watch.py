@@ -22,28 +22,22 @@ def _events(caplog):
     return [(record.event, getattr(record, "steps", None)) for record in caplog.records if record.name == "lossscale"]
 
 
-def _keras(**settings):
-    return LossScaleOptimizer(keras.optimizers.SGD(0.1), DynamicScaling(init_scale=2.0**10), **settings)
+def _keras():
+    return LossScaleOptimizer(keras.optimizers.SGD(0.1), DynamicScaling(init_scale=2.0**10))
 
 
-def _v1(**settings):
-    return v1.LossScaleOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(0.1), DynamicScaling(init_scale=2.0**10), **settings
-    )
+def _v1():
+    return v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), DynamicScaling(init_scale=2.0**10))
 
 
-EACH = pytest.mark.parametrize("make", [_keras, _v1], ids=["keras", "v1"])
-
-
-def _run(optimizer, losses, weight=None):
+def _run(optimizer, losses):
     """Take an eager step with each of these factors of the loss."""
-    weight = tf.Variable(1.0) if weight is None else weight
+    weight = tf.Variable(1.0)
     for factor in losses:
         optimizer.minimize(lambda factor=factor: weight * factor, var_list=[weight])
-    return optimizer
 
 
-@EACH
+@pytest.mark.parametrize("make", [_keras, _v1])
 def test_eager_steps_are_logged(make, caplog):
     """They read the state anyway: the verdicts at the steps that change them, and once."""
     _run(make(), [NAN] * 30)
@@ -57,19 +51,17 @@ def test_a_healthy_run_says_that_it_is_calibrated(caplog):
     assert _events(caplog) == [("calibrating", 1), ("healthy", 4)]
 
 
-def _fit(optimizer, callbacks, epochs=2):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer, "mse", jit_compile=False)
-    inputs = np.full((20, 1), np.nan, np.float32)
-    model.fit(inputs, inputs, batch_size=1, epochs=epochs, verbose=0, callbacks=callbacks)
-
-
-def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(caplog):
+@pytest.mark.parametrize(
+    ("callbacks", "events"),
+    [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
+)
+def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(callbacks, events, caplog):
     """Compiled steps stay on their device, so that nothing is said before the state is read."""
-    _fit(_keras(), [])
-    assert _events(caplog) == [("stuck at min_scale", 40)]
-    _fit(_keras(), [LossScaleLogger()])
-    assert _events(caplog)[1:] == [("bad_loss", None), ("stuck at min_scale", 20)]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(_keras(), "mse", jit_compile=False)
+    inputs = np.full((20, 1), np.nan, np.float32)
+    model.fit(inputs, inputs, batch_size=1, epochs=2, verbose=0, callbacks=[each() for each in callbacks])
+    assert _events(caplog) == events
 
 
 @pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_overflow_streak"])
