@@ -61,9 +61,8 @@ def _assert_close(model, expected, **tolerance):
         np.testing.assert_allclose(ours, theirs, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
-@pytest.fixture
-def mixed_float16():
-    keras.config.set_dtype_policy("mixed_float16")
+@pytest.fixture(autouse=True)
+def _dtype_policy():
     yield
     keras.config.set_dtype_policy("float32")
 
@@ -76,20 +75,29 @@ def _assert_replicas_alike(model):
 
 
 class Replicas(keras.callbacks.Callback):
-    """After every step, the state on the first replica; and an error where the second one's bits differ."""
+    """After every step, an error where the replicas differ, or where the policy alone says something else.
 
-    def __init__(self):
+    Either of the two overflows in a step where the number of its victim is below 2.
+    """
+
+    def __init__(self, victims):
         super().__init__()
-        self.states, self.weights = [], []
+        self.victims, self.state = victims, POLICY.init_state()
+
+    def on_train_begin(self, logs=None):
+        """Keep the first weights."""
+        self.before = self.model.get_weights()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Compare, and keep."""
+        """Compare."""
         _assert_replicas_alike(self.model)
-        self.states.append([float(field) for field in self.model.optimizer.scale_state])
-        self.weights.append(self.model.get_weights())
+        is_finite, after = bool(self.victims[batch] >= 2), self.model.get_weights()
+        self.state = POLICY.update(self.state, is_finite)
+        assert [*map(float, self.model.optimizer.scale_state)] == [*map(float, self.state)], batch
+        assert is_finite != all(map(np.array_equal, self.before, after)), batch
+        self.before = after
 
 
-@pytest.mark.usefixtures("mixed_float16")
 @pytest.mark.parametrize(
     ("wrapper", "graph"),
     [(LossScaleOptimizer, True), (LossScaleOptimizer, False), (lossscale_keras.LossScaleOptimizer, True)],
@@ -97,22 +105,15 @@ class Replicas(keras.callbacks.Callback):
 def test_200_steps_on_two_replicas(wrapper, graph):
     """An overflow on either skips on both: all bits stay alike, and the state goes as the policy alone says."""
     steps = 200 if graph else 8  # eagerly a step under a strategy takes long
-    victims = np.random.default_rng(1).integers(0, 5, steps)  # neither replica overflows where it is 2 or more
+    replicas = Replicas(victims := np.random.default_rng(1).integers(0, 5, steps))
+    keras.config.set_dtype_policy("mixed_float16")
     inputs, targets = _data(steps)
     spoilt = _spoilt(inputs, [n * ROWS + victim * ROWS // 2 for n, victim in enumerate(victims) if victim < 2])
     with STRATEGY.scope():
         optimizer = wrapper(_bare(), POLICY)
         model = _model(optimizer, jit_compile=False, run_eagerly=not graph)
-    replicas, before = Replicas(), model.get_weights()
     _fit(model, spoilt, targets, callbacks=[replicas])
-    state = POLICY.init_state()
-    for n, victim in enumerate(victims):
-        state = POLICY.update(state, bool(victim >= 2))
-        assert replicas.states[n] == [float(field) for field in state], n
-        after = replicas.weights[n]
-        assert (victim < 2) == all(map(np.array_equal, before, after)), n
-        before = after
-    assert len(replicas.states) == steps
+    assert replicas.state.steps == steps
     assert wrapper is not LossScaleOptimizer or model.optimizer.steps_with_missing_calls == 0
 
 
@@ -134,12 +135,20 @@ WAYS = {
 }
 
 
-def _run(options, atol):
-    """Fit over random overflows in one way, and in a graph with Keras's own wrapper over the other batches alone."""
+@pytest.mark.parametrize(
+    ("way", "dtype", "atol"),
+    [
+        *((way, "float32", 1e-6) for way in WAYS),
+        *((way, "mixed_float16", 1e-3) for way in ("eager", "several steps an execution, XLA")),
+    ],
+)
+def test_every_way_to_run(way, dtype, atol):
+    """The state goes as the policy says, and the weights as those of Keras's own wrapper over the finite batches."""
+    keras.config.set_dtype_policy(dtype)
     steps = 24
     finite = np.random.default_rng(2).random(steps) > 0.3
     inputs, targets = _data(steps)
-    model = _model(optimizer := _wrapped(), **options)
+    model = _model(optimizer := _wrapped(), **WAYS[way])
     assert model.optimizer is optimizer  # not wrapped a second time under mixed_float16
     _fit(model, _spoilt(inputs, np.flatnonzero(~finite) * ROWS), targets)
     expected = simulate(POLICY, list(finite))
@@ -148,21 +157,7 @@ def _run(options, atol):
     assert int(optimizer.iterations) == finite.sum()
     clean = _model(keras.optimizers.LossScaleOptimizer(_bare(), 2.0**10), jit_compile=False)
     kept = np.repeat(finite, ROWS)
-    _fit(clean, inputs[kept], targets[kept])
-    _assert_close(model, clean, atol=atol)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_run(way):
-    """The state goes as the policy says, and the weights as if only the finite batches had been."""
-    _run(WAYS[way], atol=1e-6)
-
-
-@pytest.mark.usefixtures("mixed_float16")
-@pytest.mark.parametrize("way", ["eager", "several steps an execution, XLA"])
-def test_mixed_float16(way):
-    """As in float32, but for rounding; `compile` does not wrap a second time."""
-    _run(WAYS[way], atol=1e-3)
+    _assert_close(model, _fit(clean, inputs[kept], targets[kept]), atol=atol)
 
 
 def _guarded(guard=GUARD):
