@@ -225,12 +225,12 @@ def test_limits_end_an_eager_loop():
 def test_bad_arguments_are_named():
     """With the value, the rule and what to do; a misspelt argument is answered by the nearest."""
     sgd = keras.optimizers.SGD
-    inner = LossScaleOptimizer(sgd()).inner_optimizer
+    wrapped = LossScaleOptimizer(sgd())
     for error, words, make in (
         (TypeError, "is not a Keras optimizer; pass one", lambda: LossScaleOptimizer("sgd")),
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(LossScaleOptimizer(sgd()))),
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))),
-        (ValueError, "is already wrapped by a LossScaleOptimizer", lambda: LossScaleOptimizer(inner)),
+        (ValueError, "is already wrapped by a LossScaleOptimizer", lambda: LossScaleOptimizer(wrapped.inner_optimizer)),
         (TypeError, "did you mean 'policy'", lambda: LossScaleOptimizer(sgd(), polcy="none")),
         (ValueError, "on the inner optimizer alone",
          lambda: LossScaleOptimizer(sgd(global_clipnorm=1.0), global_clipnorm=2.0)),
