@@ -10,7 +10,13 @@ import lossscale_tf
 
 WITHOUT_A_PACKAGE = """
 import sys
-sys.modules[sys.argv[1]] = None
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
 try:
     import lossscale_tf
 except ModuleNotFoundError as error:
