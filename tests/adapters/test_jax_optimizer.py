@@ -104,6 +104,15 @@ def test_an_eager_step_reads_nothing(way, settings, monkeypatch):
             bool(get_scale_state(carry[1]).loss_scale > 0)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_step_without_gradients_is_applied(max_norm):
+    """As where all parameters are frozen: nothing is no overflow, and its norm is 0."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, max_norm=max_norm)
+    before = optimizer.init({})
+    _, after = optimizer.apply_gradients({}, before, {})
+    assert step_info(get_scale_state(before), get_scale_state(after)).applied
+
+
 def test_below_a_scale_of_one_the_unscaled_gradients_decide():
     """What becomes infinite by being unscaled is skipped, with clipping and without."""
     for max_norm in (None, 1.0):
