@@ -264,8 +264,7 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
 
     Returns:
         A list of `GradientReport`, one for each such leaf, named by its path in the pytree; empty where nothing
-            overflowed. Its `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the loss itself is
-            not finite".
+            overflowed. Its `verdict` says whether a smaller loss scale helps.
 
     Raises:
         TypeError: A leaf is not an array.

@@ -34,7 +34,7 @@ def check_train_step(
     everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
     It also requires that steps with a loss scale of 1 and of 1024 have the same result, and that one of 2**-20 has no
     other: this finds weight decay that is added to scaled gradients. Compute in float32 for the check: in float16 small
-    gradients flush to zero at a scale of 1, and an optimizer such as Adam makes much of little.
+    gradients flush to zero at a scale of 1, and the results differ.
 
     ```python
     check_train_step(step, (params, opt_state, average), [batch] * 6)

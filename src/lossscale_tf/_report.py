@@ -20,7 +20,7 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
 
     Returns:
         A list of `GradientReport`, one for each such variable, by its name; empty where nothing overflowed. Its
-            `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the loss itself is not finite".
+            `verdict` says whether a smaller loss scale helps.
 
     Raises:
         RuntimeError: The call is in a graph, which has no numbers yet.

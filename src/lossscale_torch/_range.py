@@ -359,4 +359,4 @@ def _power(scale: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{float(f'{100 * share:.2g}'):g} %"
+    return f"{100 * share:.3g} %"

@@ -25,8 +25,7 @@ def overflow_report(
             backward pass may leave NaN and no infinity.
 
     Returns:
-        A list of `GradientReport`. Its `verdict` says "finite loss: a smaller loss scale usually fixes this" or "the
-        loss itself is not finite".
+        A list of `GradientReport`. Its `verdict` says whether a smaller loss scale helps.
 
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.

@@ -33,7 +33,8 @@ PLAN = {
             errors testing
     """,
     "lossscale_core.testing": """
-        _check _simulation _strategies loops:
+        _simulation _strategies loops:
+        _check: _simulation
         __init__: _check _simulation _strategies
     """,
     "lossscale_torch": """

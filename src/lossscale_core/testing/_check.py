@@ -11,8 +11,8 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._messages import shown
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState
+from lossscale_core.testing._simulation import simulate
 
-_LONG, _LONG_TEXT = [False] * 300 + [True] * 5000, "300 overflows and then 5000 finite steps"
 _FLAGS = [False, False, True, False, True, True, False, False, False, *[True] * 6, False] * 5
 _COUNTERS = ("growth_tracker", "steps", "skipped_steps", "overflow_streak")
 
@@ -22,8 +22,8 @@ def check_policy(policy: PolicyLike) -> None:
 
     Each field keeps its dtype and its shape; `steps`, `skipped_steps` and `overflow_streak` count; a full counter stays
     full; `update` is pure; and host scalars, NumPy arrays, arrays without a truth value, as while a function is traced,
-    and arrays of array-api-strict, if it is installed, have the same states, bit for bit. Over 300 overflows and then
-    5000 finite steps the loss scale stays from 2**-126 to 2**126: there its reciprocal is a normal float32 number.
+    and arrays of array-api-strict, if it is installed, have the same states, bit for bit. Over 300 overflows, and over
+    5000 finite steps, the loss scale stays from 2**-126 to 2**126: there its reciprocal is a normal float32 number.
 
     Args:
         policy: Anything that `as_policy` accepts.
@@ -59,11 +59,12 @@ def check_policy(policy: PolicyLike) -> None:
                 for name, value in state.items():
                     text = f"{name} is {value} on {where} after {moment} {step}, but {right[name]} on the host"
                     _require(np.array_equal(value, right[name], equal_nan=True), text)
-    for step, flag in enumerate(_LONG, 1):
+    for finite, steps, what in ((False, 300, "overflows"), (True, 5000, "finite steps")):
         with np.errstate(all="ignore"):
-            start = checked.update(start, flag)
-        text = f"loss_scale is {start.loss_scale:g} after step {step} of {_LONG_TEXT}; keep it from 2**-126 to 2**126"
-        _require(SMALLEST_SCALE <= start.loss_scale <= LARGEST_SCALE, text)
+            scales = simulate(checked, [finite] * steps).loss_scale_after
+        for step, scale in enumerate(scales, 1):
+            text = f"loss_scale is {scale:g} after {step} {what} in a row; keep it from 2**-126 to 2**126"
+            _require(SMALLEST_SCALE <= scale <= LARGEST_SCALE, text)
 
 
 def _run(
