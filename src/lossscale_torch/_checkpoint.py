@@ -21,7 +21,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
-from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.errors import CheckpointError, PolicyError
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -66,14 +66,13 @@ def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
 
 def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> ScalingPolicy:
     """Return torch's dynamic rule; every positive finite scale is accepted."""
-    if not isinstance(init_scale, (Real, str)) or init_scale == math.inf:
-        rule = "finite" if init_scale == math.inf else "a number"
-        raise PolicyError(f"init_scale={shown(init_scale)} must be {rule}; pass 2.0**16, or a policy as policy=")
+    if not isinstance(init_scale, (Real, str)):
+        raise PolicyError(f"init_scale={shown(init_scale)} must be a number; pass 2.0**16, or a policy as policy=")
     given: Any = init_scale
-    if not isinstance(given, str) and given > 0 and given != (within := min(max(given, SMALLEST_SCALE), LARGEST_SCALE)):
-        note = f"init_scale={shown(given)} is beyond the range of policies, and becomes {shown_number(within)}"
+    if isinstance(given, Real) and 0 < given < math.inf and not SMALLEST_SCALE <= given <= LARGEST_SCALE:
+        given = SMALLEST_SCALE if given < 1 else LARGEST_SCALE
+        note = f"init_scale={shown(init_scale)} is beyond the range of policies, and becomes {shown_number(given)}"
         warnings.warn(note, stacklevel=6)  # at the line that makes the scaler
-        given = within
     return DynamicScaling(
         init_scale=given,
         growth_factor=growth_factor,
@@ -90,7 +89,7 @@ def reachable_interval(interval: Any) -> Any:
     The kernel counts steps from 1 and compares with ==, so that it never reaches 0, a fraction or a huge number:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
-    if isinstance(interval, bool) or not isinstance(interval, int | float) or math.isnan(interval):
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or interval != interval:
         return interval  # the policy raises the error
     return int(interval) if 1 <= interval < _NEVER and interval == int(interval) else _NEVER
 
@@ -122,7 +121,8 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
     if "version" not in given:
-        return _torchs_state({name: _plain(name, given[name]) for name in _TORCHS_KEYS}, policy, follows)
+        fields, rule = _from_torchs(given)
+        given = {**state_to_dict(policy.init_state()), **fields, **({"policy": rule} if follows else {})}
     if follows and "policy" in given:
         try:
             policy = policy_from_dict(given["policy"])
@@ -131,47 +131,32 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
     return policy, state_from_dict(given, policy)
 
 
-def _torchs_state(given: dict[str, Any], policy: ScalingPolicy, follows: bool) -> tuple[ScalingPolicy, Any]:
-    """Return the policy and the state in a checkpoint of torch's scaler."""
-    if follows:
-        try:
-            policy = DynamicScaling(
-                growth_factor=_within("growth_factor", given, 1.0 + 2.0**-23, 2.0**126),
-                backoff_factor=_within("backoff_factor", given, 2.0**-126, 1.0 - 2.0**-24),
-                growth_interval=reachable_interval(given["growth_interval"]),
-                min_scale=SMALLEST_SCALE,
-                max_scale=LARGEST_SCALE,
-            )
-        except PolicyError as error:
-            raise CheckpointError(f"the saved policy is refused: {error}") from error
-    scale = _within("scale", given, SMALLEST_SCALE, LARGEST_SCALE)
-    fields = {"loss_scale": scale, "growth_tracker": given["_growth_tracker"]}
-    return policy, state_from_dict({**state_to_dict(policy.init_state()), **fields}, policy)
+def _from_torchs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of a state, and of a policy, from a checkpoint of torch's scaler."""
+    numbers = {name: _number(name, given[name]) for name in _TORCHS_KEYS}
+    growth, backoff = numbers["growth_factor"], numbers["backoff_factor"]
+    rule = {
+        "kind": "dynamic",
+        # torch's setters accept a factor of 1, by which a scale does not move.
+        "growth_factor": growth if growth != 1.0 else 1.0 + 2.0**-23,
+        "backoff_factor": backoff if backoff != 1.0 else 1.0 - 2.0**-24,
+        "growth_interval": reachable_interval(numbers["growth_interval"]),
+        "min_scale": SMALLEST_SCALE,
+        "max_scale": LARGEST_SCALE,
+    }
+    return {"loss_scale": numbers["scale"], "growth_tracker": numbers["_growth_tracker"]}, rule
 
 
-def _plain(name: str, value: Any) -> float:
-    """Return a saved number, also from an array of shape `()`."""
+def _number(name: str, value: Any) -> Any:
+    """Return a saved number, also from an array of shape `()`; of the scale and the factors a positive finite one."""
     if getattr(value, "shape", None) == ():
         value = value.item()
+    is_positive = name in _TORCHS_KEYS[:3]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (abs(value) > 2.0**1000 and (name != "growth_interval" or isinstance(value, int))):
-        rule = "a number" if name in _TORCHS_KEYS[3:] else "a positive finite number"
-        raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
-    return value
-
-
-def _within(name: str, given: dict[str, Any], low: float, high: float) -> float:
-    """Return a saved number, moved within bounds with a warning; torch's setters accept a factor of 1."""
-    value = given[name]
-    if not 0.0 < value < math.inf:
-        raise CheckpointError(
-            f"{name}={shown(value)} of the saved state must be a positive finite number; restore an earlier checkpoint"
-        )
-    within = float(min(max(value, low), high))
-    if within != value and value != 1.0:
-        note = f"{name} of the saved state was {shown_number(value)} and becomes {shown_number(within)}"
-        warnings.warn(note, CheckpointWarning, stacklevel=5)  # at the call of `load_state_dict`
-    return within
+    if is_number and (value > 0 if is_positive else value == value) and (value < math.inf or name == "growth_interval"):
+        return value
+    rule = "a positive finite number" if is_positive else "a number"
+    raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
 
 
 def require_scale(new_scale: Any, device_type: Any) -> None:

@@ -175,7 +175,6 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
             or grad.dtype is not dtype
             or grad.layout is not torch.strided
             or not (grad.is_cpu if is_cpu else grad.get_device() == index)  # a CPU tensor has the index -1
-            or not grad.is_contiguous()  # an expanded tensor is not
         ):
             return False
     return True

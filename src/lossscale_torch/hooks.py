@@ -198,18 +198,18 @@ class Protect(Hook):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
             for each in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
                 if each is root or each._buffers:
-                    hooks = _BeforeForward(self, root, each is root), _AfterLoading(self, root, each is root)
-                    self._handles.append(each.register_forward_pre_hook(hooks[0], prepend=True))
-                    self._handles.append(each.register_load_state_dict_post_hook(hooks[1]))
+                    save, forget = (_Callback(self, method, root, each is not root) for method in ("_save", "_forget"))
+                    self._handles.append(each.register_forward_pre_hook(save, prepend=True))
+                    self._handles.append(each.register_load_state_dict_post_hook(forget))
 
-    def save(self, root: Module) -> None:
-        """Copy the buffers of a module that is about to run, unless that was done in this step."""
-        if root not in self._saved:
+    def _save(self, root: Module, module: Module) -> None:
+        """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
+        if module.training and root not in self._saved:
             self._saved.add(root)
             self._copies.setdefault(root, Buffers()).copy_from(root)
 
-    def forget(self, root: Module | None) -> None:
-        """Drop the copies of a module, since its state was loaded."""
+    def _forget(self, root: Module, module: Module) -> None:
+        """Drop the copies under `root`, since a state was loaded."""
         self._saved.discard(root)
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
@@ -229,44 +229,39 @@ class Protect(Hook):
         return Protect, ((),)
 
 
-class _ModuleHook:
-    """A hook of a module within a protected one; a copy of it does nothing."""
+class _Callback:
+    """A callback of a module within a protected one. It keeps neither alive, and a copy of it does nothing."""
 
-    def __init__(self, protect: Protect, root: Module, is_root: bool) -> None:
-        self.protect, self.root, self.is_root = weakref.ref(protect), weakref.ref(root), is_root
+    def __init__(
+        self, protect: Protect | None = None, method: str = "", root: Module | None = None, is_inner: bool = True
+    ) -> None:
+        self.protect = weakref.ref(protect) if protect is not None else _nothing
+        self.root = weakref.ref(root) if root is not None else _nothing
+        self.method, self.is_inner = method, is_inner
+
+    def __call__(self, module: Module, _: Any) -> None:
+        if not (self.is_inner and torch.compiler.is_compiling()):
+            _call(self, module)
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
-
-
-class _BeforeForward(_ModuleHook):
-    def __call__(self, module: Module, _: Any) -> None:
-        if self.is_root or not torch.compiler.is_compiling():
-            _save_before_forward(self, module)
+        return _Callback, ()
 
 
 # A compiled function that calls the module breaks its graph at this call; a traced call would not copy at each run.
 @not_compiled
-def _save_before_forward(hook: _ModuleHook, module: Module) -> None:
-    protect, root = hook.protect(), hook.root()
-    if protect is not None and root is not None and module.training:
-        protect.save(root)
+def _call(callback: _Callback, module: Module) -> None:
+    protect, root = callback.protect(), callback.root()
+    if protect is not None and root is not None:
+        getattr(protect, callback.method)(root, module)
 
 
-class _AfterLoading(_ModuleHook):
-    def __call__(self, *_: Any) -> None:
-        if (protect := self.protect()) is not None:
-            protect.forget(self.root())
+def _nothing() -> None:
+    """Stand in for a reference to an object that is gone."""
 
 
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-class _Nothing:
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
 
 
 class SameOnRanks(Hook):
@@ -350,16 +345,11 @@ class Resumption(Hook):
 def _has_stepped(optimizer: Any) -> bool:
     """Return whether an optimizer's state shows a step; do not wait for a count on a device.
 
-    The states differ: most optimizers have a count "step" for each parameter, MADGRAD has one count with another name
-    for all parameters, and SGD with momentum has none.
+    Optimizers of torch keep a count "step" for each parameter, SGD and Muon only a momentum from the first step on.
     """
     state = getattr(optimizer, "state", None)
-    if not isinstance(state, Mapping):
-        return False
-    of_parameters = [each for each in state.values() if isinstance(each, Mapping)]
-    counts = [each["step"] for each in of_parameters if each.get("step") is not None]
-    counts += [value for name, value in state.items() if isinstance(name, str) and not isinstance(value, Mapping)]
-    return any(map(_is_positive, counts)) if counts else any(of_parameters)
+    states = state.values() if isinstance(state, Mapping) else ()
+    return any(_is_positive(each.get("step", 1)) for each in states if isinstance(each, Mapping) and each)
 
 
 def _is_positive(count: Any) -> bool:

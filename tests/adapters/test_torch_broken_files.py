@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lossscale_core.errors import CheckpointError
+from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
 
 LONGEST = 3000
@@ -79,3 +79,25 @@ def test_numbers_of_numpy_and_torch_are_taken(name, value):
     scaler.load_state_dict({**TORCHS, name: value})
     assert scaler.get_scale() == 8.0
     assert scaler.state_dict()["_growth_tracker"] == 3
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(1e-40, 2.0**-126), (1e300, 2.0**126)])
+def test_a_scale_of_torchs_that_no_policy_has(saved, taken):
+    """It is brought within the bounds of all policies, and said."""
+    scaler = GradScaler("cpu")
+    with pytest.warns(CheckpointWarning, match="becomes 2"):
+        scaler.load_state_dict({**TORCHS, "scale": saved})
+    assert scaler.get_scale() == taken
+
+
+def test_factors_of_one_are_taken():
+    """torch's setters take them; the scale then stays where it is."""
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict({**TORCHS, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for value in (1.0, float("inf")):
+        scaler.scale(torch.ones(()))
+        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), value)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == pytest.approx(8.0, rel=1e-6)

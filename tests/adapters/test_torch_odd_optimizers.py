@@ -65,10 +65,9 @@ def test_unusual_optimizers(make, clips):
 
 
 STATES = {
-    "a count of all": (True, lambda param: {"k": torch.tensor([5])}),
     "counts by element": (True, lambda param: {param: {"step": torch.full((3,), 5)}}),
     "momentum without a count": (True, lambda param: {param: {"momentum_buffer": torch.ones(1)}}),
-    "counts of zero": (False, lambda param: {"k": torch.tensor([0]), param: {"step": 0}}),
+    "counts of zero": (False, lambda param: {param: {"step": 0}}),
     "none": (False, lambda param: None),
     "no mapping": (False, lambda param: []),
     "anything": (False, lambda param: {"name": "text", 3: None, "nested": {"step": "many"}, "empty": {}}),
