@@ -61,8 +61,16 @@ def test_lossscale_has_the_names_of_the_core():
     for name in (*lossscale_core.__all__, "__version__"):
         assert getattr(lossscale, name) is getattr(lossscale_core, name)
         assert name in dir(lossscale)
-    with pytest.raises(AttributeError, match=r"has no attribute 'GradScalar'; see dir\(lossscale_core\)"):
-        lossscale.GradScalar  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("GradScalar", r"see dir\(lossscale\) for the public names"), ("GradScaler", "import it from lossscale_torch")],
+)
+def test_a_name_that_is_elsewhere_is_named_there(name, hint):
+    """What trains is in the package of its framework."""
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'; {hint}"):
+        getattr(lossscale, name)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -9,13 +9,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import optax
-import pytest
 import torch
 
-import lossscale
-import lossscale_jax
-import lossscale_tf
-import lossscale_torch
 from tests.adapters.pages import after_diff
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +60,3 @@ def test_the_home_pages_keras_lines_train():
     finally:
         keras.config.set_dtype_policy("float32")
     assert int(names["model"].optimizer.metrics()["steps"]) == 1
-
-
-@pytest.mark.parametrize("name", ["GradScaler", "loss_scaled", "LossScaleOptimizer"])
-def test_lossscale_finds_what_trains(name):
-    """`lossscale.GradScaler` and the like are the ones of the frameworks' packages."""
-    homes = {"GradScaler": lossscale_torch, "loss_scaled": lossscale_jax, "LossScaleOptimizer": lossscale_tf}
-    assert getattr(lossscale, name) is getattr(homes[name], name)

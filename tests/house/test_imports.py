@@ -25,7 +25,7 @@ PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 
 COMMAND = {
     "_recording": {"torch", "lossscale_torch"},
-    "cli": {"click", "matplotlib", "numpy", "torch", "yaml"},
+    "cli": {"click", "matplotlib", "numpy", "torch"},
     "demo": {"numpy", "sklearn", "threadpoolctl"},
 }
 """The imports of the parts of the command in addition to the core; the other parts have none."""

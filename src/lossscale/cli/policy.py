@@ -1,6 +1,5 @@
 """The subcommand `lossscale policy`: check policy files, and make them from other tools' configs."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def check(file: Path, as_json: bool) -> None:
 @OVERWRITE
 @AS_JSON
 def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
-    """Turn another tool's config FILE, in JSON, TOML or YAML, into a policy.
+    """Turn another tool's config FILE, in JSON or TOML, into a policy.
 
     TOOL is torch (also FSDP and Accelerate), apex, deepspeed, megatron, keras (tf.keras), keras3, jmp, flax or paddle.
     """
@@ -60,19 +59,11 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
 
 def _config(path: Path) -> dict[str, Any]:
     """Return the dict in another tool's config."""
-    if (suffix := path.suffix.lower()) in (".yaml", ".yml"):
-        if importlib.util.find_spec("yaml") is None:
-            raise click.UsageError(f"{path}: YAML needs PyYAML; run: pip install pyyaml, or convert it to JSON")
-        import yaml
-
-        try:
-            config = yaml.safe_load(path.read_text("utf-8-sig"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise PolicyError(f"{path} is not valid YAML: {' '.join(str(error).split())}; correct it") from error
-    elif suffix in (".json", ".toml"):
-        config = read_data(path, PolicyError)
-    else:
-        raise PolicyError(f"{path} must be a config in JSON, TOML or YAML (.json, .toml, .yaml); convert it to one")
+    if path.suffix.lower() not in (".json", ".toml"):
+        raise PolicyError(
+            f"{path} must be in JSON or TOML (.json, .toml); read another format in Python, and pass from_tool the dict"
+        )
+    config = read_data(path, PolicyError)
     if not isinstance(config, dict):
         raise PolicyError(f"{path} holds {shown(config)}, but must hold a dict of keys; pass another file")
     return config
